@@ -1,10 +1,13 @@
-# Two images from one file, by the same steps as the Makefile: a virtual environment, then pip with the constraints file.
-#   docker build --target serve  -t halfserve:serve .                     serves models; no torch inside
-#   docker build --target serve  --build-arg EXTRAS='[cuda]' -t ... .     the same with the CUDA libraries
-#   docker build --target export -t halfserve:export .                    trains and exports
+# Each image is a virtual environment: first the packages, as constraints.txt pins them, then the project's wheel. An edit of the
+# sources builds the last layer alone. It needs BuildKit, which docker has by default.
+#   docker build --target serve      -t halfserve:serve .         serves models on the CPU; no torch and no CUDA inside
+#   docker build --target serve-cuda -t halfserve:serve-cuda .    the same with ONNX Runtime for GPUs and the CUDA libraries
+#   docker build --target export     -t halfserve:export .        trains and exports
+# --build-arg EXTRAS="text trace" adds extras of pyproject.toml.
+ARG PYTHON=3.12.13
 
 # The same Python as below, with a C compiler: the server's hot path is compiled here, and no compiler is in the images.
-FROM python:3.12 AS wheel
+FROM python:${PYTHON}-trixie AS wheel
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY halfserve halfserve
@@ -15,30 +18,62 @@ COPY export export
 COPY examples examples
 RUN python -m pip wheel --quiet --no-cache-dir --disable-pip-version-check --no-deps --wheel-dir /wheels .
 
-FROM python:3.12-slim AS base
-ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH
+FROM python:${PYTHON}-slim-trixie AS base
+ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH XDG_CACHE_HOME=/tmp/cache
 WORKDIR /opt/halfserve
-RUN python -m venv .venv && useradd --create-home --uid 10001 halfserve
-COPY constraints.txt ./
-COPY --from=wheel /wheels wheels
+RUN useradd --no-log-init --no-create-home --uid 10001 halfserve
+COPY pyproject.toml constraints.txt ./
+
+# What installs and lists packages; mounted below, so that it is not in the images.
+FROM base AS tools
+RUN python -m venv /opt/tools && echo onnxruntime-gpu > /opt/tools/without-gpu.txt \
+  && /opt/tools/bin/pip install --quiet --no-cache-dir --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0
 
 FROM base AS export
-RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
-    "$(echo wheels/*.whl)[train,export]" && halfserve --version
+ARG EXTRAS=""
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
+  for extra in train export ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
+  && /opt/tools/bin/uv venv --quiet \
+  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@"
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+  /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-deps /wheels/*.whl && halfserve --version \
+  && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv
 USER 10001
 WORKDIR /work
 ENTRYPOINT ["halfserve"]
 CMD ["--help"]
 
-FROM base AS serve
+FROM base AS server
+EXPOSE 8000 8001 8002
+# Asks REST whether the server is ready, which needs no token and no Python. With TLS or without REST, give another check
+# (--health-cmd).
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/${HALFSERVE_SERVE_HTTP_PORT:-8000} && printf 'GET /v2/health/ready HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n' >&3 && read -r _ status _ <&3 && [ \"$status\" = 200 ]"]
+ENTRYPOINT ["halfserve"]
+CMD ["serve", "/models", "--host", "0.0.0.0"]
+
+FROM server AS serve-cuda
 ARG EXTRAS=""
-RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
-    "$(echo wheels/*.whl)${EXTRAS}" && halfserve --version
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
+  for extra in cuda ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
+  && /opt/tools/bin/uv venv --quiet \
+  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@"
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+  /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-deps /wheels/*.whl && halfserve --version \
+  && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv
 USER 10001
 WORKDIR /models
-EXPOSE 8000 8001 8002
-# Whether the server is ready is told without a token. With TLS, give a check with certificates of your own (--health-cmd).
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
-  CMD ["python", "-P", "-c", "import halfserve, sys; sys.exit(not halfserve.Client('127.0.0.1:8001', timeout_s=4).is_ready())"]
-ENTRYPOINT ["halfserve"]
-CMD ["serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001"]
+
+# The last one, which is built where no target is named. ONNX Runtime for the CPU takes the place of the one for GPUs, which would
+# run here too and is 340 MB larger.
+FROM server AS serve
+ARG EXTRAS=""
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
+  for extra in ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
+  && /opt/tools/bin/uv venv --quiet \
+  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@" \
+  --excludes /opt/tools/without-gpu.txt onnxruntime
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+  /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-deps /wheels/*.whl && halfserve --version \
+  && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv
+USER 10001
+WORKDIR /models

@@ -82,7 +82,7 @@ lint: $(READY)
 
 types: $(READY)
 	@mkdir -p build/types/halfserve
-	@ln -sfn $(addprefix $(CURDIR)/,halfserve/__init__.py halfserve/__main__.py halfserve/cli.py halfserve/compiled_build.py amp_core examples export protos serve) build/types/halfserve/
+	@ln -sfn $(addprefix $(CURDIR)/,halfserve/__init__.py halfserve/__main__.py halfserve/cli.py halfserve/compiled_build.py halfserve/configuration.py amp_core examples export protos serve) build/types/halfserve/
 	$(BIN)/mypy
 
 format: $(READY)

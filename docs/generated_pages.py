@@ -15,12 +15,12 @@ from typing import Any
 
 import grpc
 import onnx
-import typer
 from onnx import TensorProto, helper
 from prometheus_client.parser import text_string_to_metric_families
 
 import halfserve
 from halfserve import cli
+from halfserve.configuration import key_of, variable
 from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
 from halfserve.serve.protocol.status import CODES
 
@@ -30,7 +30,14 @@ STAGES = {"halfserve.amp_core": "Training", "halfserve.export": "Converting", "h
 
 def write(folder: Path) -> None:
     """Write every generated page into `folder`; a page that says the same already is left alone."""
-    pages = {"commands": _commands(), "settings": _settings(), "metrics": _metrics(), "statuses": _statuses(), "api": _names()}
+    pages = {
+        "commands": _commands(),
+        "configuration": _configuration(),
+        "settings": _settings(),
+        "metrics": _metrics(),
+        "statuses": _statuses(),
+        "api": _names(),
+    }
     for name, text in pages.items():
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -45,9 +52,7 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def _commands() -> str:
     parts = ["# Commands\n\nWritten from the code; `halfserve COMMAND --help` prints the same.\n"]
     for name, stage in cli.STAGES.items():
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(name)(getattr(stage.load(), stage.function))
-        command = typer.main.get_command(single)
+        command = cli.command_of(name)
         parts.append(f"\n## halfserve {name}\n\n```text\n{inspect.cleandoc(command.help or stage.help)}\n```\n\n")
         parts.append(_table(("argument or option", "default", "meaning"), _parameters(command)))
     return "".join(parts)
@@ -60,6 +65,18 @@ def _parameters(command: Any) -> Iterator[tuple[str, str, str]]:
         default = parameter.default if named and not callable(parameter.default) else None
         shown = "" if default in (None, "", (), []) or parameter.required else f"`{default}`"
         yield ", ".join(f"`{text}`" for text in names), shown, parameter.help or ""
+
+
+def _configuration() -> str:
+    guide = "[Operations](../guides/operations.md#configuration) has the rules, and [commands](commands.md) what each means."
+    parts = [f"# Configuration\n\nThe keys of a config file and the environment variables, written from the code. {guide}\n"]
+    for name in (name for name, stage in cli.STAGES.items() if stage.configurable):
+        command = cli.command_of(name)
+        shown = zip(command.configured, _parameters(command), strict=False)  # what follows has no key: --config, --print-config
+        keyed = ((key_of(parameter), names, default) for parameter, (names, default, _) in shown)
+        rows = ((f"`{key}`", f"`{variable([name], key)}`", names, default) for key, names, default in keyed)
+        parts.append(f"\n## [{name}]\n\n" + _table(("key", "variable", "argument or option", "default"), rows))
+    return "".join(parts)
 
 
 def _settings() -> str:

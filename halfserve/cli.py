@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from halfserve.configuration import ConfigurableCommand, ConfigurationError, variable
+
 if TYPE_CHECKING:
     from types import ModuleType
 
 NO_SPACE_EXIT_CODE = 1
+WRONG_USAGE_EXIT_CODE = 2
 MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 # A terminal takes them for orders, and an error's text may be a server's, or hold a file's name.
@@ -32,12 +35,16 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Where a command lives, its line in `halfserve --help`, and the extra that installs what it imports."""
+    """Where a command lives, its line in `halfserve --help`, and the extra that installs what it imports.
+
+    Its options may come from the environment and a config file if it is `configurable`.
+    """
 
     module: str
     function: str
     help: str
     extra: str | None = None
+    configurable: bool = False
 
     def load(self) -> ModuleType:
         """Import the module that holds the command."""
@@ -46,7 +53,11 @@ class Stage:
 
 STAGES = {
     "train": Stage(
-        module="halfserve.amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"
+        module="halfserve.amp_core.cli",
+        function="train",
+        help="Train a PyTorch model in mixed precision.",
+        extra="train",
+        configurable=True,
     ),
     "export": Stage(
         module="halfserve.export.cli.export",
@@ -72,12 +83,18 @@ STAGES = {
         help="Find where a PyTorch model leaves its dtype.",
         extra="export",
     ),
-    "serve": Stage(module="halfserve.serve.cli", function="serve", help="Serve models over gRPC in batches."),
+    "serve": Stage(
+        module="halfserve.serve.cli", function="serve", help="Serve models over gRPC in batches.", configurable=True
+    ),
     "token": Stage(module="halfserve.serve.security.cli", function="token", help="Make a bearer token for a server."),
     "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction."),
     "bench": Stage(
-        module="halfserve.serve.benchmark.cli", function="bench", help="Measure throughput and latency.", extra="bench"
+        module="halfserve.serve.benchmark.cli",
+        function="bench",
+        help="Measure throughput and latency.",
+        extra="bench",
+        configurable=True,
     ),
     "demo": Stage(
         module="halfserve.examples.digits.demo", function="demo", help="The whole way on handwritten digits.", extra="demo"
@@ -102,8 +119,35 @@ class StageCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
+class ConfigurableStageCommand(StageCommand, ConfigurableCommand):
+    """The command of a stage that is configurable."""
+
+
+def command_of(name: str) -> Any:
+    """A stage's command, from the module that holds it."""
+    stage = STAGES[name]
+    single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    function = getattr(stage.load(), stage.function)
+    told = function.__doc__ or stage.help  # python -OO takes docstrings away
+    kind, epilog = StageCommand, None
+    if stage.configurable:
+        kind = ConfigurableStageCommand
+        epilog = (
+            f"Each option may also be an environment variable ({variable([name], 'json')} for --json) or a key below [{name}] "
+            "in --config's file. The command line wins over the environment, and that over the file."
+        )
+    single.command(name, cls=kind, help=told, epilog=epilog)(function)
+    return typer.main.get_command(single)
+
+
 class LazyGroup(TyperGroup):
-    """Lists the commands from STAGES and imports one only when it is the one called."""
+    """Lists the commands from STAGES and imports one only when it is the one called.
+
+    Attributes:
+        configurable: the commands whose options may be variables and keys of a config file.
+    """
+
+    configurable = tuple(name for name, stage in STAGES.items() if stage.configurable)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the signature is typer's)
         """Names in the order of the pipeline."""
@@ -128,12 +172,7 @@ class LazyGroup(TyperGroup):
         """The command that is to run, from the module that holds it."""
         _, command, rest = super().resolve_command(ctx, args)
         name = str(command and command.name)
-        stage = STAGES[name]
-        single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        function = getattr(stage.load(), stage.function)
-        told = function.__doc__ or stage.help  # python -OO takes docstrings away
-        single.command(name, cls=StageCommand, help=told)(function)
-        return name, typer.main.get_command(single), rest
+        return name, command_of(name), rest
 
 
 app = typer.Typer(
@@ -261,6 +300,8 @@ def _drop_unwritten() -> None:
 def _exit_code(stage: Stage | None, error: Exception) -> int | None:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return NO_SPACE_EXIT_CODE  # whatever was to be written, and wherever
+    if isinstance(error, ConfigurationError):
+        return WRONG_USAGE_EXIT_CODE
     if stage is None:
         return None
     codes: dict[type[Exception], int] = stage.load().EXIT_CODES

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +20,7 @@ from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
 from halfserve.serve.http.options import HttpOptions, checked_origin
-from halfserve.serve.log_handler import log_to_standard_error
+from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
@@ -31,6 +33,8 @@ from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE
 from halfserve.serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
 from halfserve.serve.transports.listening import BindError
 from halfserve.serve.transports.transport import TransportName
+
+logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 HTTP_PORT, METRICS_PORT = HttpOptions.port, HttpOptions.metrics_port
@@ -215,6 +219,9 @@ def serve(
     access_log_every: Annotated[
         int, _observing(min=1, help="Of sampled answers, one in so many.")
     ] = ObserveOptions.access_log_every,
+    log_format: Annotated[
+        LineFormat, _observing(help="The log's lines: text, or JSON objects; json prints the ready line as JSON too.")
+    ] = LineFormat.TEXT,
     trace_to: Annotated[
         str, _observing(help="OpenTelemetry traces: 'otlp' (OTEL_* variables say where) or a file.", show_default=False)
     ] = ObserveOptions.trace_to,
@@ -229,7 +236,7 @@ def serve(
         Path | None, _security(help="PEM file of who may have signed clients' certificates (mTLS).")
     ] = None,
     token_file: Annotated[
-        Path | None, _security(help="Lines that `halfserve token` prints; who has none of these tokens is not let in.")
+        Path | None, _security(help="Lines that `halfserve token --add-to` writes; who has none of these tokens is not let in.")
     ] = SecurityOptions.token_file,
     admin_port: Annotated[
         int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
@@ -332,17 +339,31 @@ def serve(
         ),
     )
     ignore_hang_up()
-    if becomes_supervisor:
-        become_supervisor(addresses(options))
-    report: Callable[[StartupReport], None] = (
-        print_json if as_json else partial(print_text, scheme="https" if tls_cert else "http")
-    )
+    log_to_standard_error(log_format)
+    report: Callable[[StartupReport], None] = partial(print_text, scheme="https" if tls_cert else "http")
+    if as_json or log_format is LineFormat.JSON:
+        report = print_json
     if link and link.restarts:
         report = partial(log_restart, restarts=link.restarts)
     trust = Trust(
         torch_archives=trust_torch_archives, python_models=trust_python_models, custom_operators=trust_custom_operators
     )
-    _run(options, partial(report_startup, report), link, trust)
+    with _failures_logged_as(log_format):
+        if becomes_supervisor:
+            become_supervisor(addresses(options), log_format)
+        _run(options, partial(report_startup, report), link, trust)
+
+
+@contextmanager
+def _failures_logged_as(log_format: LineFormat) -> Iterator[None]:
+    """Log why the server cannot start as JSON too: a reader of JSON logs would lose the line of text."""
+    try:
+        yield
+    except tuple(EXIT_CODES) as error:
+        if log_format is LineFormat.TEXT:
+            raise
+        logger.error("%s", error)  # noqa: TRY400  (the text says it all)
+        raise typer.Exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))) from None
 
 
 def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path | ObjectStorage:
@@ -401,7 +422,6 @@ def _run(
     from halfserve.serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
     from halfserve.serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
-    log_to_standard_error()
     runtimes = probing_runtimes(trust)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:

@@ -1,4 +1,4 @@
-"""Logging to standard error without ever waiting for its reader.
+"""Logging to standard error, as text or as JSON lines, without ever waiting for its reader.
 
 A pipe that is not read, or a terminal stopped by Ctrl-S, blocks the thread that writes to it; on the event loop that would stop
 all requests. Any client can provoke log lines, by sending something that is not HTTP/2.
@@ -6,17 +6,73 @@ all requests. Any client can provoke log lines, by sending something that is not
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import select
 import sys
+import time
+from enum import StrEnum
 from typing import TextIO
 
 PIECE = 1024  # characters of at most four bytes: a pipe that polls as writable takes 4096 bytes at once
+LABEL = re.compile(r"(.+?)(?:/(\d+))?(?: instance \d+)?", re.DOTALL)
 
 
-def log_to_standard_error() -> None:
+class LineFormat(StrEnum):
+    """How a message of the log is written: as a line of text with the time in front, or as a JSON object on a line."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def log_to_standard_error(line_format: LineFormat = LineFormat.TEXT) -> None:
     handler = NonBlockingHandler(sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", handlers=[handler])
+    handler.setFormatter(JsonFormatter() if line_format is LineFormat.JSON else TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def time_stamp(seconds: float) -> str:
+    """A time since the epoch as 2026-02-01T12:00:00.250Z, as the access log has it."""
+    milliseconds = int(seconds * 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(milliseconds // 1000))}.{milliseconds % 1000:03d}Z"
+
+
+class TextFormatter(logging.Formatter):
+    """`TIME LEVEL MESSAGE`; the lines of a traceback follow."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802  (the signature is logging's)
+        return time_stamp(record.created)
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON object with `time`, `level`, `logger` and `message`, and what else the record knows.
+
+    A record of a model or a request has it in its `extra`: `model` ("NAME", "NAME/VERSION" or "NAME/VERSION instance NUMBER",
+    which is written as `model` and `version`) and `id`, the request's. A traceback is the text `exception`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        content = {
+            "time": time_stamp(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        about = LABEL.fullmatch(str(vars(record).get("model", "")))
+        if about is not None:
+            content["model"] = about[1]
+            if about[2] is not None:
+                content["version"] = about[2]
+        request_id = vars(record).get("id")
+        if request_id:
+            content["id"] = str(request_id)
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        return json.dumps(content)
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
@@ -46,7 +102,11 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
     def _loss_report(self) -> str:
         lost, self._lost = self._lost, 0
         end, self._is_torn = "\n" if self._is_torn else "", False
-        return f"{end}WARNING log lines lost because standard error was not read: {lost}\n" if lost else ""
+        if not lost:
+            return ""
+        said = "log lines lost because standard error was not read: %d"
+        report = logging.LogRecord(__name__, logging.WARNING, __file__, 0, said, (lost,), None)
+        return f"{end}{self.format(report)}{self.terminator}"
 
     def _is_writable(self) -> bool:
         """Whether a write would not block; True where the system cannot say."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import typer
 
 from halfserve.compiled_build import build_in_use
 from halfserve.serve.engine.model import Model
+from halfserve.serve.log_handler import time_stamp
 from halfserve.serve.transports.listening import address_of
 
 logger = logging.getLogger(__name__)
@@ -77,10 +79,13 @@ def _parts(model: Model) -> dict[str, list[str]]:
 
 
 def print_json(report: StartupReport) -> None:
-    """Print one JSON object on one line."""
+    """Print one JSON object on one line, which a reader of JSON logs takes too."""
     fields = ("name", "version", "provider", "precision", "max_batch_size")
     build = build_in_use()
     content = {
+        "time": time_stamp(time.time()),
+        "level": "INFO",
+        "message": "ready",
         "build": build.name,
         "build_reason": build.reason,
         "host": report.host,

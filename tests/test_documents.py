@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 
 from halfserve import cli
 from tests import torchvision_on_cpu
@@ -43,16 +42,15 @@ def test_links_lead_to_what_is_there(document: str) -> None:
 
 def options_of_all_commands() -> set[str]:
     found: set[str] = set()
-    for stage in cli.STAGES.values():
-        single = typer.Typer(add_completion=False)
-        single.command()(getattr(stage.load(), stage.function))
-        for parameter in typer.main.get_command(single).params:
+    for name in cli.STAGES:
+        for parameter in cli.command_of(name).params:
             found |= {*parameter.opts, *parameter.secondary_opts}
     return found
 
 
 # Of docker, torchrun and aws.
 OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
+OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom"}
 OTHERS |= {"--cache-config", "--model-repository", "--model-control-mode"}  # tritonserver's
 
 

@@ -163,7 +163,7 @@ def test_the_help_says_what_a_command_does_without_docstrings_too() -> None:
     for level in "012":
         done = run("token", "--help", PYTHONOPTIMIZE=level)
         assert (done.returncode, "Make a bearer token" in done.stdout) == (0, True)
-        assert ("kept\n  nowhere" in done.stdout) == (level < "2")
+        assert ("it is kept nowhere" in done.stdout) == (level < "2")
 
 
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:

@@ -23,10 +23,9 @@ RISKS_SHOWN = 3
 def certificate_table(certificate: Certificate) -> Group:
     """Render the figures of every output, and below them sizes, accuracy, conversion, adversarial samples and the verdict."""
     title = f"{certificate.model}: fp16 against its float32 reference, {certificate.samples} samples"
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
-    table.add_column("output")
-    table.add_column("run")
-    for heading in ("error", "of scale", "ulp", "cosine", "NaN/inf", "agreement"):
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("output (run)", overflow="fold")
+    for heading in ("error", "of\nscale", "ulp", "cosine", "NaN/inf", "agrees"):
         table.add_column(heading, justify="right", no_wrap=True)
     for verdict in certificate.outputs:
         table.add_row(*(Text(cell) for cell in _row(verdict)), style="red" if verdict.violations else None)
@@ -36,8 +35,7 @@ def certificate_table(certificate: Certificate) -> Group:
 def _row(verdict: OutputVerdict) -> list[str]:
     figures = verdict.figures
     return [
-        verdict.name,
-        verdict.execution,
+        f"{verdict.name} ({verdict.execution})",
         f"{figures.max_abs_error:.2g}",
         f"{figures.max_scaled_error:.2g}",
         f"{figures.max_ulp:.0f}",

@@ -129,9 +129,10 @@ def _kept(kept: Sequence[KeptNode]) -> Table | None:
     title = f"{_counted(len(kept), 'node')} in float32"
     if len(kept) > SHOWN:
         return _by_reason(kept, title)
-    table = _new_table(title, "node", "operator", "reason", "module", "source")
+    table = _new_table(title, "node and reason", "operator")
     for node in kept:
-        _add(table, node.name, node.op_type, node.reason, node.module or "", node.source or "")
+        where = " ".join(part for part in (node.module, node.source) if part)
+        _add(table, _story(node.name, where, node.reason), node.op_type)
     return table
 
 
@@ -140,9 +141,9 @@ def _by_reason(kept: Sequence[KeptNode], title: str) -> Table:
     groups: dict[str, list[str]] = {}
     for node in kept:
         groups.setdefault(node.reason, []).append(node.name)
-    table = _new_table(title, "nodes", "reason", "such as")
+    table = _new_table(title, "nodes", "reason, and some of them")
     for reason, names in sorted(groups.items(), key=lambda group: -len(group[1]))[:SHOWN]:
-        _add(table, str(len(names)), reason, ", ".join(names[:EXAMPLES]))
+        _add(table, str(len(names)), _story(reason, ", ".join(names[:EXAMPLES])))
     table.caption, table.caption_justify = Text("--json lists all"), "left"
     return table
 
@@ -150,10 +151,10 @@ def _by_reason(kept: Sequence[KeptNode], title: str) -> Table:
 def _repairs(report: ConversionReport) -> Table | None:
     if not report.repairs:
         return None
-    table = _new_table(_counted(len(report.repairs), "repair"), "repair", "nodes", "what was done")
+    table = _new_table(_counted(len(report.repairs), "repair"), "repair", "what was done, and to which nodes")
     for repair in report.repairs[:SHOWN]:
-        nodes = ", ".join(repair.nodes[:3]) + (f" and {len(repair.nodes) - 3} more" if len(repair.nodes) > 3 else "")
-        _add(table, repair.pass_name, nodes, repair.text)
+        more = f" and {len(repair.nodes) - EXAMPLES} more" if len(repair.nodes) > EXAMPLES else ""
+        _add(table, repair.pass_name, _story(repair.text, ", ".join(repair.nodes[:EXAMPLES]) + more))
     return _ended(table, len(report.repairs))
 
 
@@ -162,7 +163,8 @@ def _weights(report: ConversionReport) -> Table | None:
     lost = [weight for weight in report.weights if weight.ledger.overflow or weight.ledger.flushed]
     if not lost:
         return None
-    table = _new_table("weights that lost numbers", "tensor", "elements", "over 65504", "became 0", "subnormal")
+    table = _new_table("weights that lost numbers", "tensor", "elements", "over\n65504", "became\n0", "subnormal")
+    table.padding, table.show_edge = 0, False  # room for the names
     for weight in sorted(lost, key=lambda weight: (-weight.ledger.overflow, -weight.ledger.flushed))[:SHOWN]:
         counts = (weight.elements, weight.ledger.overflow, weight.ledger.flushed, weight.ledger.subnormal)
         _add(table, weight.name, *(f"{count:,}" for count in counts))
@@ -191,8 +193,13 @@ def _facts(report: ConversionReport, source_bytes: int | None, size_bytes: int |
 def _new_table(title: str, *columns: str) -> Table:
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
+
+
+def _story(*parts: str) -> str:
+    """Lines of one cell: names are long, and columns beside each other would break them."""
+    return "\n  ".join(part for part in parts if part)
 
 
 def _add(table: Table, *cells: str) -> None:

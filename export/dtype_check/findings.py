@@ -193,14 +193,14 @@ def _table(severity: Severity, findings: tuple[Finding, ...]) -> Table:
     meaning, colour = SEVERITIES[severity]
     title = Text(f"{severity}s ({meaning})", style=colour)
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_lines=False, pad_edge=False)
-    table.add_column("where", overflow="fold", ratio=4)
-    table.add_column("what happens in float16", overflow="fold", ratio=6)
-    table.add_column("fix", overflow="fold", ratio=2, style="bold")
+    table.add_column("where, what happens in float16, and the fix", overflow="fold")
     for finding in findings:
         where = Text(finding.where)
         if finding.source:
             where.append(f"\n{finding.source}", style="dim")
         if finding.module:
             where.append(f"\nin {finding.module}{f', {finding.times} times' if finding.times > 1 else ''}", style="dim")
-        table.add_row(where, Text(finding.symptom), Text(finding.fix))
+        where.append(f"\n  {finding.symptom}\n  fix: ")
+        where.append(finding.fix, style="bold")
+        table.add_row(where)
     return table

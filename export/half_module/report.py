@@ -105,18 +105,18 @@ def half_table(report: HalfReport, *, limit: int = 40) -> Table:
     """A row for each warning, repair, float32 module and remarkable tensor, at most `limit`; the title counts all tensors."""
     counts = ", ".join(f"{count} {action}" for action, count in sorted(report.actions.items())) or "none"
     table = Table(title=f"tensors: {counts}", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("name", overflow="fold", min_width=12)
+    table.add_column("name, and why", overflow="fold")
     table.add_column("elements", justify="right", no_wrap=True)
     table.add_column("action", no_wrap=True)
-    table.add_column("why", overflow="fold")
     rows = [("", "", "warning", warning) for warning in report.warnings]  # first, since large models exceed the limit
     rows += [(", ".join(repair.nodes), "", "repaired", repair.text) for repair in report.repairs]
     rows += [(name or "(model)", "", "kept", reason) for name, reason in report.fp32_reasons]
     rows += [
         (tensor.name, f"{tensor.elements:,}", tensor.action, _why(tensor)) for tensor in report.tensors if tensor.is_remarkable
     ]
-    for row in rows[:limit]:
-        table.add_row(*row, style={"kept": "yellow", "warning": "red"}.get(row[2]))
+    for name, elements, action, why in rows[:limit]:
+        story = "\n  ".join(part for part in (name, why) if part)
+        table.add_row(story, elements, action, style={"kept": "yellow", "warning": "red"}.get(action))
     if len(rows) > limit:
         table.caption = f"{len(rows) - limit} rows more"
     return table

@@ -241,19 +241,20 @@ def placement_table(placement: Placement) -> Group:
     providers = _table(f"placement by ONNX Runtime {placement.runtime} at {placement.level}", "provider", "nodes", "operators")
     for name, counts in placement.assigned.items():
         _add(providers, _short(name), str(sum(counts.values())), _counted(counts))
-    islands = _table("float32 islands", "nodes", "operators", "reason")
+    islands = _table("float32 islands", "reason and nodes", "operators")
     for island in placement.islands:
         names = ", ".join(island.nodes[:SHOWN]) + (
             f" and {len(island.nodes) - SHOWN} more" if len(island.nodes) > SHOWN else ""
         )
-        _add(islands, names, _counted(island.op_types), "; ".join(island.reasons) or "the model has it so")
+        reason = "; ".join(island.reasons) or "the model has it so"
+        _add(islands, f"{reason}\n  {names}", _counted(island.op_types))
     return Group(providers, *([islands] if placement.islands else []), *(Text(line) for line in placement_lines(placement)))
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 

@@ -15,9 +15,7 @@ from halfserve.export.certificate.certificate import OutputVerdict, json_values
 from halfserve.export.search.narrowing import Ending
 
 SHOWN = 40  # entries of a list
-COLUMNS = ("operator", "alone", "at outputs", "casts", "bytes")
-NUMBERS = set(COLUMNS[1:])
-ALWAYS = {"operator"}
+COLUMNS = ("alone", "at\noutputs", "casts", "bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +126,18 @@ def _table(result: SearchResult) -> Table:
         title=Text(f"{_counted(len(result.kept), 'node')} to keep in float32"),
         box=box.SIMPLE_HEAD,
         title_justify="left",
-        padding=(0, 1),
-        pad_edge=False,
+        padding=0,
+        show_edge=False,
     )
     rows = [_cells(kept) for kept in result.kept[:SHOWN]]
     # A narrow terminal has no room for empty columns.
-    shown = [place for place, column in enumerate(COLUMNS) if column in ALWAYS or any(row[place] for row in rows)]
+    shown = [place for place in range(len(COLUMNS)) if any(row[place] for row in rows)]
     table.add_column("node and reason", overflow="fold")
     for place in shown:
-        table.add_column(COLUMNS[place], justify="right" if COLUMNS[place] in NUMBERS else "left", no_wrap=True)
+        table.add_column(COLUMNS[place], justify="right", no_wrap=True)
     for kept, row in zip(result.kept, rows, strict=False):
         where = " ".join(part for part in (kept.module, kept.source) if part)
-        story = "\n  ".join(part for part in (kept.node, where, kept.reason) if part)
+        story = "\n  ".join(part for part in (f"{kept.node} ({kept.op_type})", where, kept.reason) if part)
         table.add_row(Text(story), *(Text(row[place]) for place in shown))
     if len(result.kept) > SHOWN:
         table.caption = Text(f"and {len(result.kept) - SHOWN} more; --json lists all")
@@ -149,7 +147,6 @@ def _table(result: SearchResult) -> Table:
 
 def _cells(kept: KeptNodeCost) -> tuple[str, ...]:
     return (
-        kept.op_type,
         _error(kept.local_error),
         _error(kept.propagated_error),
         f"{kept.cost.casts:+d}" if kept.cost.casts else "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from rich import box
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LATENCY_HEADINGS = ("p50\nms", "p99\nms", "max\nms")
+LONGEST_NAME = 16  # of a target in a comparison
 SERVER_HEADINGS = ("mean\nbatch", "queue\nms", "compute\nms")
 
 
@@ -88,15 +89,24 @@ def comparison_table(report: BenchmarkReport) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rates = report.comparison[0].load.rate is not None
     table.add_column("asked\n/s" if rates else "in\nflight", justify="right")
-    table.add_column("target", overflow="fold", min_width=12)
+    shown = _short_names(table, (line.name for line in report.comparison))
+    table.add_column("target", no_wrap=True)
     for heading in ("requests\n/s", "p50\nms", "p99\nms", "mean\nbatch", "rate\nratio", "p99\nratio", "errors"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in report.comparison:
         batch = "-" if line.mean_batch_size is None else f"{line.mean_batch_size:.1f}"
         figures = (f"{line.per_second.median:.0f}", _ms(line.p50_ms.median), _ms(line.p99_ms.median), batch)
         ratios = ("", "") if line.name == base else (_ratio(line.rate_ratio), _ratio(line.p99_ratio))
-        table.add_row(f"{line.load.amount:g}", line.name, *figures, *ratios, str(line.failed))
+        table.add_row(f"{line.load.amount:g}", shown[line.name], *figures, *ratios, str(line.failed))
     return table
+
+
+def _short_names(table: Table, names: Iterable[str]) -> dict[str, str]:
+    """What stands for each name in a table: a number in place of a long one, which goes below the table."""
+    distinct = dict.fromkeys(names)
+    shown = {name: name if len(name) <= LONGEST_NAME else f"target {number}" for number, name in enumerate(distinct, 1)}
+    table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
+    return shown
 
 
 def _ratio(spread: Spread) -> str:
@@ -108,12 +118,13 @@ def differences_table(report: BenchmarkReport) -> Table:
     table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("target", "output", "largest\nerror", "of the\nlargest value", "argmax\nagrees", "mismatched"):
         table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
+    shown = _short_names(table, (one.name for one in report.differences))
     for one in report.differences:
         for d in one.outputs:
             agreement = "-" if d.agreement is None else f"{d.agreement:.2%}"
-            table.add_row(one.name, d.output, f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
+            table.add_row(shown[one.name], d.output, f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
         for output in one.not_compared:
-            table.add_row(one.name, output, "not in both", "", "", "")
+            table.add_row(shown[one.name], output, "not in both", "", "", "")
     return table
 
 

@@ -231,7 +231,8 @@ class InferenceCore:
                 model.batcher.compete(self.slots)
             elif model.limits.compute_weight != 1:
                 reason = "it does not compute on the CPU" if self.slots else "the server has no --compute-slots"
-                logger.warning("%s/%s: halfserve.compute_weight has no effect, as %s", model.name, model.version, reason)
+                label = f"{model.name}/{model.version}"
+                logger.warning("%s: halfserve.compute_weight has no effect, as %s", label, reason, extra={"model": label})
             cache_answers(model, self.response_cache)
         gone = [model for model in before.values() if model not in models]
         leaving = [self._let_go(model) for model in gone]

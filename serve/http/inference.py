@@ -142,7 +142,8 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
         inference = given.inference(inference, peer_of(request.scope), is_charged=True)
     if observer is None:
         return inference
-    return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]))
+    holder = "" if given is None else given.holder
+    return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]), holder)
 
 
 def _named(request: Request) -> tuple[str, str]:

@@ -185,6 +185,7 @@ def check_batch_invariance(version: LoadedVersion, budget_s: float) -> None:
         mixed,
         "requests that share one change each other's answers, as max_batch_size allows" if says_so
         else "its requests are computed one by one",
+        extra={"model": f"{version.files.name}/{version.files.version}"},
     )  # fmt: skip
     if not says_so:
         invariance.is_safe = False
@@ -202,6 +203,7 @@ def _leave_in_doubt(version: LoadedVersion, invariance: BatchInvariance, reason:
         version.files.name,
         version.files.version,
         reason,
+        extra={"model": f"{version.files.name}/{version.files.version}"},
     )
 
 

@@ -255,7 +255,7 @@ class ModelControl:
             refused = await self._switch.bring_in(self._path, name)
         self._refused_ensembles.discard(name)
         for error in refused:
-            logger.log(log_level, "%s", error)
+            logger.log(log_level, "%s", error, extra={"model": name})
             if isinstance(error, UnmetStepsError):
                 self._refused_ensembles.add(name)
         return refused
@@ -327,7 +327,7 @@ def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfi
             folder.cleanup()
             raise
     except OSError as error:
-        logger.warning("%s: the files of a load request cannot be stored: %s", name, error)
+        logger.warning("%s: the files of a load request cannot be stored: %s", name, error, extra={"model": name})
         reason = os.strerror(error.errno or errno.EIO)  # not the error's text, in which Python may list folders of the server
         raise UnavailableError(f"the files of the load request cannot be stored: {reason}") from None
     return folder

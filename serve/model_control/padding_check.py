@@ -63,12 +63,9 @@ def proved_padding(version: LoadedVersion, budget_s: float) -> MixedLengths | No
     try:
         seed = _proved(_Trial(version, padding, time.monotonic() + budget_s))
     except _NotProvedError as error:
-        logger.warning(
-            "%s/%s: it is served without padding, so requests of different lengths do not share batches: %s",
-            version.files.name,
-            version.files.version,
-            error,
-        )
+        label = f"{version.files.name}/{version.files.version}"
+        said = "%s: it is served without padding, so requests of different lengths do not share batches: %s"
+        logger.warning(said, label, error, extra={"model": label})
         del version.config.parameters[KEY]  # clients see what is in force
         return None
     return MixedLengths(padding, BatchCosts(seed))

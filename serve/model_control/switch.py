@@ -74,13 +74,15 @@ class Switch:
             self._fingerprints.pop((name, version), None)
         leaving = self._core.replace(name, [])
         if leaving:
-            logger.log(self.log_level, "%s: unloaded", name)
+            logger.log(self.log_level, "%s: unloaded", name, extra={"model": name})
             _, computing = await asyncio.wait(leaving, timeout=LEAVE_S)
             if computing:
-                logger.warning("%s: still computes what it had taken %g s ago; its memory is freed once it ends", name, LEAVE_S)
+                said = "%s: still computes what it had taken %g s ago; its memory is freed once it ends"
+                logger.warning(said, name, LEAVE_S, extra={"model": name})
 
     async def _bring_in_version(self, path: Path, files: ModelFiles, made: VersionFingerprint) -> ModelLoadError | None:
         name, started = files.name, time.monotonic()
+        label = f"{name}/{files.version}"
         reason = RELOADING if files.version in self._served(name) else ""
         self._core.states.set(name, files.version, VersionState.LOADING, reason)
         self._core.notify()
@@ -92,14 +94,15 @@ class Switch:
             self._refuse(path, name, [files.version], error)
             return error
         except Exception as error:
-            logger.exception("%s/%d: failed to load", name, files.version)
+            logger.exception("%s: failed to load", label, extra={"model": label})
             unknown = ModelLoadError(f"{files.model}: {type(error).__name__} while it was loaded; the server's log says more")
             self._refuse(path, name, [files.version], unknown)
             return unknown
         served = {**self._served(name), files.version: model}
         self._fingerprints[(name, files.version)] = made
         self._core.replace(name, list(served.values()))
-        logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
+        took_s = time.monotonic() - started
+        logger.log(self.log_level, "%s: loaded and tried out in %.2f s", label, took_s, extra={"model": label})
         return None
 
     async def _found(

@@ -239,25 +239,23 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
         return
     for warm_up_declared in too_large_declared(version):
         what = f"model_warmup {warm_up_declared.name!r}"
-        logger.warning("%s: %s was not run: it could take all memory that is available", _name(version), what)
+        _warn(version, "%s: %s was not run: it could take all memory that is available", what)
     declared = declared_requests(version)
     like = declared[0] if declared else None
     left_out = too_large(version, like)
     if left_out:
         sizes = ", ".join(map(str, left_out))
-        logger.warning(
-            "%s: batches of %s were not tried out: they could take all memory that is available", _name(version), sizes
-        )
+        _warn(version, "%s: batches of %s were not tried out: they could take all memory that is available", sizes)
     until = time.monotonic() + budget_s
     for backend in version.backends:
         for request in declared:
             done = _repeat(version, backend, request, until)
             if done < request.times:
                 how_often = f"{done} of {request.times} times"
-                logger.warning("%s: %s was run %s, for as long as %g s", _name(version), request.what, how_often, budget_s)
+                _warn(version, "%s: %s was run %s, for as long as %g s", request.what, how_often, budget_s)
         for request in () if is_code else sized_requests(version, like):
             if request.rows > 1 and time.monotonic() > until:
-                logger.warning("%s: %s and more were not tried out in %g s", _name(version), request.what, budget_s)
+                _warn(version, "%s: %s and more were not tried out in %g s", request.what, budget_s)
                 break
             if not _try(version, backend, request):
                 break
@@ -284,7 +282,7 @@ def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bo
             f"{version.files.model}: {request.what} failed: {wrong}; mend the model, describe inputs that it can take in "
             "model_warmup, or set the parameter halfserve.warm_up to 'off'"
         )
-    logger.warning("%s: cannot be tried out (%s); describe inputs that it can take in model_warmup", _name(version), wrong)
+    _warn(version, "%s: cannot be tried out (%s); describe inputs that it can take in model_warmup", wrong)
     return False
 
 
@@ -315,8 +313,9 @@ def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:
     return None
 
 
-def _name(version: LoadedVersion) -> str:
-    return f"{version.files.name}/{version.files.version}"
+def _warn(version: LoadedVersion, text: str, *values: object) -> None:
+    label = f"{version.files.name}/{version.files.version}"
+    logger.warning(text, label, *values, extra={"model": label})
 
 
 def short_sizes(version: LoadedVersion) -> dict[int, float]:

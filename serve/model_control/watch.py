@@ -143,7 +143,8 @@ class RepositoryWatch:
         try:
             await follow(name, there)
         except Exception:
-            logger.exception("%s: a change could not be followed; it is tried again when the files change", name)
+            said = "%s: a change could not be followed; it is tried again when the files change"
+            logger.exception(said, name, extra={"model": name})
 
     def _changed(self, look: Look) -> list[str]:
         return sorted(name for name in look.keys() | self._known.keys() if look.get(name) != self._known.get(name))

@@ -85,14 +85,16 @@ class AccessLogger:
         self._write()  # keeps the order of the lines
         name, version, request_id = asked
         text, parent = loggable(error), caller.parent
+        shown_id = _request_id(request_id.encode(), caller)
         total = f',"total_ms":{_ms(spent_ns // 1000)}' if spent_ns else ""
-        trace = f',"trace_id":"{parent.trace_id:032x}"' if parent is not None and parent.sampled else ""
+        trace = "" if parent is None else f',"trace_id":"{parent.trace_id:032x}"'
         at = self._at(time.time_ns())
         reason = f',"error":{quoted(text)}' if text else ""
+        level = "ERROR" if status == "INTERNAL" else "WARNING"
         self._outbox.put(
-            f'{{"time":"{at}","id":{_request_id(request_id.encode(), caller)},"model":{quoted(name[:MAX_TEXT])},'
+            f'{{"time":"{at}","level":"{level}","id":{shown_id},"model":{quoted(name[:MAX_TEXT])},'
             f'"version":{quoted(version[:MAX_TEXT])},"status":"{status}","request_bytes":{request_bytes}{total},'
-            f'"client":{quoted(caller.peer)}{trace}{reason}}}\n'
+            f'"client":{quoted(caller.peer)}{_token(caller)}{trace}{reason}}}\n'
         )
 
     def _write(self) -> None:
@@ -108,13 +110,15 @@ class AccessLogger:
         queue = _ms((batch.started - request.arrived_ns) // 1000)
         compute = _ms((batch.split - batch.started) // 1000)
         total = _ms((ended - request.arrived_ns) // 1000)
-        trace = "" if request.trace is None else f',"trace_id":"{request.trace.trace_id:032x}"'
+        context = request.trace or request.caller.parent  # the caller's logs have its trace, also where nobody records it
+        trace = "" if context is None else f',"trace_id":"{context.trace_id:032x}"'
         request_id = _request_id(request.request_id, request.caller)
         return (
-            f'{{"time":"{self._at(epoch_ns + ended)}","id":{request_id},{self._model_text},'
+            f'{{"time":"{self._at(epoch_ns + ended)}","level":"INFO","id":{request_id},{self._model_text},'
             f'"status":"OK","rows":{request.rows},"batch_rows":{batch_rows},'
             f'"request_bytes":{request.request_bytes},"response_bytes":{response_bytes},'
-            f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},"client":{quoted(request.caller.peer)}{trace}}}\n'
+            f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},'
+            f'"client":{quoted(request.caller.peer)}{_token(request.caller)}{trace}}}\n'
         )
 
     def _at(self, time_ns: int) -> str:
@@ -133,6 +137,11 @@ class AccessLogger:
 def _ms(microseconds: int) -> str:
     """Non-negative microseconds as milliseconds."""
     return f"{microseconds // 1000}{THOUSANDTHS[microseconds % 1000]}"
+
+
+def _token(caller: Caller) -> str:
+    """The name of the token's holder, which needs no quoting."""
+    return f',"token":"{caller.token}"' if caller.token else ""
 
 
 def _request_id(request_id: bytes, caller: Caller) -> str:

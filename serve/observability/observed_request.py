@@ -68,14 +68,16 @@ class Caller:
     Attributes:
         peer: the client's address.
         headers: of the call.
+        token: the name of the token's holder; "" without a token.
         parent: the trace that it belongs to; None if it names none.
     """
 
-    __slots__ = ("headers", "parent", "peer")
+    __slots__ = ("headers", "parent", "peer", "token")
 
-    def __init__(self, peer: str, headers: Mapping[bytes, bytes]) -> None:
+    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "") -> None:
         self.peer = peer
         self.headers = headers
+        self.token = token
         self.parent = parent_of(headers)
 
 

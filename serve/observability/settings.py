@@ -6,7 +6,6 @@ The environment variables: https://opentelemetry.io/docs/specs/otel/configuratio
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -21,7 +20,6 @@ FIXED_LOG_SETTINGS = {
     "log_file": "messages go to standard error",
     "access_log_file": "it is set when the server starts (--access-log-file)",
 }
-ISO_FORMAT = "%(asctime)sZ %(levelname)s %(name)s: %(message)s"
 LEVELS = ("OFF", "TIMESTAMPS")
 UNBOUNDED = -1
 LEAST = {"trace_rate": 1, "trace_count": UNBOUNDED, "log_frequency": 0}
@@ -65,7 +63,7 @@ class ObserveOptions:
 
 
 class LogFormat(StrEnum):
-    """The format of a message: as at the start, or with the time in front."""
+    """Triton's formats of a message. Both write what --log-format says, whose times are ISO 8601 in any case."""
 
     DEFAULT = "default"
     ISO8601 = "ISO8601"
@@ -80,7 +78,7 @@ class LogSettings:
         log_warning: write warnings.
         log_error: write errors.
         log_verbose_level: write debugging messages from 1 on.
-        log_format: of messages.
+        log_format: of messages; see `LogFormat`.
         access_log: which requests get a line.
         access_log_every: under "sampled", one in this many answered requests is logged.
     """
@@ -119,12 +117,12 @@ NAMES = tuple(LogSettings.__dataclass_fields__)
 
 
 class LogFilter(logging.Filter):
-    """Applies settings to the handlers of Python's logging, and removes them again."""
+    """Applies the settings of levels to the handlers of Python's logging, and removes them again."""
 
     def __init__(self, settings: LogSettings) -> None:
         super().__init__()
         self._settings = settings
-        self._before: dict[logging.Handler, logging.Formatter | None] = {}
+        self._handlers: list[logging.Handler] = []
         self._level: int | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -136,27 +134,18 @@ class LogFilter(logging.Filter):
         if self._level is None:
             self._level = root.level
         for handler in root.handlers:
-            if handler not in self._before:
-                self._before[handler] = handler.formatter
+            if handler not in self._handlers:
+                self._handlers.append(handler)
                 handler.addFilter(self)
-            iso = settings.log_format is LogFormat.ISO8601
-            handler.setFormatter(_iso_formatter() if iso else self._before[handler])
         root.setLevel(logging.DEBUG if settings.log_verbose_level else self._level)
 
     def undo(self, root: logging.Logger) -> None:
         """Restore logging as it was."""
-        for handler, formatter in self._before.items():
+        for handler in self._handlers:
             handler.removeFilter(self)
-            handler.setFormatter(formatter)
-        self._before.clear()
+        self._handlers.clear()
         if self._level is not None:
             root.setLevel(self._level)
-
-
-def _iso_formatter() -> logging.Formatter:
-    formatter = logging.Formatter(ISO_FORMAT, "%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
-    return formatter
 
 
 def _checked_log_setting(name: str, value: Value) -> Value:

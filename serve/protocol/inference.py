@@ -226,7 +226,7 @@ class Inference:
             return error
         except Exception as error:
             name = cached.model.name
-            logger.exception("the answer of %s does not fit its interface", name)
+            logger.exception("the answer of %s does not fit its interface", name, extra={"model": name})
             return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")
 
 
@@ -362,11 +362,13 @@ class ObservedInference:
 
     __slots__ = ("_caller", "_inference", "_observer", "has_parent")
 
-    def __init__(self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
-        """`headers` of the calls, names in lower case."""
+    def __init__(
+        self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes], token: str = ""
+    ) -> None:
+        """`headers` of the calls, names in lower case; `token`: the name of its holder."""
         self._inference = inference
         self._observer = observer
-        self._caller = Caller(peer, headers)
+        self._caller = Caller(peer, headers, token)
         self.has_parent = self._caller.parent is not None  # the client's trace context
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:

@@ -146,6 +146,7 @@ class AccessGrant:
         is_counted: `charge` must be called before each call: it is limited, or its token may expire meanwhile.
         sees_all: no model is hidden.
         is_trusted: a token was accepted, or none is required on this port.
+        holder: the name of the token's holder; "" without a token.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class AccessGrant:
         self._count = count
         self.sees_all = rights is None
         self.is_trusted = bearer is not None or not requires_token
+        self.holder = "" if bearer is None else bearer.holder.name
         self.is_counted = shares is not None or (bearer is not None and bearer.holder.expires_s is not None)
 
     def service(self, service: Service) -> Service:

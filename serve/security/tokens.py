@@ -43,7 +43,7 @@ OTHERS_CAN_WRITE = 0o022
 SOON_S = 7 * DAY_S
 MAX_NAMED = 10
 
-EXPECTED_LINE = "expected NAME:sha256$HASH:ROLE,ROLE as `halfserve token NAME` prints it"
+EXPECTED_LINE = "expected NAME:sha256$HASH:ROLE,ROLE as `halfserve token` makes it"
 EXPECTED_ATTRIBUTE = f"expected {EXPIRES}=TIME or {MODEL}=NAME"
 EXPECTED_TIME = (
     "expected a time such as 2027-01-31T12:00:00Z, or a date such as 2027-01-31, whose first moment it stands for; in UTC"

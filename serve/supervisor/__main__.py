@@ -7,16 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-from halfserve.serve.log_handler import log_to_standard_error
+from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.supervisor.handover import SupervisorPlan
 from halfserve.serve.supervisor.supervisor import Supervisor
 
 
 def main(text: str, *command: str) -> int:
     """Supervise until the end; the exit code."""
-    log_to_standard_error()
-    logging.raiseExceptions = False  # a closed standard error must not end the supervisor
     plan = SupervisorPlan.from_text(text)
+    log_to_standard_error(LineFormat(plan.line_format))
+    logging.raiseExceptions = False  # a closed standard error must not end the supervisor
     try:
         return Supervisor(plan, command).run()
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from halfserve.serve.log_handler import LineFormat
+
 VARIABLE = "HALFSERVE_SUPERVISED"
 LOST_DEVICE_CODE = 75  # EX_TEMPFAIL: the worker's exit code after a device was lost; the next process can use it again
 
@@ -50,10 +52,12 @@ class SupervisorPlan(NamedTuple):
     Attributes:
         sockets: listening sockets.
         socket_path: of the Unix socket among them, which the supervisor removes at its end.
+        line_format: of the supervisor's log.
     """
 
     sockets: Sockets
     socket_path: str | None
+    line_format: str = LineFormat.TEXT
 
     def to_text(self) -> str:
         return json.dumps(self._asdict())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.log_handler import LineFormat
 from halfserve.serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
 from halfserve.serve.transports.listening import Address, close, listen
 
@@ -21,13 +22,14 @@ SERVE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `ser
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
 
 
-def become_supervisor(addresses: Mapping[str, Address]) -> None:
+def become_supervisor(addresses: Mapping[str, Address], line_format: LineFormat = LineFormat.TEXT) -> None:
     """Open the sockets and replace this program by the supervisor, which starts this same command again as its worker.
 
     A fresh interpreter without this one's imports needs a quarter of its memory. Does not return.
 
     Args:
         addresses: to listen on, by purpose.
+        line_format: of the supervisor's log.
 
     Raises:
         BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
@@ -40,6 +42,7 @@ def become_supervisor(addresses: Mapping[str, Address]) -> None:
         plan = SupervisorPlan(
             sockets={name: [one.fileno() for one in sockets] for name, sockets in opened.items()},
             socket_path=paths[0] if paths else None,
+            line_format=line_format,
         )
         for one in (one for sockets in opened.values() for one in sockets):
             one.set_inheritable(True)

@@ -175,7 +175,7 @@ def _inference(service: Service, context: Context, given: AccessGrant | None) ->
         return inference
     metadata = context.invocation_metadata() or ()
     headers = {name.encode(): value if isinstance(value, bytes) else value.encode() for name, value in metadata}
-    return ObservedInference(inference, observer, _peer(context), headers)
+    return ObservedInference(inference, observer, _peer(context), headers, "" if given is None else given.holder)
 
 
 def _peer(context: Context) -> str:

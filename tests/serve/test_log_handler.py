@@ -1,4 +1,4 @@
-"""Logs whose reader stands still."""
+"""The log's lines, as text and as JSON, and logs whose reader stands still."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,12 +19,13 @@ import numpy as np
 import pytest
 
 from halfserve import Client
-from halfserve.serve.log_handler import NonBlockingHandler
+from halfserve.serve.log_handler import JsonFormatter, NonBlockingHandler, TextFormatter
 from tests.models import save_mlp
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
 MUCH = 2**20
+TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
 @pytest.fixture
@@ -56,6 +58,78 @@ def tell(handler: logging.Handler, text: str) -> None:
     assert not thread.is_alive(), "it waits for a reader"
 
 
+def record(text: str, *values: object, **about: object) -> logging.LogRecord:
+    return logging.getLogger("serve").makeRecord("serve", logging.WARNING, __file__, 1, text, values, None, extra=about)
+
+
+def test_a_line_of_text_begins_with_its_time_in_utc() -> None:
+    one = record("%s: is up again", "mlp/1", model="mlp/1")
+    one.created = 1_769_947_200.25
+    assert TextFormatter().format(one) == "2026-02-01T12:00:00.250Z WARNING mlp/1: is up again"
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({}, {}),
+        ({"model": "mlp"}, {"model": "mlp"}),
+        ({"model": "my model/12 instance 3"}, {"model": "my model", "version": "12"}),
+        ({"model": "mlp/1", "id": 'a "quoted"\nid'}, {"model": "mlp", "version": "1", "id": 'a "quoted"\nid'}),
+    ],
+    ids=["nothing", "model", "instance", "request"],
+)
+def test_a_json_line_has_what_its_record_knows(about: dict[str, object], expected: dict[str, str]) -> None:
+    (line,) = JsonFormatter().format(record("two\nlines %d", 3, **about)).splitlines()
+    content = json.loads(line)
+    assert re.fullmatch(TIME, content.pop("time"))
+    assert content == {"level": "WARNING", "logger": "serve", "message": "two\nlines 3", **expected}
+
+
+def test_a_traceback_stays_on_its_json_line() -> None:
+    one, cause = record("failed"), ValueError("the cause")
+    one.exc_info = (type(cause), cause, None)
+    (line,) = JsonFormatter().format(one).splitlines()
+    assert json.loads(line)["exception"].endswith("ValueError: the cause")
+
+
+def test_a_server_and_its_supervisor_log_in_json_alone(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    save_mlp(tmp_path / "broken" / "1" / "model.onnx").write_bytes(b"no model")
+    command = [sys.executable, "-m", "halfserve", "serve", str(tmp_path), "--keep-going", "--grpc-port", "0", "--supervise"]
+    command += ["--no-http", "--cpu", "--log-format", "json", "--access-log", "all"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            ready = json.loads(process.stdout.readline())
+            assert (ready["level"], ready["message"]) == ("INFO", "ready")
+            with Client(f"127.0.0.1:{ready['grpc_port']}", timeout_s=WAIT_S, retries=0) as client:
+                client.infer("mlp", {"x": np.ones((1, 64), np.float16)})
+            lines = [json.loads(process.stderr.readline()) for _ in range(2)]
+            (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(worker), signal.SIGKILL)
+            lines += [json.loads(process.stderr.readline()) for _ in range(3)]
+            process.terminate()
+            lines += map(json.loads, process.stderr)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+    refused, access, ended, *_ = lines
+    assert (refused["level"], refused["model"]) == ("WARNING", "broken")
+    assert (access["level"], access["model"], access["status"]) == ("INFO", "mlp", "OK")
+    assert "SIGKILL; out of memory, or by hand" in ended["message"]
+    assert all(re.fullmatch(TIME, line["time"]) for line in lines)
+
+
+def test_why_a_server_cannot_start_is_a_json_line_too() -> None:
+    command = [sys.executable, "-m", "halfserve", "serve", "/no/such/place", "--log-format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    line = json.loads(done.stderr)
+    assert line["level"] == "ERROR"
+    assert line["message"] == "/no/such/place: not found; expected a model repository folder or an .onnx file"
+
+
 def test_lines_that_would_wait_are_counted_in_the_next(pipe: tuple[int, int]) -> None:
     read, write = pipe
     with open(write, "w", encoding="utf-8", closefd=False) as stream:
@@ -68,7 +142,7 @@ def test_lines_that_would_wait_are_counted_in_the_next(pipe: tuple[int, int]) ->
         assert os.read(read, MUCH) == b"." * size
         tell(handler, "fourth")
         tell(handler, "fifth")
-        assert os.read(read, MUCH).decode() == "WARNING log lines lost because standard error was not read: 2\nfourth\nfifth\n"
+        assert os.read(read, MUCH).decode() == "log lines lost because standard error was not read: 2\nfourth\nfifth\n"
 
 
 def test_a_line_that_is_longer_than_the_room_is_torn(pipe: tuple[int, int]) -> None:
@@ -79,7 +153,7 @@ def test_a_line_that_is_longer_than_the_room_is_torn(pipe: tuple[int, int]) -> N
         torn = os.read(read, MUCH).decode()
         assert set(torn) == {"ä"}
         tell(handler, "next")
-        assert os.read(read, MUCH).decode() == "\nWARNING log lines lost because standard error was not read: 1\nnext\n"
+        assert os.read(read, MUCH).decode() == "\nlog lines lost because standard error was not read: 1\nnext\n"
 
 
 def test_an_unread_log_costs_lines_and_nothing_else(tmp_path: Path, pipe: tuple[int, int]) -> None:

@@ -304,12 +304,12 @@ def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
     own.private_key_pem.write_to_path(tmp_path / "key.pem")
     own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     made = subprocess.run([*HALFSERVE[:-1], "token", "alice"], capture_output=True, text=True, check=True)
-    (tmp_path / "tokens").write_text(made.stdout)
+    (tmp_path / "tokens").write_text(made.stderr)
     files = ("--tls-cert", tmp_path / "cert.pem", "--tls-key", tmp_path / "key.pem", "--token-file", tmp_path / "tokens")
     tls, x = Tls(authorities=tmp_path / "ca.pem"), np.zeros((1, 64), np.float16)
     with serving(mlp, *map(str, files)) as (_, ready):
         address = f"127.0.0.1:{ready['grpc_port']}"
-        with Client(address, tls=tls, token=made.stderr.split()[-1]) as client:
+        with Client(address, tls=tls, token=made.stdout.strip()) as client:
             assert client.infer("mlp", {"x": x})["y"].shape == (1, 10)
         with Client(address, tls=tls) as client, pytest.raises(ClientError, match="asks for a token"):
             client.infer("mlp", {"x": x})

@@ -172,7 +172,8 @@ class PythonBackend(RequestBackend):
         try:
             reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
         except ChildFailedError as error:
-            logger.error("%s: execute failed: %s\n%s", self._model.label, error, error.trace)  # noqa: TRY400  (the trace is the child's)
+            about = {"model": self._model.label}
+            logger.error("%s: execute failed: %s\n%s", self._model.label, error, error.trace, extra=about)  # noqa: TRY400  (the trace is the child's)
             if self._model.is_decoupled:
                 return [None] * len(numbered)  # the process has sent the error as each one's final response
             return [BackendError(f"model {self._model.name!r} failed on this request: {error}")] * len(numbered)
@@ -252,9 +253,11 @@ class PythonBackend(RequestBackend):
         try:
             self._runner.call({"k": "finalize"})
         except ChildFailedError as error:
-            logger.error("%s: %s\n%s", self._model.label, error, error.trace)  # noqa: TRY400  (the trace is the child's)
+            about = {"model": self._model.label}
+            logger.error("%s: %s\n%s", self._model.label, error, error.trace, extra=about)  # noqa: TRY400  (the trace is the child's)
         except InstanceLostError:
-            logger.warning("%s: its process has ended before the model could finalize", self._model.label)
+            about = {"model": self._model.label}
+            logger.warning("%s: its process has ended before the model could finalize", self._model.label, extra=about)
         finally:
             limit.cancel()
         self._runner.kill()

@@ -138,7 +138,7 @@ class ChildProcess:
         except ChannelClosedError:
             pass
         except Exception:
-            logger.exception("%s: an event of its process cannot be handled", self._label)
+            logger.exception("%s: an event of its process cannot be handled", self._label, extra={"model": self._label})
         self.kill()
         self._events.shut_down()
         self._process.wait()

@@ -102,7 +102,7 @@ class CopyServices:
         self._replies.submit(self.answer, header, tensors)
 
     def _log(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
-        logger.log(LEVELS[header["level"]], "%s: %s", self._label, header["text"])
+        logger.log(LEVELS[header["level"]], "%s: %s", self._label, header["text"], extra={"model": self._label})
 
     def _metric(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._services.metrics.change(header["name"], header["labels"], header["action"], header["value"])

@@ -91,18 +91,18 @@ def datatype_of(array: Array) -> str:
 
 
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """One line per model version, from the rows of `halfserve models --json`."""
-    table = Table(Column("model", no_wrap=True), "version", Column("state", overflow="fold"), box=box.SIMPLE_HEAD)
-    for heading in ("inputs", "outputs"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("provider", no_wrap=True)
+    """A row per model version, from the rows of `halfserve models --json`; the last column has the reason or the tensors."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("model", "version", "state", "on"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("inputs -> outputs", overflow="fold")
     for row in rows:
-        state = row["state"] + (f" ({row['reason']})" if row["reason"] else "")
-        tensors = (
-            "\n".join(f"{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]) for key in ("inputs", "outputs")
-        )
-        computes = "\n".join(row.get("steps", ())) or row["provider"] or row["platform"]
-        table.add_row(row["name"], row["version"], state, *tensors, computes)
+        lines = [row["reason"]] if row["reason"] else []
+        for arrow, key in (("", "inputs"), ("-> ", "outputs")):
+            lines += [f"{arrow}{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]]
+        lines += row.get("steps", ())
+        computes = (row["provider"] or row["platform"]).removesuffix("ExecutionProvider")
+        table.add_row(row["name"], row["version"], row["state"], computes, "\n".join(lines))
     return table
 
 

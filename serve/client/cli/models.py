@@ -54,10 +54,10 @@ def activity_json(before: StatisticsSnapshot, now: StatisticsSnapshot) -> dict[s
 
 def activity_table(before: StatisticsSnapshot, now: StatisticsSnapshot) -> Table:
     """One line per model version; times are means of the requests in between."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("model", no_wrap=True)
-    for heading in ("version", "req/s", "rows/s", "fail/s", "batch", "queue ms", "compute ms"):
-        table.add_column(heading, justify="right")
+    for heading in ("version", "req/s", "rows/s", "fail/s", "mean\nbatch", "queue\nms", "compute\nms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in activity_json(before, now)["models"]:
         rates = (f"{row[key]:,.0f}" for key in ("requests_per_s", "rows_per_s", "failures_per_s"))
         means = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("mean_batch", "queue_ms", "compute_ms"))

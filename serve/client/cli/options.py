@@ -79,7 +79,11 @@ class Credentials:
         None
     )
     token_file: Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")] = None
-    headers: Annotated[list[str] | None, _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.")] = None
+    headers: Annotated[
+        list[str] | None,
+        # Hidden where options are printed: it may be an authorization.
+        _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.", hide_input=True),
+    ] = None
 
     def tls(self) -> Tls | None:
         """Certificates for an encrypted connection; None for a plain one.

@@ -30,7 +30,7 @@ def cache_answers(model: Model, cache: ResponseCache | None) -> None:
     if not model.config.response_cache.enable:
         return
     if cache is None:
-        logger.warning(SWITCHED_OFF, model.name, model.version)
+        logger.warning(SWITCHED_OFF, model.name, model.version, extra={"model": f"{model.name}/{model.version}"})
     else:
         model.scheduler = CachingScheduler(model.scheduler, model.statistics, cache)
 

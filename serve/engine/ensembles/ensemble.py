@@ -145,11 +145,11 @@ class Ensemble:
         found = self._found(self._core)
         if isinstance(found, str):
             if found != self._own_fault:
-                logger.warning("%s: cannot be computed: %s", self._label, found)
+                logger.warning("%s: cannot be computed: %s", self._label, found, extra={"model": self._label})
             self._unbind(found)
         elif tuple(found) != self._models():
             if self._own_fault:
-                logger.info("%s: can be computed again", self._label)
+                logger.info("%s: can be computed again", self._label, extra={"model": self._label})
             self._unbind("")
             self._bind(found)
 

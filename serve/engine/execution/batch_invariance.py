@@ -73,7 +73,13 @@ class BatchInvariance:
             if array.ndim == 0 or array.shape[0] != rows:
                 self.is_safe = False
                 logger.warning(
-                    "%s: output %r has shape %s for %d rows; %s", self._label, name, list(array.shape), rows, ONE_BY_ONE
+                    "%s: output %r has shape %s for %d rows; %s",
+                    self._label,
+                    name,
+                    list(array.shape),
+                    rows,
+                    ONE_BY_ONE,
+                    extra={"model": self._label},
                 )
                 return
 
@@ -83,5 +89,11 @@ class BatchInvariance:
             self.is_doubtful, self.same_may_share = not differed, True
         elif self._mixed:
             self.is_safe = self.is_doubtful = False
-            logger.warning("%s: output %r of a row depends on the other rows of its batch; %s", self._label, mixed, ONE_BY_ONE)
+            logger.warning(
+                "%s: output %r of a row depends on the other rows of its batch; %s",
+                self._label,
+                mixed,
+                ONE_BY_ONE,
+                extra={"model": self._label},
+            )
         self._mixed = mixed is not None

@@ -43,4 +43,5 @@ class FailureLog:
         named = f"request {request_id!r}" if request_id else "a request without an id"
         cause = failed.error.__cause__
         of = "" if cause is None else f" [{type(cause).__name__}]"
-        logger.error("%s: failed on %s: %s%s%s", self._label, named, failed.error, of, more)
+        about = {"model": self._label, "id": request_id}
+        logger.error("%s: failed on %s: %s%s%s", self._label, named, failed.error, of, more, extra=about)

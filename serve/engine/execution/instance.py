@@ -221,7 +221,7 @@ class Instance:
         try:
             backend.close()
         except Exception:
-            logger.exception("%s: cannot clean up", self.name)
+            logger.exception("%s: cannot clean up", self.name, extra={"model": self.name})
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(closed.set)
 
@@ -308,7 +308,8 @@ class Instance:
     def _take_out(self, fault: str, loop: asyncio.AbstractEventLoop) -> None:
         self.is_up = False
         self.fault = fault
-        logger.error("%s: is taken out (%s); it is loaded again in %g s", self.name, fault, self._wait_s)
+        said = "%s: is taken out (%s); it is loaded again in %g s"
+        logger.error(said, self.name, fault, self._wait_s, extra={"model": self.name})
         self._bring_back_later(loop)
 
     def _bring_back_later(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -345,7 +346,8 @@ class Instance:
             return
         if isinstance(loaded, _NotLoaded):
             self.fault = loaded.reason
-            logger.error("%s: cannot be loaded again (%s); the next attempt is in %g s", self.name, loaded.reason, self._wait_s)
+            said = "%s: cannot be loaded again (%s); the next attempt is in %g s"
+            logger.error(said, self.name, loaded.reason, self._wait_s, extra={"model": self.name})
             self._bring_back_later(loop)
             if loaded.device_is_lost:
                 self.on_lost_device(loaded.reason)
@@ -353,7 +355,7 @@ class Instance:
             self._copy = _Copy(loaded)
             self.is_up = True
             self.restarts += 1
-            logger.warning("%s: is up again", self.name)
+            logger.warning("%s: is up again", self.name, extra={"model": self.name})
         self.on_change(self)
 
     def _cancel_timer(self) -> None:

@@ -78,6 +78,7 @@ class MemoryLimit:
             failed[-1],
             fits,
             self._wait_s,
+            extra={"model": self._label},
         )
 
     def _most(self, rows: int) -> int:
@@ -91,7 +92,7 @@ class MemoryLimit:
             self._changed_at, self._grew = now, True
             self._rows = limit if limit < self._enough else None
             if self._rows is None:
-                logger.info("%s: it computes batches of any size again", self._label)
+                logger.info("%s: it computes batches of any size again", self._label, extra={"model": self._label})
         return min(limit, rows)
 
 

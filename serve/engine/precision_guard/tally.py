@@ -285,7 +285,7 @@ class Tally:
                 return
             more = f" ({self._not_logged} more since the last line)" if self._not_logged else ""
             self._logged_at, self._not_logged = now, 0
-        logger.warning("%s: %s%s", self._model, text, more)
+        logger.warning("%s: %s%s", self._model, text, more, extra={"model": self._model})
 
     def bad_inputs(self, requests: Mapping[str, int]) -> None:
         """Count requests, by output, whose outputs and own inputs hold non-finite values."""
@@ -304,7 +304,8 @@ class Tally:
             first = self._shadow_failed == 1
             self._remember("shadow", f"a shadow run failed: {reason}")
         if first:
-            logger.warning("%s: a shadow run failed, and later ones are only counted: %s", self._model, reason)
+            said = "%s: a shadow run failed, and later ones are only counted: %s"
+            logger.warning(said, self._model, reason, extra={"model": self._model})
 
     def shadow_run(self, distances: Mapping[str, Distance]) -> None:
         """A shadow run was compared, output by output."""
@@ -318,7 +319,7 @@ class Tally:
             if self._degradation is None or not self._degradation.add(worst):
                 return
             text = self._change(self._degradation, where, worst)
-        logger.warning("%s: %s", self._model, text)
+        logger.warning("%s: %s", self._model, text, extra={"model": self._model})
 
     def counters(self) -> GuardCounters:
         with self._lock:

@@ -240,7 +240,8 @@ class SequenceScheduler:
         now = time.monotonic()
         if now - self._warned_at >= WARN_S:
             self._warned_at = now
-            logger.warning("%s: sequence %r begins again before it has ended; do two clients use one id?", self._label, key)
+            said = "%s: sequence %r begins again before it has ended; do two clients use one id?"
+            logger.warning(said, self._label, key, extra={"model": self._label})
 
     def _wait(self, step: Step) -> None:
         request = step.request

@@ -298,16 +298,18 @@ def _longest(text: Text) -> int:
 
 def _load(model: Model) -> TextModel | InferenceError:
     """A text model, or why there is none, which is logged."""
+    label = f"{model.name}/{model.version}"
     try:
         return TextModel(model, _tokenizer(model))
     except ImportError:
         lacking = "the server lacks the package tokenizers; pip install 'halfserve[text]'"
-        logger.warning("%s/%s: takes no text: %s", model.name, model.version, lacking)
+        logger.warning("%s: takes no text: %s", label, lacking, extra={"model": label})
         return UnsupportedError(f"model {model.name!r} takes no text here: {lacking}")
     except Exception as error:  # tokenizers raises plain Exceptions
         # Anything may be in the file of a user.
         unexpected = not isinstance(error, OSError | ModelLoadError)
-        logger.warning("%s/%s: cannot use its %s: %s", model.name, model.version, TOKENIZER, error, exc_info=unexpected)
+        said, about = "%s: cannot use its %s: %s", {"model": label}
+        logger.warning(said, label, TOKENIZER, error, exc_info=unexpected, extra=about)
         return FailedPreconditionError(
             f"model {model.name!r} takes no text here: its {TOKENIZER} is missing or does not fit; the server's log says more"
         )

@@ -237,7 +237,7 @@ class Calls:
 class _InferOpener:
     """Opens inference calls with one list of headers on one connection."""
 
-    __slots__ = ("_encoding", "_given", "_headers", "_observability", "_observed", "_plain", "_time_left_s")
+    __slots__ = ("_encoding", "_given", "_headers", "_holder", "_observability", "_observed", "_plain", "_time_left_s")
 
     def __init__(
         self,
@@ -254,6 +254,7 @@ class _InferOpener:
         self._encoding = encoding
         self._time_left_s = time_left_s
         self._given = given  # permissions, applied to each request
+        self._holder = "" if given is None else given.holder
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
         raise NotImplementedError
@@ -278,7 +279,7 @@ class _UnaryInferOpener(_InferOpener):
             return InferCall(session, stream, encoding, plain, plain, time_left_s)
         observed = self._observed
         if observed is None:
-            observed = self._observed = ObservedInference(plain, observer, session.peer, self._headers)
+            observed = self._observed = ObservedInference(plain, observer, session.peer, self._headers, self._holder)
         # As in `ObservedInference.infer`; the call alone would cost 0.1 us a request.
         observer.until -= 1
         if observer.until and (observer.tracer is None or not observed.has_parent):
@@ -294,7 +295,7 @@ class _StreamInferOpener(_InferOpener):
         observer = self._observability.observer
         inference: AnyInference = self._plain
         if observer is not None:
-            inference = ObservedInference(self._plain, observer, session.peer, self._headers)
+            inference = ObservedInference(self._plain, observer, session.peer, self._headers, self._holder)
         return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s)
 
 

@@ -33,6 +33,7 @@ from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array
 from tests.export.stored_models import sums
+from tests.whole_words import broken_words
 
 Certify = Callable[[onnx.ModelProto], Certificate]
 ONES: Array = np.ones(4, np.float32)
@@ -181,6 +182,8 @@ def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> Non
     assert "verdict   over budget: output 'y' (runtime): max abs error 2 (limit 1)" in text
     assert "rounded" in text
     assert "…" not in text
+    named = replace(full, outputs=(replace(full.outputs[0], name="last_hidden_state"),))
+    assert broken_words(certificate_table(named)) == []
 
 
 def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certificate) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.console import Console
 from halfserve.export.cli.output import SHOWN, ProgressLines, conversion_table, progress_on
 from halfserve.export.onnx_fp16.report import ConversionReport, KeptNode, Repair, TensorLedger
 from halfserve.export.weight_ledger import Ledger
+from tests.whole_words import broken_words
 
 
 def printed(report: ConversionReport, **settings: Any) -> str:
@@ -31,11 +33,22 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
     text = printed(report, source_bytes=2000, size_bytes=1010)
     for part in ("1 node in float32", "exp", "overflows: 1e6", "encoder.0", "net.py:42", "1 repair", "a, b, c and 1 more"):
         assert part in text
-    assert "w        4,000      1" in text
+    assert ["w", "4,000", "1", "2,000", "3"] in [line.split() for line in text.splitlines()]
     assert "small" not in text
     assert "float16   9 of 10 nodes that compute on floats; 1 cast added" in text
     assert "rounding  1 overflow, 2,000 flushed, 10 subnormal" in text
     assert "size      1,010 bytes, 50% of float32's 2,000" in text
+
+
+def test_tables_keep_words_whole_in_eighty_columns() -> None:
+    where = {"module": "encoder.layer.11.attention", "source": "modeling_bert.py:242"}
+    node, tensor = "/encoder/layer.11/attention/Softmax_1", "encoder.embeddings.word_embeddings.weight"
+    kept = KeptNode(name=node, op_type="Softmax", reason="its input overflows: largest magnitude 1.2e+06", **where)
+    repair = Repair(pass_name="fold_batch_normalization", nodes=(node,) * 4, text="folded into the convolution before it")  # noqa: S106  (a pass)
+    lost = TensorLedger(name=tensor, elements=23_440_896, ledger=Ledger(overflow=123_456, flushed=2000, subnormal=345_678))
+    for count in (1, SHOWN + 1):
+        report = ConversionReport(float_nodes=90, fp16_nodes=9, casts_added=1, repairs=(repair,), kept=(kept,) * count)
+        assert broken_words(conversion_table(replace(report, weights=(lost,)))) == []
 
 
 def test_long_lists_are_cut_and_counted() -> None:
@@ -51,8 +64,8 @@ def test_many_kept_nodes_are_counted_by_reason_the_most_frequent_first() -> None
     lines = printed(ConversionReport(float_nodes=30, fp16_nodes=9, casts_added=0, kept=tuple(kept))).splitlines()
     assert lines[0].strip() == f"{SHOWN + 1} nodes in float32"
     rows = [line.split() for line in lines]
-    first = rows.index([str(SHOWN), "frequent", "node0,", "node2,", "node3"])
-    assert rows[first + 1] == ["1", "[rare]", "node1"]
+    first = rows.index([str(SHOWN), "frequent"])
+    assert rows[first + 1 : first + 4] == [["node0,", "node2,", "node3"], ["1", "[rare]"], ["node1"]]
     assert "--json lists all" in "".join(lines)
 
 

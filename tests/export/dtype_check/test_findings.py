@@ -6,6 +6,7 @@ from rich.console import Console
 
 from halfserve.export.dtype_check.findings import Finding, FindingLog, LeakReport, leak_table, totals
 from halfserve.export.dtype_check.source_lines import SourceLine
+from tests.whole_words import broken_words
 
 HERE = SourceLine(__file__, 1)
 
@@ -46,6 +47,13 @@ def test_the_text_forms() -> None:
     assert str(report).splitlines()[1] == "warning: (cos): epsilon: 1e-08 is 0 (fix: finfo(x).tiny)"
     empty = LeakReport(model="Net", findings=())
     assert (str(empty), totals(empty), empty.clean) == ("Net: no dtype leaks", "no dtype leaks", True)
+
+
+def test_the_table_keeps_words_whole_in_eighty_columns() -> None:
+    log = FindingLog()
+    place = SourceLine("transformers/models/bert/modeling_bert.py", 242)
+    log.add("factory", "error", place, "encoder.layer.11.attention.self", "gives float32", "new_zeros(hidden_states, ...)")
+    assert broken_words(leak_table(LeakReport(model="BertModel", findings=log.sorted()))) == []
 
 
 def test_the_table_shows_each_finding_with_its_fix() -> None:

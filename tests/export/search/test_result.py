@@ -30,7 +30,7 @@ def test_the_table_names_node_module_reason_and_cost() -> None:
     text, plain = shown()
     assert "2 nodes to keep in float32" in text
     lines = text.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith(" overflow_0/far"))
+    at = next(number for number, line in enumerate(lines) if line.startswith("overflow_0/far"))
     assert all(part in lines[at] for part in ("Mul", "NaN or inf"))
     assert "overflow_0" in lines[at + 1]
     assert "its output overflows: " in lines[at + 2]

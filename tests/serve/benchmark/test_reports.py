@@ -24,6 +24,7 @@ from halfserve.serve.benchmark.report import BenchmarkReport, Differences, write
 from halfserve.serve.benchmark.report_files import hdr_histogram, percentile_text, report_writers, write_csv, write_percentiles
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from tests.serve.benchmark.levels import SERVER, comparison, histogram, level, report, tally
+from tests.whole_words import broken_words
 
 
 def printed(made: BenchmarkReport, width: int = 80) -> str:
@@ -56,6 +57,15 @@ def test_a_comparison_fits_a_terminal() -> None:
     assert ["1", "digits", "2", "2.00", "4.00", "4.0", "0"] in cells(text)
     assert ["1", "digits_fp32", "2", "2.00", "4.00", "4.0", "1.00", "1.00", "0"] in cells(text)
     assert ["1.00-1.00", "1.00-1.00"] in cells(text)
+
+
+def test_a_comparison_of_long_names_keeps_them_whole() -> None:
+    long = "digits_fp32@models.example.org:8001/minilm-reranker-v2"
+    difference = Difference(output="last_hidden_state", max_abs=0.5, scaled=0.01, mismatched=123456, agreement=1.0)
+    differences = [Differences(name=long, outputs=[difference], not_compared=["pooler_output"])]
+    made = report(level(1), comparison=comparison("digits", long), differences=differences)
+    assert [broken_words(table) for table in tables(made)] == [[], []]
+    assert printed(made).count(long) == 2
 
 
 def test_models_of_a_mixed_load_have_rows() -> None:

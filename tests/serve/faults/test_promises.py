@@ -49,6 +49,7 @@ TELLERS = {
     "serve/http/page.py",
     "serve/observability/access_log.py",
     "serve/observability/tracing.py",
+    "serve/startup_report.py",
     "serve/security/cli.py",  # `halfserve token --expires 90d`
     # Tokens expire at a time of day: a clock that jumps expires them early or late, until it is right again.
     "serve/security/security.py",

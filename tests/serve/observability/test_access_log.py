@@ -55,7 +55,15 @@ def test_a_request_is_one_line_without_its_contents(serving: Serving, tmp_path: 
     request_bytes, response_bytes = line.pop("request_bytes"), line.pop("response_bytes")
     assert 3 * 64 * 2 < request_bytes < 3 * 64 * 2 + 100
     assert 3 * 10 * 2 < response_bytes < 3 * 10 * 2 + 100
-    assert line == {"id": 'a "quoted" id', "model": "mlp", "version": "3", "status": "OK", "rows": 3, "batch_rows": 3}
+    assert line == {
+        "level": "INFO",
+        "id": 'a "quoted" id',
+        "model": "mlp",
+        "version": "3",
+        "status": "OK",
+        "rows": 3,
+        "batch_rows": 3,
+    }
 
 
 def test_a_runtime_error_is_logged_without_tensor_values(serving: Serving, tmp_path: Path) -> None:
@@ -70,6 +78,7 @@ def test_a_runtime_error_is_logged_without_tensor_values(serving: Serving, tmp_p
     assert "[1, 5]" in wrong["error"]
     assert (unknown["status"], unknown["model"]) == ("NOT_FOUND", "nobody")
     assert (failed["status"], failed["model"], failed["version"]) == ("INTERNAL", "picky", "1")
+    assert [line["level"] for line in (wrong, unknown, failed)] == ["WARNING", "WARNING", "ERROR"]
     assert failed["total_ms"] > 0
     assert str(SECRET) not in log.read_text()
 
@@ -83,6 +92,17 @@ def test_bytes_that_are_no_request_get_a_line_too(serving: Serving, tmp_path: Pa
     (line,) = lines_of(log)
     assert (line["status"], line["model"], line["id"]) == ("INVALID_ARGUMENT", "", "from-proxy")
     assert refused == {"invalid_argument": 1}
+
+
+def test_a_line_names_the_caller_s_trace_where_nothing_is_traced(serving: Serving, tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-00"}
+    with serving(to_file(log, AccessLog.ALL)) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("mlp", row(), headers=headers, client_timeout=CLIENT_TIMEOUT_S)
+        with pytest.raises(InferenceServerException):
+            client.infer("nobody", row(), headers=headers, client_timeout=CLIENT_TIMEOUT_S)
+    assert [line["trace_id"] for line in lines_of(log)] == [trace, trace]
 
 
 def test_of_answers_some_can_be_logged(serving: Serving, tmp_path: Path) -> None:

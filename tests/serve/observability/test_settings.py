@@ -6,9 +6,7 @@ import io
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,30 +67,6 @@ def test_levels_are_turned_on_and_off_one_by_one(logger: tuple[logging.Logger, i
     assert say_all(*logger) == ["DEBUG d", "INFO i", "ERROR e"]
     log_filter.undo(logger[0])
     assert say_all(*logger) == ["INFO i", "WARNING w", "ERROR e"]
-
-
-def test_the_time_can_be_put_in_front_and_taken_off_again(logger: tuple[logging.Logger, io.StringIO]) -> None:
-    log_filter = LogFilter(LogSettings())
-    log_filter.apply(LogSettings(log_format=LogFormat.ISO8601), logger[0])
-    lines = say_all(*logger)
-    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO halfserve-test-of-log-settings: i", lines[0])
-    log_filter.apply(LogSettings(), logger[0])
-    assert say_all(*logger)[0] == "INFO i"
-    log_filter.undo(logger[0])
-
-
-def test_the_time_in_front_is_that_of_no_time_zone(
-    logger: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("TZ", "Asia/Tokyo")
-        time.tzset()
-        log_filter = LogFilter(LogSettings())
-        log_filter.apply(LogSettings(log_format=LogFormat.ISO8601), logger[0])
-        said = datetime.fromisoformat(say_all(*logger)[0].partition(" ")[0])
-    time.tzset()
-    assert abs(said.timestamp() - time.time()) < 3600
-    log_filter.undo(logger[0])
 
 
 def test_settings_go_over_the_wire_by_name() -> None:

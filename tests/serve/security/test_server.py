@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import json
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ from halfserve.serve.security.tokens import new_token
 from halfserve.serve.server import ServerOptions, serve
 from halfserve.serve.startup_report import StartupReport
 from tests.models import save_mlp
-from tests.serve.security.guarded import Certificates, guarded_server, tokens_in
+from tests.serve.security.guarded import Certificates, tokens_in
 
 ROOT = Path(__file__).parents[3]
 NAMED = re.findall(r"^\|.*\| (tests/\S+\.py)::(\w+) \|$", (ROOT / "docs" / "guides" / "security.md").read_text(), re.MULTILINE)
@@ -157,22 +156,6 @@ def test_a_server_reads_its_files_again_on_sighup(certificates: Certificates, tm
     asyncio.run(run())
     assert len(set(shown[:3])) == len(set(shown[3:])) == 1
     assert shown[0] != shown[3]
-
-
-def test_the_image_tells_its_health_of_a_server_that_asks_for_tokens(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    written = re.search(r"^HEALTHCHECK .*?CMD (\[.*?\])$", (root / "Dockerfile").read_text(), re.DOTALL | re.MULTILINE)
-    assert written is not None
-    program, *arguments = json.loads(written[1])
-    assert program == "python"
-    tokens_in(tmp_path / "tokens", alice=Role.INFER)
-    with guarded_server(SecurityOptions(token_file=tmp_path / "tokens")) as (server, _):
-        command = [sys.executable, *(word.replace("127.0.0.1:8001", server.address) for word in arguments)]
-        assert server.address in command[-1]
-        for is_ready in (True, False):
-            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, timeout=60, check=False)
-            assert done.returncode == int(not is_ready)
-            server.call(server.core.retire)
 
 
 def test_every_threat_names_a_test() -> None:

@@ -345,23 +345,45 @@ def app() -> typer.Typer:
 def test_a_token_is_made(app: typer.Typer, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["alice", "--role", "infer", "--role", "metrics"])
     assert done.exit_code == 0
-    (tmp_path / "tokens").write_text(done.stdout)
+    (tmp_path / "tokens").write_text(done.stderr)
     (holder,) = read_tokens(tmp_path / "tokens")
     assert (holder.name, set(holder.roles)) == ("alice", {Role.INFER, Role.METRICS})
     assert (holder.expires_s, holder.rights) == (None, None)
-    assert done.stderr.startswith("token of alice: hs_")
-    secret = done.stderr.split()[-1]
+    (secret,) = done.stdout.splitlines()
     assert hashlib.sha256(secret.encode()).digest() == holder.digest
+    assert secret not in done.stderr
+
+
+def test_lines_are_added_to_a_token_file(app: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    first = CliRunner().invoke(app, ["alice", "--add-to", str(path)])
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text(path.read_text().rstrip())  # as some editors leave it
+    CliRunner().invoke(app, ["bob", "--json", "--add-to", str(path)])
+    alice, bob = read_tokens(path)
+    assert (alice.name, bob.name) == ("alice", "bob")
+    assert hashlib.sha256(first.stdout.strip().encode()).digest() == alice.digest
+    before = path.read_bytes()
+    again = CliRunner().invoke(app, ["bob", "--add-to", str(path)])
+    assert "has a token of 'bob'; remove its line, or choose another name" in str(again.exception)
+    assert (again.stdout, path.read_bytes()) == ("", before)
+
+
+def test_a_token_whose_line_cannot_be_added_is_not_printed(app: typer.Typer, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["alice", "--add-to", str(tmp_path / "none" / "tokens")])
+    assert isinstance(done.exception, SecurityError)
+    assert "cannot be written: No such file or directory" in str(done.exception)
+    assert done.stdout == ""
 
 
 def test_a_token_that_ends_and_is_for_some_models_is_made(app: typer.Typer, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["alice", "--expires", "90d", "--model", "mnist", "--model", "digits*"])
-    (tmp_path / "tokens").write_text(done.stdout)
+    (tmp_path / "tokens").write_text(done.stderr)
     (holder,) = read_tokens(tmp_path / "tokens")
     assert holder.rights == ModelRights(("digits*", "mnist"))
     assert holder.expires_s is not None
     assert 89 * DAY_S < holder.expires_s - time.time() <= 90 * DAY_S + 1
-    until = done.stderr.removeprefix("token of alice, until ").partition(": hs_")[0]
+    until = done.stderr.removeprefix("# token of alice, until ").partition(";")[0]
     assert parse_time(until) == holder.expires_s
 
 

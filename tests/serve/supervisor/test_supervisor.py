@@ -55,6 +55,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
     """The exit code, what the worker said last, and what the supervisor said in all, without times and numbers of processes."""
     told, errors = process.communicate(timeout=WAIT_S)
     errors = re.sub(r"process \d+", "process N", re.sub(r"after \d+\.\d s", "after T s", errors))
+    errors = re.sub(r"^20\S+Z ", "", errors, flags=re.MULTILINE)
     return process.returncode, told.splitlines(), errors.splitlines()
 
 
@@ -204,7 +205,7 @@ def test_a_worker_is_started_once_there_are_files_again() -> None:
         assert process.stderr is not None
         said = [process.stderr.readline() for _ in range(2)]
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
-        assert said[1] == "ERROR the worker cannot be started: Too many open files\n"
+        assert said[1].endswith(" ERROR the worker cannot be started: Too many open files\n")
         until_ready(process)
         process.terminate()
         assert ended(process)[0] == 0
