@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,18 @@ def imported(path: Path) -> Iterator[str]:
     yield from (module.removeprefix("halfserve.") for module in written(path))
 
 
-def written(path: Path) -> Iterator[str]:
+@cache
+def written(path: Path) -> tuple[str, ...]:
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the arrows"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # which may be modules as well
+            found.append(node.module)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)  # which may be modules as well
+    return tuple(found)
 
 
 def files(room: str) -> list[Path]:

@@ -78,6 +78,7 @@ def test_every_command_says_which_errors_are_the_users(name: str) -> None:
     assert all(issubclass(kind, Exception) and 0 < code < 128 for kind, code in codes.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -25,6 +25,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [marked(name) for name in ARCHITECTURES])
 @pytest.mark.filterwarnings("ignore")  # the architectures' own
 def test_architecture_is_exported_within_budget_at_any_size(name: str, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_inputs_in_order_and_alone(tmp_path: Path) -> None:
     assert export_module(nn.Linear(LENGTH, 2).eval(), torch.rand(8, LENGTH), tmp_path, "alone").path.name == "2"
 
 
+@pytest.mark.long
 def test_what_overflows_is_searched_for_unless_told_otherwise(tmp_path: Path) -> None:
     samples = torch.stack([models.rows()[1][index][0] for index in range(10)])
     with pytest.raises(BudgetExceeded, match="NaN or infinite"):

@@ -307,6 +307,7 @@ def by_scan(x: Tensor) -> Any:
     return scan(lambda carry, row: (carry.clone(), branch(x) * torch.ones_like(row, dtype=LOW)), torch.zeros(4), x)[1][0]
 
 
+@pytest.mark.long
 @policies
 @pytest.mark.parametrize("function", [by_cond, by_while_loop, by_scan])
 @pytest.mark.parametrize("compiles", [False, True])
@@ -338,6 +339,7 @@ def test_gradients_of_a_branch_are_those_without_cond(policy: str | None, expone
     assert torch.equal(*gradients)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("compiles", [False, True])
 def test_flex_attention_computes_in_the_dtype_of_the_region(compiles: bool) -> None:

@@ -197,6 +197,7 @@ def make(name: str, problem: Problem) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(problem.model.parameters(), lr=0.3, line_search_fn="strong_wolfe" if name == "wolfe" else None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passed_as", ["position", "keyword"])
 @pytest.mark.parametrize("name", ["lbfgs", "wolfe", "adam", "fused-sgd"])
 def test_it_takes_the_steps_of_float32_bit_for_bit(name: str, passed_as: str) -> None:

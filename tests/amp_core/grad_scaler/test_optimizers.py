@@ -98,6 +98,7 @@ def make(ours: bool) -> Any:
     return GradScaler("cpu", **SETTINGS) if ours else torch.amp.GradScaler("cpu", **SETTINGS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{name}-{index}" for index, (name, _) in enumerate(CASES)])
 def test_fifty_steps_are_torchs_bit_for_bit(name: str, settings: dict[str, Any]) -> None:
     # torch clips no sparse gradients; one clipped run per implementation is enough.

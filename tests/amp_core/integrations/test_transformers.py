@@ -121,6 +121,7 @@ def test_it_trains_bit_for_bit_as_the_plain_loop(tmp_path: Path, setting: str, d
     assert model.dtypes[-1] == dtype, "evaluation follows the same policy"
 
 
+@pytest.mark.long
 def test_it_resumes_with_its_scale_policy_and_record(tmp_path: Path) -> None:
     whole, resumed = Regression(), Regression()
     arguments = {"fp16": True}

@@ -82,6 +82,7 @@ def test_torchrun_trains_as_one_process_with_the_batch_of_both(tmp_path: Path, f
     assert_close(tmp_path)
 
 
+@pytest.mark.long
 def test_an_overflow_in_one_process_is_skipped_in_both(tmp_path: Path) -> None:
     assert [ended.code for ended in both(tmp_path, *HALVES, data="one_poisoned")] == [0, 0]
     assert alone(tmp_path, *WHOLES, data="one_poisoned").code == 0

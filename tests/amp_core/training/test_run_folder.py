@@ -29,6 +29,7 @@ from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import Halfserve, assert_same_run, assert_same_weights, command, killed_in, log, settings
 
 
+@pytest.mark.long
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with locked_folder(out):
@@ -200,6 +201,7 @@ def test_what_is_imported_for_it_draws_nothing(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "first", tmp_path / "unrecorded")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("killed_at", "checkpoint_every"), [(12, 5), (14, 6)], ids=["between recorded steps", "with a recorded step"]
 )

@@ -53,6 +53,7 @@ def test_a_leak_is_found_at_its_line_and_nothing_else_is(name: str) -> None:
     assert found.kind in KINDS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not None])
 def test_the_mended_twin_is_clean(name: str) -> None:
     mended = CASES[name][1]

@@ -70,6 +70,7 @@ def converted(kind: str, source: Path, folder: Path) -> tuple[Path, float]:
     return target, float(done.stdout) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "bounded"), [("naive", False), ("ours", True)], ids=["naive-fails", "ours-passes"])
 def test_memory_stays_under_half_of_the_weights(kind: str, bounded: bool, source: Path, tmp_path: Path) -> None:
     target, grown = converted(kind, source, tmp_path)
@@ -86,6 +87,7 @@ def path_session(path: Path) -> Session:
     return Session(onnx.load(path).SerializeToString())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "kept"), [("naive", False), ("ours", True)], ids=["naive-fails", "ours-passes"])
 def test_shards_stay_shards(kind: str, kept: bool, source: Path, tmp_path: Path) -> None:
     target, _ = converted(kind, source, tmp_path)

@@ -108,6 +108,7 @@ def runs_in_float32(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> boo
     return True
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.booleans(), st.booleans())
 def test_any_graph_converts_cleanly_and_once(model: onnx.ModelProto, keep: bool, yes: bool) -> None:
@@ -158,6 +159,7 @@ def sample(kind: str) -> Iterator[Case]:
             yield case
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in SHORT else pytest.mark.long) for kind in SHARES])
 def test_onnx_backend_test_models_convert_cleanly(kind: str) -> None:
     chosen = [(case, keep) for case in sample(kind) for keep in (True, False)]

@@ -324,6 +324,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == ["in.onnx", "whole.onnx"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data_files", [0, 2])
 def test_memory_holds_about_one_tensor(data_files: int, tmp_path: Path) -> None:
     """24 tensors of 4 MB, 96 MB in all: converting them may take the largest twice, and what grows in any process."""

@@ -38,6 +38,7 @@ def gelu() -> onnx.ModelProto:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [1e-4, 1e-6, 1e-9])
 def test_what_is_found_can_be_converted(gelu: onnx.ModelProto, error: float) -> None:
     found = find_fp32_nodes(gelu, [X], budget=Budget(max_scaled_error=error), adversarial=False)

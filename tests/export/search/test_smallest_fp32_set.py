@@ -71,6 +71,7 @@ def test_a_plant_is_found_and_nothing_else(kind: str) -> None:
     assert NEEDED[kind] <= {name.partition("/")[2] for name in found.node_block_list}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["overflow", "cancel", "epsilon"])
 def test_no_smaller_set_will_do(kind: str) -> None:
     model = planted(2, {0: kind})
@@ -177,6 +178,7 @@ def test_a_tight_budget_keeps_everything_that_counts() -> None:
     assert set(found.node_block_list) == {"MatMul_1", "Min_2", "MatMul_3", "Min_4"}
 
 
+@pytest.mark.long
 def test_runs_that_end_early_give_a_set_that_passed() -> None:
     model = planted(6, {2: "variance"})
     enough = search(model)
@@ -252,6 +254,7 @@ def near_ties(model: onnx.ModelProto, seed: int) -> Any:
     return np.concatenate([x[closest], others])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "seed"), [("overflow", 1), ("variance", 4)])
 def test_sets_that_only_the_simulation_accepts_do_not_pass(kind: str, seed: int) -> None:
     model = Net(seed).layers(2).plant(kind).layers(2).model()

@@ -185,6 +185,7 @@ def test_sizes_that_must_be_one_need_one_name() -> None:
         export_onnx(Meeting().eval(), [torch.rand(3), torch.rand(3)], dynamic_shapes=({0: "n"}, {0: "m"}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), [(nn.LSTM, {"num_layers": 2, "bidirectional": True}), (nn.GRU, {"bias": False})])
 def test_recurrent_layers_take_every_length(kind: Callable[..., nn.Module], options: dict[str, Any]) -> None:
     torch.manual_seed(0)

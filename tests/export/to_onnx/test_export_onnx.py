@@ -92,6 +92,7 @@ def test_a_batch_norm_is_not_folded_in_float16() -> None:
     assert torch.equal(torch.from_numpy(onnx.numpy_helper.to_array(weight).copy()), half.get_parameter("0.weight"))
 
 
+@pytest.mark.long
 def test_a_sum_in_float16_is_an_output_in_float16() -> None:
     model = export_onnx(models.TwoHeads().eval(), {"features": torch.rand(2, 4).half(), "mask": torch.ones(2, 4).half()})
     answer = fed(session(model), {"features": torch.ones(3, 4).half(), "mask": torch.ones(3, 4).half()})

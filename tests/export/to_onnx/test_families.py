@@ -22,6 +22,7 @@ def lanes(names: list[str], *, short: set[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", lanes(SINGLE, short={"bert"}))
 def test_float32_answers_as_torch_does_at_every_size(name: str) -> None:
     family = FAMILIES[name]
@@ -41,6 +42,7 @@ def test_float32_answers_as_torch_does_at_every_size(name: str) -> None:
     assert most is None or max(family.lengths) <= most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", lanes(HALF, short={"vit"}))
 def test_the_half_module_answers_within_float16_at_every_size(name: str) -> None:
     family = FAMILIES[name]

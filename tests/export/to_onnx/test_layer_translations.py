@@ -56,6 +56,7 @@ LAYERS = {
 SHORT_LANE = {"conv3d", "sums of a picture", "larger without aliasing", "statistics of the batch"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT_LANE else pytest.mark.long) for name in LAYERS])
 def test_the_answers_are_torchs_with_another_batch_too(name: str) -> None:
     module, example = LAYERS[name]
@@ -134,6 +135,7 @@ def module() -> nn.Module:
     return Attending().eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "opset_version", [pytest.param(None, marks=pytest.mark.long), pytest.param(18, marks=pytest.mark.long), 23]
 )

@@ -67,6 +67,7 @@ def test_a_running_sum_of_exponentials_holds_far_below_the_largest(sizes: tuple[
     assert difference(Running(), half, {"x": x}, half=True) < 1e-3
 
 
+@pytest.mark.long
 def test_the_logarithm_of_a_sigmoid_holds_far_from_zero() -> None:
     x = torch.tensor([[-500.0, -30, -15, -1, 0, 1, 30]])
     model = export_onnx(nn.LogSigmoid().eval(), x)
@@ -140,6 +141,7 @@ def test_an_angle_is_in_the_quarter_that_both_signs_say(dtype: torch.dtype) -> N
     require_same(torch.atan2, Y.to(dtype), X.to(dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
 def test_a_float_less_whole_numbers_is_a_float(dtype: torch.dtype) -> None:
     mask = torch.tensor([[0, 1, 1], [3, 0, 2]], dtype=dtype)

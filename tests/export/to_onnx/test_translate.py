@@ -28,6 +28,7 @@ class Idle(nn.Module):
         return torch.relu((x + 0.0 - 0.0) * 1.0 / 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-12, 1e-30])
 def test_the_smallest_epsilon_stays(epsilon: float) -> None:
     module, x = Guarded(epsilon).eval(), torch.tensor([[0.0, 1.0, -3.0]])
@@ -99,6 +100,7 @@ class Bags(nn.Module):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", [True, False])
 def test_a_branch_that_changes_nothing_gives_a_value_of_its_own(flag: bool) -> None:
     module, x = Skipping().eval(), torch.randn(2, 4)

@@ -208,6 +208,7 @@ def test_a_level_that_changes_answers_is_not_sound(model: onnx.ModelProto, tmp_p
     assert trouble.startswith("ORT_ENABLE_ALL: over budget: output 'y': max error 1 of the output's scale 2")
 
 
+@pytest.mark.long
 def test_crashing_at_every_level_is_one_line(model: onnx.ModelProto, tmp_path: Path) -> None:
     crashing = misbehaving_worker(tmp_path, "os.abort()")
     with pytest.raises(ExportError, match=r"crashes when it opens the reference \(ORT_ENABLE_ALL: killed by SIGABRT; ORT_EN"):

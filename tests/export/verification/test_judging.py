@@ -207,6 +207,7 @@ def verdict(model: onnx.ModelProto, candidate: onnx.ModelProto, **given: Any) ->
         return error.certificate
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("choose", "node"),
     [

@@ -120,6 +120,7 @@ def test_marks_of_the_user_stay_as_they_are() -> None:
 LENGTH = 1500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", ["Mul", "Add", "Identity", "Exp", "Sqrt"])
 def test_a_long_chain_is_converted(op: str) -> None:
     second = ", c" if op in ("Mul", "Add") else ""
