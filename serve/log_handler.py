@@ -14,9 +14,11 @@ from typing import TextIO
 PIECE = 1024  # characters of at most four bytes: a pipe that polls as writable takes 4096 bytes at once
 
 
-def log_to_standard_error() -> None:
+def log_to_standard_error(place: int | None = None) -> None:
+    """Log from INFO on; `place`: number of this process, in front of its lines, where several write to the same file."""
     handler = NonBlockingHandler(sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", handlers=[handler])
+    number = "" if place is None else f"[{place}] "
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s {number}%(message)s", handlers=[handler])
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
