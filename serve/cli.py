@@ -311,6 +311,7 @@ def serve(
             access_log_every=access_log_every,
             trace_to=trace_to,
             trace_rate=trace_rate,
+            process=link.given.place if link and count > 1 else None,
         ),
         max_buffered_bytes=None if max_buffered_mib is None else max_buffered_mib * 2**20,
         drain_s=drain_seconds,
@@ -401,7 +402,7 @@ def _run(
     from halfserve.serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
     from halfserve.serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
-    log_to_standard_error(link.given.place if link and link.given.folder else None)
+    log_to_standard_error(options.observe.process)
     runtimes = probing_runtimes(trust)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:

@@ -16,16 +16,17 @@ PIECE = 1024  # characters of at most four bytes: a pipe that polls as writable 
 
 def log_to_standard_error(place: int | None = None) -> None:
     """Log from INFO on; `place`: number of this process, in front of its lines, where several write to the same file."""
-    handler = NonBlockingHandler(sys.stderr)
-    number = "" if place is None else f"[{place}] "
-    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s {number}%(message)s", handlers=[handler])
+    handler = NonBlockingHandler(sys.stderr, "" if place is None else f"[{place}] ")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", handlers=[handler])
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
     """Drops lines that would have to wait, and writes their number before the next line."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, prefix: str = "") -> None:
+        """A handler that begins each line with `prefix`."""
         super().__init__(stream)
+        self._prefix = prefix
         self._lost = 0
         self._is_torn = False  # the latest line was written in part
 
@@ -44,6 +45,11 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
                 self.flush()
         except Exception:  # noqa: BLE001  (as every handler of logging does)
             self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines of a record; a traceback has several."""
+        text = super().format(record)
+        return self._prefix + text.replace("\n", f"\n{self._prefix}") if self._prefix else text
 
     def _loss_report(self) -> str:
         lost, self._lost = self._lost, 0

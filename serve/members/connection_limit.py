@@ -18,7 +18,11 @@ class SharedConnectionLimit(ConnectionLimit):
         super().__init__(most, reason)
         self._counts = counts
         self._place = place
-        self._is_closed = False
+        self._accepts = False
+
+    def begin(self) -> None:
+        """Have other members leave connections to this one, which accepts now."""
+        self._accepts = True
         self._tell()
 
     def take(self) -> None:
@@ -34,8 +38,8 @@ class SharedConnectionLimit(ConnectionLimit):
 
     def close(self) -> None:
         """Leave all further connections to other members."""
-        self._is_closed = True
+        self._accepts = False
         self._tell()
 
     def _tell(self) -> None:
-        self._counts.set(self._place, GONE if self._is_closed else self.open)
+        self._counts.set(self._place, self.open if self._accepts else GONE)

@@ -6,7 +6,7 @@ import base64
 import fcntl
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,9 @@ from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.members.merging import add_statistics, counters_of, merge_metrics
+from halfserve.serve.members.ledger import SUFFIX as LEDGER
+from halfserve.serve.members.ledger import read_ledger
+from halfserve.serve.members.merging import add_statistics, counters_of, merge_metrics, model_of, with_statistics
 from halfserve.serve.observability.exposition import collect
 from halfserve.serve.protocol.rpcs import model_statistics
 
@@ -70,7 +72,10 @@ class Figures:
 
 
 class LeftFigures:
-    """The figures in the folder of all members: those of the living, as of some seconds ago, and of those that have ended."""
+    """The figures in the folder of all members: those of the living, as of some seconds ago, and of those that have ended.
+
+    The statistics of the ended are exact, by their ledgers; other counters may lack their last second.
+    """
 
     def __init__(self, folder: Path, own: str) -> None:
         """The figures in a folder; `own` is the name of this member."""
@@ -79,7 +84,7 @@ class LeftFigures:
 
     def write(self, figures: Figures) -> None:
         """Leave this member's figures behind, in place of earlier ones."""
-        self._write(f"{self._own}{SUFFIX}", figures)
+        self._write(self._own, figures)
 
     def mark(self) -> object:
         """Equal marks: none that had ended was counted among others meanwhile."""
@@ -91,46 +96,63 @@ class LeftFigures:
     def of_ended(self, living: Collection[str]) -> list[Figures]:
         """The counters of all that have ended: whose names are neither of the living nor this member's own."""
         with self._locked(fcntl.LOCK_SH):
-            return [self._read(path) for path in self._paths(living)]
+            return [self._read(name) for name in self._ended(living)]
 
     def fold(self, living: Collection[str]) -> None:
-        """Make one file of those that have ended."""
+        """Make one of all that have ended."""
         with self._locked(fcntl.LOCK_EX):
-            paths = self._paths(living)
-            if len(paths) < 2:
+            ended = self._ended(living)
+            if ended in ([], [DEPARTED]):
                 return
             total = Figures()
-            for path in paths:
-                _add(total, self._read(path))
-            self._write(f"{DEPARTED}{SUFFIX}", total)
-            for path in paths:
-                if path.stem != DEPARTED:
-                    path.unlink()
+            for name in ended:
+                _add(total, self._read(name))
+            self._write(DEPARTED, total)
+            for name in ended:
+                self._remove(
+                    self._ledgers(name) if name == DEPARTED else [*self._ledgers(name), self._folder / f"{name}{SUFFIX}"]
+                )
 
-    def forget_model(self, name: str, living: Collection[str]) -> None:
-        """Those that have ended have no counters of this model: it was loaded again, or is no more."""
+    def forget_model(self, model: str, version: int, living: Collection[str]) -> None:
+        """Those that have ended have no counters of this version: it was loaded again, or is no more."""
+        labels = (model, str(version))
         with self._locked(fcntl.LOCK_EX):
-            for path in self._paths(living):
-                figures = self._read(path)
-                kept = [one for one in figures.statistics.model_stats if one.name != name]
+            for name in self._ended(living):
+                figures = self._read(name)
+                kept = [one for one in figures.statistics.model_stats if (one.name, one.version) != labels]
                 del figures.statistics.model_stats[:]
                 figures.statistics.model_stats.extend(kept)
                 for metric in figures.metrics:
-                    metric.samples = [sample for sample in metric.samples if sample.labels.get("model") != name]
-                self._write(path.name, figures)
+                    metric.samples = [one for one in metric.samples if model_of(one.labels) != labels]
+                self._write(name, figures)
+                self._remove(self._ledgers(name))
 
-    def _paths(self, living: Collection[str]) -> list[Path]:
-        return sorted(path for path in self._folder.glob(f"*{SUFFIX}") if path.stem not in {*living, self._own})
+    def _ended(self, living: Collection[str]) -> list[str]:
+        files = [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{LEDGER}")]
+        return sorted({path.name.partition(".")[0] for path in files} - {*living, self._own})
 
-    def _read(self, path: Path) -> Figures:
-        figures = Figures.from_bytes(path.read_bytes())
+    def _read(self, name: str) -> Figures:
+        path = self._folder / f"{name}{SUFFIX}"
+        figures = Figures.from_bytes(path.read_bytes()) if path.exists() else Figures()
+        found = [statistics for ledger in self._ledgers(name) if (statistics := read_ledger(ledger)) is not None]
+        if found:
+            figures.statistics = pb.ModelStatisticsResponse(model_stats=found)
+            figures.metrics = with_statistics(figures.metrics, figures.statistics)
         figures.metrics = counters_of(figures.metrics)
         return figures
+
+    def _ledgers(self, name: str) -> list[Path]:
+        return sorted(self._folder.glob(f"{name}.*{LEDGER}"))
 
     def _write(self, name: str, figures: Figures) -> None:
         hidden = self._folder / f".{name}.new"
         hidden.write_bytes(figures.to_bytes())
-        hidden.rename(self._folder / name)
+        hidden.rename(self._folder / f"{name}{SUFFIX}")
+
+    @staticmethod
+    def _remove(paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, how: int) -> Iterator[None]:

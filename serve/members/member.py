@@ -12,9 +12,11 @@ from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
 from halfserve.serve.members.connection_limit import SharedConnectionLimit
 from halfserve.serve.members.figures import Figures, LeftFigures
 from halfserve.serve.members.journal import Entry, Journal
+from halfserve.serve.members.ledger import Ledgers
 from halfserve.serve.members.process_count import check_room_for_models
 from halfserve.serve.members.siblings import Siblings
 from halfserve.serve.members.whole_service import COMMANDS, WholeService, add_figures, local_method, request_class
@@ -27,7 +29,7 @@ from halfserve.serve.transports.transport import Transport, TransportName, make_
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02  # between two looks for the other members, while the server starts
-KEEP_S = 1.0  # between two writings of a member's figures: what a member that is killed may take along
+KEEP_S = 1.0  # between two writings of a member's figures; what is exact at any time lies in its ledgers
 CLOSE_S = 0.5
 
 
@@ -39,11 +41,13 @@ class Member:
         given = link.given
         self._folder = Path(given.folder)
         self._link = link
+        self._counts = ConnectionCounts(self._folder)
         self._given = given
         self._core = core
         name = f"{given.place}-{given.restarts}"
         self._siblings = Siblings(self._folder, name)
         self._left = LeftFigures(self._folder, name)
+        self._ledgers = Ledgers(self._folder, name, core, self._forget)
         self._whole = WholeService(
             self._siblings, self._left, Journal(self._folder / "models"), Journal(self._folder / "others")
         )
@@ -54,8 +58,7 @@ class Member:
 
     def connections(self, most: float, reason: str) -> SharedConnectionLimit:
         """The limit of this member's connections, which spreads them over all."""
-        counts = ConnectionCounts(self._folder)
-        self._connections = SharedConnectionLimit(most, reason, counts, self._given.place)
+        self._connections = SharedConnectionLimit(most, reason, self._counts, self._given.place)
         return self._connections
 
     async def join(self, service: Service) -> None:
@@ -76,13 +79,17 @@ class Member:
             guard = PortSecurity(socket=self._folder)
             self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, [self._siblings.listen()], budget=None)
             await self._transport.start()
+        self._ledgers.follow()
+        self._core.on_change(self._ledgers.follow)
         service.spread = self._whole.spread
         service.spread(service)
         self._keeping = asyncio.create_task(self._keep())
 
     async def all_here(self) -> None:
-        """Wait until all members have joined, in the one that reports it."""
-        while self._speaks and 1 + len(self._siblings.names()) < self._given.places:  # noqa: ASYNC110  (they are other processes)
+        """Accept connections; in the member that reports for all, wait until all do."""
+        if self._connections is not None:
+            self._connections.begin()
+        while self._speaks and not self._counts.all_accept():  # noqa: ASYNC110  (they are other processes)
             await asyncio.sleep(LOOK_S)
 
     def retire(self) -> None:
@@ -107,6 +114,12 @@ class Member:
     @property
     def _speaks(self) -> bool:
         return self._given.place == 1 and not self._given.restarts
+
+    def _forget(self, model: Model) -> None:
+        try:
+            self._left.forget_model(model.name, model.version, self._siblings.names())
+        except OSError as error:
+            logger.warning("the figures of processes that have ended cannot be changed: %s", error)
 
     async def _repeat(self, own: Service, journal: Journal, done: set[str]) -> None:
         for entry in journal.entries(done):

@@ -25,7 +25,7 @@ class Membership(Protocol):
         """
 
     async def all_here(self) -> None:
-        """Wait until it is time to report that the server has started: of several servers, one reports for all."""
+        """The server accepts connections. Wait until it is time to report that: of several servers, one reports for all."""
 
     def retire(self) -> None:
         """Accept no more connections."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
 
@@ -20,6 +20,17 @@ LARGEST = {
     "halfserve_model_info",
     "halfserve_model_state",
     "process_max_fds",
+}
+# Triton's counters, as far as they follow from the statistics.
+OF_STATISTICS: Mapping[str, Callable[[pb.ModelStatistics], int]] = {
+    "nv_inference_request_success": lambda one: one.inference_stats.success.count,
+    "nv_inference_count": lambda one: one.inference_count,
+    "nv_inference_exec_count": lambda one: one.execution_count,
+    "nv_inference_request_duration_us": lambda one: one.inference_stats.success.ns // 1000,
+    "nv_inference_queue_duration_us": lambda one: one.inference_stats.queue.ns // 1000,
+    "nv_inference_compute_input_duration_us": lambda one: one.inference_stats.compute_input.ns // 1000,
+    "nv_inference_compute_infer_duration_us": lambda one: one.inference_stats.compute_infer.ns // 1000,
+    "nv_inference_compute_output_duration_us": lambda one: one.inference_stats.compute_output.ns // 1000,
 }
 # From what is served to what is not: a model is what the worst of its members is.
 STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
@@ -86,12 +97,12 @@ def merge_index(
 def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, everything: bool = False) -> list[Metric]:
     """A member's own metrics with those of others in them; those of models that it does not serve only with `everything`."""
     metrics = {metric.name: metric for metric in own}
-    served = {_model(sample.labels) for metric in own for sample in metric.samples}
+    served = {model_of(sample.labels) for metric in own for sample in metric.samples}
     for other in others:
         for metric in other:
             if metric.name.startswith(OF_THE_MACHINE):
                 continue
-            samples = [sample for sample in metric.samples if everything or _model(sample.labels) in served]
+            samples = [sample for sample in metric.samples if everything or model_of(sample.labels) in served]
             if metric.name not in metrics:
                 metrics[metric.name] = _metric_of(metric, samples)
             else:
@@ -104,8 +115,18 @@ def counters_of(metrics: Iterable[Metric]) -> list[Metric]:
     return [metric for metric in metrics if metric.type in COUNTERS and not metric.name.startswith("process_")]
 
 
-def _model(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
-    return (labels.get("model"), labels.get("version")) if "model" in labels else (None, None)
+def with_statistics(metrics: Iterable[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
+    """Metrics with those counters as these statistics have them, which are newer."""
+    made = {name: Metric(name, "", "counter") for name in OF_STATISTICS}
+    for name, metric in made.items():
+        for one in statistics.model_stats:
+            metric.add_sample(name, {"model": one.name, "version": one.version}, OF_STATISTICS[name](one))
+    return [*(metric for metric in metrics if metric.name not in made), *made.values()]
+
+
+def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Name and version of the model that a sample is of; None without one."""
+    return labels.get("model"), labels.get("version")
 
 
 def _metric_of(metric: Metric, samples: Iterable[object]) -> Metric:

@@ -146,8 +146,6 @@ class WholeService:
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
             for entry in begun:
                 journal.done(entry)
-            if path in MODEL_COMMANDS:
-                self._left.forget_model(request.model_name, self._siblings.names())
         raise_first(answers)
         return answer
 

@@ -41,8 +41,10 @@ class AccessLogEntry(NamedTuple):
 
 
 class AccessLogger:
-    def __init__(self, outbox: Outbox[str]) -> None:
+    def __init__(self, outbox: Outbox[str], process: int | None = None) -> None:
+        """A log of the requests of one process; `process` is its number where several write the same log."""
         self._outbox = outbox
+        self._process = "" if process is None else f',"process":{process}'
         outbox.fill = self._write
         self._answers: list[AccessLogEntry] = []  # without a line yet
         self._second = self._millisecond = -1
@@ -92,7 +94,7 @@ class AccessLogger:
         self._outbox.put(
             f'{{"time":"{at}","id":{_request_id(request_id.encode(), caller)},"model":{quoted(name[:MAX_TEXT])},'
             f'"version":{quoted(version[:MAX_TEXT])},"status":"{status}","request_bytes":{request_bytes}{total},'
-            f'"client":{quoted(caller.peer)}{trace}{reason}}}\n'
+            f'"client":{quoted(caller.peer)}{self._process}{trace}{reason}}}\n'
         )
 
     def _write(self) -> None:
@@ -114,7 +116,7 @@ class AccessLogger:
             f'{{"time":"{self._at(epoch_ns + ended)}","id":{request_id},{self._model_text},'
             f'"status":"OK","rows":{request.rows},"batch_rows":{batch_rows},'
             f'"request_bytes":{request.request_bytes},"response_bytes":{response_bytes},'
-            f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},"client":{quoted(request.caller.peer)}{trace}}}\n'
+            f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},"client":{quoted(request.caller.peer)}{self._process}{trace}}}\n'
         )
 
     def _at(self, time_ns: int) -> str:

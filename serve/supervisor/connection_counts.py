@@ -37,3 +37,7 @@ class ConnectionCounts:
     def fewest(self) -> int:
         """The smallest count."""
         return min(self._counts)
+
+    def all_accept(self) -> bool:
+        """Whether no server is missing."""
+        return max(self._counts) < GONE

@@ -168,7 +168,8 @@ def test_tls_and_tokens_hold_for_all_and_a_signal_ends_all(tmp_path: Path) -> No
     tokens = tokens_in(tmp_path / "tokens", boss=Role.ADMIN)
     files = ("--tls-cert", certificates.options.certificate, "--tls-key", certificates.options.key)
     model = save_mlp(tmp_path / "m.onnx")
-    options = (*files, "--token-file", tmp_path / "tokens", "--no-http")
+    log = ("--access-log", "all", "--access-log-file", tmp_path / "access.log")
+    options = (*files, *log, "--token-file", tmp_path / "tokens", "--no-http")
     with processes(model, *options, tls=Tls(authorities=root), token=tokens["boss"]) as served:
         for client in served.clients:
             client.infer("m", {"x": X})
@@ -177,7 +178,9 @@ def test_tls_and_tokens_hold_for_all_and_a_signal_ends_all(tmp_path: Path) -> No
         served.process.terminate()
         _, errors = served.process.communicate(timeout=WAIT_S)
     assert served.process.returncode == 0
-    assert [line for line in errors.splitlines() if "INFO [2] serving, ready in" not in line] == []
+    lines = (tmp_path / "access.log").read_text().splitlines()
+    assert sorted(json.loads(line)["process"] for line in lines) == [1, 1, 2, 2]
+    assert [line for line in errors.splitlines() if not line.startswith("[2] INFO serving, ready in")] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""What several server processes behind one port cost, against one: processor time of a request, memory, and what they share.
+
+    python -m benchmarks.processes model.onnx --counts 1,2
+    python -m benchmarks.processes small.onnx --counts 1,2,16 --rounds 3
+
+Servers are started in turn, A B A B ..., and loaded over several connections. Processor time is that of all processes of the
+server, the supervisor included, and not of the load generator; the number of requests is the server's own. Memory is
+proportional (PSS): pages that processes share are counted once. More processes than cores show what the shared parts cost; for
+that the model should be next to nothing. Shown are medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.soaking.server_process import server_process
+from halfserve import Client
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+
+QUERIES = 5
+TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One server under load.
+
+    Attributes:
+        request_us: processor time of all its processes for one request, in microseconds.
+        per_second: requests.
+        p99_ms: latency.
+        rows: of a batch: each process makes its own batches.
+        busiest_share: of the processor time, that of the process which took the most; a half is even with two.
+        memory_mib: PSS of all processes.
+        statistics_ms: for the answer to ModelStatistics.
+        metrics_ms: for the answer to a scrape.
+    """
+
+    request_us: float
+    per_second: float
+    p99_ms: float
+    rows: float
+    busiest_share: float
+    memory_mib: float
+    statistics_ms: float
+    metrics_ms: float
+
+
+def main(
+    model: Annotated[Path, typer.Argument(exists=True, help="An .onnx file, or a repository with one model.")],
+    counts: Annotated[str, typer.Option(help="Numbers of processes, the one to compare with first.")] = "1,2",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 32,
+    connections: Annotated[int, typer.Option(min=1, help="Over which they go.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is started.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of one load.")] = 3.0,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure servers of so many processes in turn, and print medians."""
+    how = Measurement(seconds=seconds, warmup_s=0.5, connections=connections)
+    numbers = [int(number) for number in counts.split(",")]
+    runs: dict[int, list[Run]] = {number: [] for number in numbers}
+    for number in track(numbers * rounds, description="measuring", console=Console(stderr=True)):
+        runs[number].append(run(model, number, Load(concurrency=concurrency), how))
+    medians = {
+        number: {one.name: statistics.median(getattr(run, one.name) for run in of_number) for one in fields(Run)}
+        for number, of_number in runs.items()
+    }
+    if as_json:
+        print(json.dumps({"medians": medians, "runs": {number: list(map(asdict, all_)) for number, all_ in runs.items()}}))
+        return
+    headings = (
+        "us a request",
+        "against the first",
+        "requests/s",
+        "p99 ms",
+        "rows a batch",
+        "busiest",
+        "MiB",
+        "statistics ms",
+        "metrics ms",
+    )
+    table = Table("processes", *headings)
+    for number, row in medians.items():
+        table.add_row(
+            str(number),
+            f"{row['request_us']:.1f}",
+            f"{row['request_us'] / medians[numbers[0]]['request_us']:.2f}",
+            f"{row['per_second']:.0f}",
+            f"{row['p99_ms']:.2f}",
+            f"{row['rows']:.1f}",
+            f"{row['busiest_share']:.0%}",
+            f"{row['memory_mib']:.0f}",
+            f"{row['statistics_ms']:.1f}",
+            f"{row['metrics_ms']:.1f}",
+        )
+    Console().print(table)
+
+
+def run(model: Path, number: int, load: Load, how: Measurement) -> Run:
+    """Start a server of so many processes, load it, and end it."""
+    with server_process(model, "--processes", str(number)) as server, Client(server.address) as client:
+        name = client.models()[0].name
+        with LoadTarget(server.address, [name], RequestSettings()) as target:
+            pids = processes(server.process.pid)
+            before, answered = [processor_us(pid) for pid in pids], _answered(client)
+            level = measure(target.bench, load, how)
+            spent = [after - earlier for after, earlier in zip(map(processor_us, pids), before, strict=True)]
+            requests = _answered(client) - answered
+        return Run(
+            request_us=sum(spent) / requests,
+            per_second=level.requests_per_second,
+            p99_ms=level.percentile_ms(99),
+            rows=(level.server and level.server.mean_batch_size) or 0.0,
+            busiest_share=max(spent) / sum(spent),
+            memory_mib=sum(map(proportional_kib, pids)) / 1024,
+            statistics_ms=_milliseconds(client.statistics),
+            metrics_ms=_milliseconds(lambda: _scrape(server.http_address)),
+        )
+
+
+def processes(pid: int) -> list[int]:
+    """A process, and those that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return [pid, *(found for child in children for found in processes(int(child)))]
+
+
+def processor_us(pid: int) -> float:
+    """Processor time of a process, in user and system mode."""
+    times = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) * TICK_US
+
+
+def proportional_kib(pid: int) -> int:
+    """Memory of a process, with its part of the pages that it shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _answered(client: Client) -> int:
+    return sum(one.inference_stats.success.count for one in client.statistics())
+
+
+def _milliseconds(ask: Callable[[], object]) -> float:
+    times = []
+    for _ in range(QUERIES):
+        began = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def _scrape(address: str) -> None:
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        answer.read()
+
+
+if __name__ == "__main__":
+    typer.run(main)
