@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -21,9 +23,11 @@ from halfserve.serve.members.process_count import check_room_for_models
 from halfserve.serve.members.siblings import Siblings
 from halfserve.serve.members.whole_service import COMMANDS, WholeService, add_figures, local_method, request_class
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.security import PortSecurity
 from halfserve.serve.supervisor.connection_counts import ConnectionCounts
 from halfserve.serve.supervisor.launch import SupervisorLink
+from halfserve.serve.transports.listener import LogThrottle
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.02  # between two looks for the other members, while the server starts
 KEEP_S = 1.0  # between two writings of a member's figures; what is exact at any time lies in its ledgers
 CLOSE_S = 0.5
+SIBLINGS_BYTES = 2**32  # of messages of other members: what these let in
 
 
 class Member:
@@ -42,6 +47,9 @@ class Member:
         self._folder = Path(given.folder)
         self._link = link
         self._counts = ConnectionCounts(self._folder)
+        # systemd-tmpfiles, which removes what is old in temporary folders, leaves locked ones alone.
+        self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_SH)
         self._given = given
         self._core = core
         name = f"{given.place}-{given.restarts}"
@@ -76,8 +84,9 @@ class Member:
                 await self._repeat(own, journal, done)
                 await self._complete(own, journal)
             self._left.fold(self._siblings.names())
-            guard = PortSecurity(socket=self._folder)
-            self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, [self._siblings.listen()], budget=None)
+            guard, budget = PortSecurity(socket=self._folder), MemoryBudget(SIBLINGS_BYTES)
+            listening = [self._siblings.listen()]
+            self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, listening, budget=budget)
             await self._transport.start()
         self._ledgers.follow()
         self._core.on_change(self._ledgers.follow)
@@ -106,6 +115,7 @@ class Member:
             with contextlib.suppress(OSError):  # the folder is gone with the supervisor
                 self._left.write(await Figures.of(self._core))
         await self._siblings.close()
+        os.close(self._held)
         if self._transport is not None:
             await self._transport.stop(CLOSE_S)
         if self._link.has_ended:  # it removes the folder otherwise
@@ -138,6 +148,7 @@ class Member:
                 journal.done(entry)
 
     async def _keep(self) -> None:
+        throttle = LogThrottle(logger.warning)
         before: tuple[int, ...] = ()
         while True:
             await asyncio.sleep(KEEP_S)
@@ -148,7 +159,7 @@ class Member:
                 try:
                     self._left.write(await Figures.of(self._core))
                 except OSError as error:
-                    logger.warning("the figures cannot be kept for the other processes: %s", error)
+                    throttle.say("the figures cannot be kept for the other processes: %s", error)
 
 
 def _request(own: Service, entry: Entry) -> Message:

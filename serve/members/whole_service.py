@@ -140,7 +140,10 @@ class WholeService:
     ) -> Message:
         async with journal.turn():
             answer: Message = await local(request)
-            begun = [journal.begin(kind, name, path, one.SerializeToString()) for kind, name, one in things]
+            # On a thread: a load may bring a model's files along.
+            begun = [
+                await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in things
+            ]
             if command.forgets:
                 journal.forget(command.forgets, request.name)
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
