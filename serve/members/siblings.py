@@ -79,14 +79,14 @@ class Siblings:
         return {name: one for name, one in zip(names, answers, strict=True) if one is not None}
 
     async def query(self, path: str, request: Message, answer: type[M]) -> dict[str, M]:
-        """Call a method of all that must be answered by all.
+        """Call a method of all that must be answered by all; a member that does not know what it is asked for is left out.
 
         Raises:
             UnavailableError: one of them refused, or did not answer.
         """
         answers = await self.ask(path, request, answer)
         for name, one in answers.items():
-            if isinstance(one, Refusal):
+            if isinstance(one, Refusal) and one.code is not grpc.StatusCode.NOT_FOUND:
                 raise UnavailableError(
                     f"{process(name)} of this server does not answer now ({one.text}); ask again in a moment"
                 )
