@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from halfserve import Client, InvalidRequest, RetryPolicy, cli
 from halfserve.serve.client.connection import Tls
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.listening import BindError
 from tests.models import save_mlp, save_picky
-from tests.serve.security.guarded import Certificates, tokens_in
+from tests.serve.security.guarded import Certificates, write_tokens
 
 HOST, WAIT_S = "127.0.0.1", 60.0
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
@@ -165,16 +166,24 @@ def test_a_process_that_is_killed_is_replaced_by_one_that_knows_what_it_knew(ser
 def test_tls_and_tokens_hold_for_all_and_a_signal_ends_all(tmp_path: Path) -> None:
     certificates, root = Certificates(tmp_path), tmp_path / "root.pem"
     root.write_bytes(certificates.trusted)
-    tokens = tokens_in(tmp_path / "tokens", boss=Role.ADMIN)
+    made = (
+        new_token("boss", [Role.ADMIN]),
+        new_token("tenant", [Role.INFER], models=["m"]),
+        new_token("other", [Role.INFER], models=["n"]),
+    )
+    boss, tenant, other = write_tokens(tmp_path / "tokens", *made)
     files = ("--tls-cert", certificates.options.certificate, "--tls-key", certificates.options.key)
     model = save_mlp(tmp_path / "m.onnx")
     log = ("--access-log", "all", "--access-log-file", tmp_path / "access.log")
     options = (*files, *log, "--token-file", tmp_path / "tokens", "--no-http")
-    with processes(model, *options, tls=Tls(authorities=root), token=tokens["boss"]) as served:
+    tls = Tls(authorities=root)
+    with processes(model, *options, tls=tls, token=boss) as served:
         for client in served.clients:
             client.infer("m", {"x": X})
-        (counters,) = served.clients[0].statistics("m")
-        assert counters.inference_count == len(served.clients)
+        for token, seen in ((boss, [len(served.clients)]), (tenant, [len(served.clients)]), (other, [])):
+            with Client(served.clients[0].address, tls=tls, token=token, timeout_s=WAIT_S) as client:
+                assert [counters.inference_count for counters in client.statistics()] == seen
+                assert [one.name for one in client.models()] == ["m"] * len(seen)
         served.process.terminate()
         _, errors = served.process.communicate(timeout=WAIT_S)
     assert served.process.returncode == 0
