@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
@@ -129,13 +130,13 @@ def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
     return labels.get("model"), labels.get("version")
 
 
-def _metric_of(metric: Metric, samples: Iterable[object]) -> Metric:
+def _metric_of(metric: Metric, samples: Iterable[Sample]) -> Metric:
     made = Metric(metric.name, metric.documentation, metric.type)
     made.samples = list(samples)
     return made
 
 
-def _merged(metric: Metric, samples: Iterable[object]) -> Metric:
+def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
     combine = min if metric.name in SMALLEST else max if metric.name in LARGEST else None
     totals = {(one.name, tuple(sorted(one.labels.items()))): one for one in metric.samples}
     for one in samples:

@@ -13,7 +13,7 @@ from tests.models import save_mlp
 
 @pytest.mark.long
 def test_processes_are_compared_by_what_they_spend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processes.main(save_mlp(tmp_path / "m.onnx"), counts="1,2", rounds=1, seconds=0.5, as_json=True)
+    processes.main(save_mlp(tmp_path / "m.onnx"), counts="1,2", starts=1, rounds=2, seconds=0.3, as_json=True)
     medians = json.loads(capsys.readouterr().out)["medians"]
     assert medians.keys() == {"1", "2"}
     assert all(row["request_us"] > 0 and row["per_second"] > 0 and row["memory_mib"] > 50 for row in medians.values())

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from halfserve.serve.transports.listening import BindError
 from tests.models import save_mlp, save_picky
 from tests.serve.security.guarded import Certificates, write_tokens
 
+T = TypeVar("T")
 HOST, WAIT_S = "127.0.0.1", 60.0
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
 X = np.ones((1, 64), np.float16)
@@ -55,7 +56,7 @@ class Processes:
         """Their process numbers, the oldest first."""
         return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
 
-    def agree(self, ask: Callable[[Client], object]) -> object:
+    def agree(self, ask: Callable[[Client], T]) -> T:
         """What each connection gets: it must be the same."""
         answers = [ask(client) for client in self.clients]
         assert all(answer == answers[0] for answer in answers), answers
