@@ -33,7 +33,7 @@ from halfserve.serve.transports.transport import Transport, TransportName, make_
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02  # between two looks for the other members, while the server starts
-KEEP_S = 1.0  # between two writings of a member's figures; what is exact at any time lies in its ledgers
+KEEP_S = 5.0  # between two writings of a member's figures, of some ms; what is exact at any time lies in its ledgers
 CLOSE_S = 0.5
 SIBLINGS_BYTES = 2**32  # of messages of other members: what these let in
 
