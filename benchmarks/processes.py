@@ -4,11 +4,12 @@
     python -m benchmarks.processes model.onnx --counts 1,2 --each
     python -m benchmarks.processes small.onnx --counts 1,2,16 --rounds 3
 
-All servers are started, and loaded in turn, A B A B ..., over several connections. Processor time is that of all threads of a
-server's processes, the supervisor included, and not of the load generator; the number of requests is the server's own. Memory is
-proportional (PSS): pages that processes share are counted once. With the same load, each of two processes sees half of it, and
-makes batches of half the size, which cost more a request; with --each, each sees what one process did. More processes than cores
-show what the shared parts cost; for that the model should be next to nothing. Shown are medians, of the ratio within a round too.
+All servers are started, and loaded in turn, A B A B ..., over several connections. Processor time is that of all threads of
+a server's processes, the supervisor included, and not of the load generator; the number of requests is the server's own.
+Memory is proportional (PSS): pages that processes share are counted once. With the same load, each of two processes sees half
+of it, and makes batches of half the size, which cost more a request; with --each, each sees what one process did. More
+processes than cores show what the shared parts cost; for that the model should be next to nothing. Shown are medians, of the
+ratio within a round too.
 """
 
 from __future__ import annotations
