@@ -1,7 +1,7 @@
 """What several server processes behind one port cost, against one: processor time of a request, memory, and what they share.
 
     python -m benchmarks.processes model.onnx --counts 1,2
-    python -m benchmarks.processes model.onnx --counts 1,2 --each
+    python -m benchmarks.processes model.onnx --counts 1,2 --each --rate 800
     python -m benchmarks.processes small.onnx --counts 1,2,16 --rounds 3
 
 All servers are started, and loaded in turn, A B A B ..., over several connections. Processor time is that of all threads of
@@ -67,6 +67,7 @@ def main(
     model: Annotated[Path, typer.Argument(exists=True, help="An .onnx file, or a repository with one model.")],
     counts: Annotated[str, typer.Option(help="Numbers of processes, the one to compare with first.")] = "1,2",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 32,
+    rate: Annotated[float | None, typer.Option(min=1, help="Requests a second, in place of some in flight.")] = None,
     connections: Annotated[int, typer.Option(min=1, help="Over which they go.")] = 8,
     starts: Annotated[int, typer.Option(min=1, help="How often the servers are started.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Loads of each, for each start.")] = 10,
@@ -85,7 +86,8 @@ def main(
                 for number, server in servers.items():
                     times = number if each else 1
                     how = Measurement(seconds=seconds, warmup_s=0.2, connections=connections * times)
-                    runs[number].append(server.run(Load(concurrency=concurrency * times), how))
+                    load = Load(concurrency=concurrency * times) if rate is None else Load(rate=rate * times)
+                    runs[number].append(server.run(load, how))
     medians = {
         number: {one.name: statistics.median(getattr(run, one.name) for run in of_number) for one in fields(Run)}
         for number, of_number in runs.items()
