@@ -1,12 +1,16 @@
 """What clients notice of a supervised server whose worker is killed under load, and how soon it answers again.
 
     python -m benchmarks.worker_crash
+    python -m benchmarks.worker_crash --processes 2
 
 `halfserve serve --supervise`, clients that ask one thing after the other, and SIGKILL for the worker, again and again. Half of
 the clients retry and wait for the server; they should see no error. The others see each error, which should be UNAVAILABLE.
 Every answer is checked. A recovery is counted from the kill to the first right answer to a request that was sent after the
 worker had ended, without the back-off that the supervisor announces, since no server should crash so often. Exits with 1 when
 something else happened, or a recovery took two seconds longer than loading the models does.
+
+With --processes, one of several processes is killed while the others serve, and the server's own count of answers is compared
+with the clients': each right answer counts once, and beyond them only requests whose answer was lost with their process.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import signal
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +55,13 @@ class Seen:
         tally: answers, right and wrong.
         errors: of clients that do not retry, by status.
         retried_errors: texts of errors of those that do.
+        counted: answers, by the servers' statistics.
     """
 
     tally: Tally = field(default_factory=Tally)
     errors: Counter[str] = field(default_factory=Counter)
     retried_errors: list[str] = field(default_factory=list)
+    counted: int = 0
 
 
 def main(
@@ -62,6 +69,7 @@ def main(
     clients: Annotated[
         int, typer.Option(min=2, help="Clients that ask one thing after the other; every other one retries.")
     ] = 4,
+    processes: Annotated[int, typer.Option(min=1, help="Of the server; one is killed while the others serve.")] = 1,
     spell_s: Annotated[float, typer.Option("--spell", min=0.05, help="Seconds of service before each kill.")] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -71,10 +79,18 @@ def main(
         save_models(Path(folder))
         start_s = _plain_start(Path(folder))
         while len(recoveries_s) < kills:
-            with server_process(Path(folder), "--supervise") as server:
-                recoveries_s += _kills(server, min(KILLS_PER_SERVER, kills - len(recoveries_s)), clients, spell_s, seen)
+            with server_process(Path(folder), "--supervise", "--processes", str(processes)) as server:
+                count = min(KILLS_PER_SERVER, kills - len(recoveries_s))
+                recoveries_s += _kills(server, processes, count, clients, spell_s, seen)
+                _until_all_serve(server, processes)
+                with Client(server.address) as client:
+                    seen.counted += sum(one.inference_stats.success.count for one in client.statistics())
                 log += server.log_text()
-    figures = _figures(seen, recoveries_s, start_s, log)
+    figures = _figures(seen, recoveries_s, start_s, log, alone=processes == 1)
+    if processes > 1:
+        lost = seen.counted - len(seen.tally.counted().latencies)
+        figures |= {"counted_by_the_server": seen.counted, "of_these_lost_with_a_process": lost}
+        figures["is_good"] = figures["is_good"] and 0 <= lost <= kills * clients
     if as_json:
         typer.echo(json.dumps(figures))
     else:
@@ -89,14 +105,14 @@ def _plain_start(repository: Path) -> float:
         return time.monotonic() - began
 
 
-def _kills(server: ServerProcess, kills: int, clients: int, spell_s: float, seen: Seen) -> list[float]:
+def _kills(server: ServerProcess, processes: int, kills: int, clients: int, spell_s: float, seen: Seen) -> list[float]:
     """Kill a server's worker so often, under load; seconds until it answered again, for each time."""
     stop = threading.Event()
     threads = [threading.Thread(target=_ask, args=(server.address, number, stop, seen)) for number in range(clients)]
     for thread in threads:
         thread.start()
     try:
-        return [_kill(server, spell_s, seen.tally) for _ in range(kills)]
+        return [_kill(server, processes, spell_s, seen.tally) for _ in range(kills)]
     finally:
         stop.set()
         for thread in threads:
@@ -117,8 +133,18 @@ def _ask(address: str, seed: int, stop: threading.Event, seen: Seen) -> None:
                     stop.wait(REFUSED_S)
 
 
-def _kill(server: ServerProcess, spell_s: float, tally: Tally) -> float:
+def _until_all_serve(server: ServerProcess, processes: int) -> None:
+    """Wait until none of several processes is missing."""
+    while processes > 1:
+        with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=PATIENCE_S) as answer:
+            if f"halfserve_processes {processes}\n" in answer.read().decode():
+                return
+        time.sleep(LOOK_S)
+
+
+def _kill(server: ServerProcess, processes: int, spell_s: float, tally: Tally) -> float:
     """Kill the worker; seconds until the first right answer of the next one."""
+    _until_all_serve(server, processes)
     time.sleep(spell_s)
     worker = _worker(server)
     killed_s = time.monotonic()
@@ -135,7 +161,7 @@ def _kill(server: ServerProcess, spell_s: float, tally: Tally) -> float:
 
 
 def _worker(server: ServerProcess) -> int:
-    """The process that the supervisor has just now."""
+    """A process that the supervisor has just now: of several, the one that has served longest."""
     pid = server.process.pid
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(found[0])
@@ -148,11 +174,12 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _figures(seen: Seen, recoveries_s: list[float], start_s: float, log: str) -> dict[str, Any]:
+def _figures(seen: Seen, recoveries_s: list[float], start_s: float, log: str, *, alone: bool) -> dict[str, Any]:
     counted = seen.tally.counted()
     loads_s = [float(seconds) for seconds in re.findall(r"serving again, ready in ([\d.]+) s", log)]
     waits_s = [float(seconds or 0) for seconds in re.findall(r"the next one starts (?:now|in ([\d.]+) s)", log)]
-    recoveries_s = [whole - wait for whole, wait in zip(recoveries_s, waits_s, strict=True)]
+    if alone:  # else nobody waits
+        recoveries_s = [whole - wait for whole, wait in zip(recoveries_s, waits_s, strict=True)]
     is_late = any(took > load + ALLOWED_S for took, load in zip(recoveries_s, loads_s, strict=True))
     is_good = not (counted.wrongs or seen.retried_errors or set(seen.errors) - {"UNAVAILABLE"} or is_late)
     return {

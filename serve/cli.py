@@ -19,15 +19,17 @@ from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
+from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.http.options import HttpOptions, checked_origin
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
+from halfserve.serve.members.process_count import check_room, process_count
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
 from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
-from halfserve.serve.startup_report import StartupReport, log_restart, print_json, print_text, report_startup
+from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup
 from halfserve.serve.storage.options import DEFAULT_GIB, ObjectStorage, default_folder
 from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE
 from halfserve.serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
@@ -195,8 +197,19 @@ def serve(
         ),
     ] = ServerOptions.response_cache_mib,
     threads: Annotated[
-        int, _computing(min=0, max=MAX_THREADS, help="CPU threads of one operator; 0 lets the runtime choose.")
+        int,
+        _computing(
+            min=0,
+            max=MAX_THREADS,
+            help="CPU threads of one operator; 0 lets the runtime choose, and divides the cores among --processes.",
+        ),
     ] = DevicePlacement.threads,
+    processes: Annotated[
+        str,
+        _computing(
+            help="Whole server processes that answer as one behind the same ports; 'auto' is one a core, or one with a GPU."
+        ),
+    ] = "1",
     cpu: Annotated[bool, _computing("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
     require_gpu: Annotated[
         bool, _computing("--require-gpu", help="Refuse to start without a GPU.")
@@ -280,9 +293,12 @@ def serve(
     _check_open_files()
     link = take_over(os.environ)
     # The worker of a supervisor runs the same command, with a link to the supervisor.
-    becomes_supervisor = supervise and link is None
+    count = _process_count(processes, use_gpu=not cpu) if link is None else link.given.places
+    becomes_supervisor = (supervise or count > 1) and link is None
     if becomes_supervisor:
-        _check_supervised(transport)
+        _check_supervised("--supervise" if count == 1 else f"--processes {processes}", transport)
+    if count > 1 and not threads:
+        threads = max(1, usable_cores() // count)
     limits = ClientLimits(requests_per_s=client_rate, burst=client_burst, max_concurrent=client_concurrency)
     # --grpc-port 0 is for several servers on one machine, so that the other ports are free ones as well.
     usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (HTTP_PORT, METRICS_PORT)
@@ -321,12 +337,14 @@ def serve(
             access_log_every=access_log_every,
             trace_to=trace_to,
             trace_rate=trace_rate,
+            process=link.given.place if link and count > 1 else None,
         ),
         max_buffered_bytes=None if max_buffered_mib is None else max_buffered_mib * 2**20,
         drain_s=drain_seconds,
         transport=transport,
         shared_memory=shared_memory,
         response_cache_mib=response_cache_mib,
+        processes=count,
         http=rest if http else None,
         security=SecurityOptions(
             tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca)
@@ -339,18 +357,20 @@ def serve(
         ),
     )
     ignore_hang_up()
-    log_to_standard_error(log_format)
-    report: Callable[[StartupReport], None] = partial(print_text, scheme="https" if tls_cert else "http")
-    if as_json or log_format is LineFormat.JSON:
-        report = print_json
+    log_to_standard_error(log_format, options.observe.process)
+    as_text = partial(print_text, scheme="https" if tls_cert else "http")
+    report: Callable[[StartupReport], None] = print_json if as_json or log_format is LineFormat.JSON else as_text
     if link and link.restarts:
         report = partial(log_restart, restarts=link.restarts)
+    elif link and link.given.place > 1:
+        report = log_start
     trust = Trust(
         torch_archives=trust_torch_archives, python_models=trust_python_models, custom_operators=trust_custom_operators
     )
     with _failures_logged_as(log_format):
         if becomes_supervisor:
-            become_supervisor(addresses(options), log_format)
+            check_room(count)
+            become_supervisor(addresses(options), count, log_format)
         _run(options, partial(report_startup, report), link, trust)
 
 
@@ -403,13 +423,18 @@ def _check_open_files() -> None:
         )
 
 
-def _check_supervised(transport: TransportName) -> None:
+def _process_count(text: str, *, use_gpu: bool) -> int:
+    try:
+        return process_count(text, use_gpu=use_gpu)
+    except ValueError as error:
+        raise typer.BadParameter(f"--processes {error}") from None
+
+
+def _check_supervised(option: str, transport: TransportName) -> None:
     if sys.platform == "win32":
-        raise typer.BadParameter("--supervise needs processes that inherit sockets, which Windows does not have; leave it out")
+        raise typer.BadParameter(f"{option} needs processes that inherit sockets, which Windows does not have; leave it out")
     if transport is TransportName.GRPCIO:
-        raise typer.BadParameter(
-            "--supervise needs --transport nghttp2: grpcio cannot take over sockets; leave one of them out"
-        )
+        raise typer.BadParameter(f"{option} needs --transport nghttp2: grpcio cannot take over sockets; leave one of them out")
 
 
 def _run(

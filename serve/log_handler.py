@@ -26,9 +26,10 @@ class LineFormat(StrEnum):
     JSON = "json"
 
 
-def log_to_standard_error(line_format: LineFormat = LineFormat.TEXT) -> None:
+def log_to_standard_error(line_format: LineFormat = LineFormat.TEXT, process: int | None = None) -> None:
+    """Log from INFO on; `process`: number of this process, in its lines, where several write to the same file."""
     handler = NonBlockingHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if line_format is LineFormat.JSON else TextFormatter())
+    handler.setFormatter(JsonFormatter(process) if line_format is LineFormat.JSON else TextFormatter(process))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
@@ -39,10 +40,15 @@ def time_stamp(seconds: float) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL MESSAGE`; the lines of a traceback follow."""
+    """`TIME LEVEL MESSAGE`; the lines of a traceback follow. `[PROCESS]` begins all lines where there are several processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: int | None = None) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._prefix = "" if process is None else f"[{process}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self._prefix + text.replace("\n", f"\n{self._prefix}") if self._prefix else text
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802  (the signature is logging's)
         return time_stamp(record.created)
@@ -52,16 +58,23 @@ class JsonFormatter(logging.Formatter):
     """A JSON object with `time`, `level`, `logger` and `message`, and what else the record knows.
 
     A record of a model or a request has it in its `extra`: `model` ("NAME", "NAME/VERSION" or "NAME/VERSION instance NUMBER",
-    which is written as `model` and `version`) and `id`, the request's. A traceback is the text `exception`.
+    which is written as `model` and `version`) and `id`, the request's. A traceback is the text `exception`. `process` is there
+    where there are several.
     """
 
+    def __init__(self, process: int | None = None) -> None:
+        super().__init__()
+        self._process = process
+
     def format(self, record: logging.LogRecord) -> str:
-        content = {
+        content: dict[str, str | int] = {
             "time": time_stamp(record.created),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if self._process is not None:
+            content["process"] = self._process
         about = LABEL.fullmatch(str(vars(record).get("model", "")))
         if about is not None:
             content["model"] = about[1]

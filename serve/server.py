@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.members.membership import Membership, membership
 from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
@@ -73,6 +74,7 @@ class ServerOptions:
         http: the REST interface, the page and the metrics; None serves none of them.
         security: who may talk to the server, and how.
         response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
+        processes: how many servers with these options share the machine, the buffers and the answers kept.
     """
 
     path: Path | ObjectStorage
@@ -90,6 +92,7 @@ class ServerOptions:
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
     response_cache_mib: int = DEFAULT_MIB
+    processes: int = 1
 
 
 class LostDeviceError(Exception):
@@ -163,7 +166,8 @@ async def serve(
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
-    _keep_responses(core, options.response_cache_mib)
+    _keep_responses(core, options.response_cache_mib * 2**20 // options.processes)
+    member = membership(link, core)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
@@ -183,18 +187,22 @@ async def serve(
         listening: list[Transport | RestServer] = []
         try:
             sockets = {} if link is None else link.sockets
-            report = await _listen(options, core, service, security, sockets, listening, started_s)
+            await member.join(service)
+            report = await _listen(options, core, service, security, sockets, listening, member, started_s)
             security.start()
             # grpcio leaves reference cycles with every refused call, its message included, to the collector.
             with infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
                 if link is not None:
                     link.report_ready()  # before on_ready: a reader of the report may end this process and expect a new one
-                on_ready(report)
+                if await _finished_before(stop, member.all_here()):
+                    on_ready(replace(report, seconds=time.monotonic() - started_s))
                 await stop.wait()
                 await _lame_duck(core, lost.shorten(options.control.lame_duck_s))
         finally:
             security.close()
+            member.retire()
             await _drain(core, listening, lost.shorten(options.drain_s))
+            await member.leave()
             service.observability.close()
     finally:
         control.close()
@@ -223,9 +231,9 @@ def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader)
     return ModelControl(core, copy.path, loader, options.control, copy)
 
 
-def _keep_responses(core: InferenceCore, mib: int) -> None:
-    if mib:
-        cache = core.response_cache = ResponseCache(mib * 2**20)
+def _keep_responses(core: InferenceCore, size: int) -> None:
+    if size:
+        cache = core.response_cache = ResponseCache(size)
         core.figures.readings["response_cache_bytes"] = lambda: cache.size
         core.figures.readings["response_cache_evictions"] = lambda: cache.evictions
 
@@ -262,13 +270,15 @@ async def _listen(
     security: Security,
     sockets: Mapping[str, Sequence[socket.socket]],
     listening: list[Transport | RestServer],
+    member: Membership,
     started_s: float,
 ) -> StartupReport:
     """Listen on all ports; `listening` gets each server as soon as it listens."""
     budget = _memory_budget(options)
     # The admin port has a limit of its own: it stays reachable while other clients hold all other connections.
     most = most_connections(regions=options.shared_memory)
-    connections = ConnectionLimit(most, f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)")
+    reason = f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)"
+    connections = member.connections(most, reason)
     admin_port = None
     if security.admin is not None:  # started before the main port, whose figures replace its own where both report some
         few = ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}")
@@ -304,6 +314,7 @@ async def _listen(
         http_port=None if rest is None else rest.port,
         metrics_port=None if rest is None else rest.metrics_port,
         admin_port=admin_port,
+        processes=options.processes,
     )
 
 
@@ -312,6 +323,7 @@ def _memory_budget(options: ServerOptions) -> MemoryBudget:
     if size is None:
         memory = memory_limit_bytes()
         size = DEFAULT_BYTES if memory is None else min(DEFAULT_BYTES, memory // BUFFERED_PART)
+    size //= options.processes
     return MemoryBudget(size - size // HEAP_PART)
 
 

@@ -32,6 +32,7 @@ class StartupReport:
         http_port: of the REST interface and the page; None without them.
         metrics_port: of the metrics alone; None without such a port.
         admin_port: of the RPCs that change the server; None without such a port.
+        processes: how many servers answer there.
     """
 
     models: Sequence[Model]
@@ -41,6 +42,7 @@ class StartupReport:
     http_port: int | None = None
     metrics_port: int | None = None
     admin_port: int | None = None
+    processes: int = 1
 
 
 def report_startup(write: Callable[[StartupReport], None], report: StartupReport) -> None:
@@ -66,7 +68,13 @@ def print_text(report: StartupReport, scheme: str) -> None:
     if report.admin_port is not None:
         typer.echo(f"administration on {address_of(report.host, report.admin_port)}")
     typer.echo(f"hot path {build_in_use()}")
-    typer.echo(f"gRPC on {address_of(report.host, report.grpc_port)}, ready in {report.seconds:.2f} s; Ctrl-C stops")
+    processes = f", {report.processes} processes" if report.processes > 1 else ""
+    typer.echo(f"gRPC on {address_of(report.host, report.grpc_port)}{processes}, ready in {report.seconds:.2f} s; Ctrl-C stops")
+
+
+def log_start(report: StartupReport) -> None:
+    """Log that one more process serves: the first one prints the report once all do."""
+    logger.info("serving, ready in %.2f s", report.seconds)
 
 
 def log_restart(report: StartupReport, restarts: int) -> None:
@@ -93,6 +101,7 @@ def print_json(report: StartupReport) -> None:
         "http_port": report.http_port,
         "metrics_port": report.metrics_port,
         "admin_port": report.admin_port,
+        "processes": report.processes,
         "seconds": round(report.seconds, 3),
         "models": [{field: getattr(model, field) for field in fields} | _parts(model) for model in report.models],
     }

@@ -44,6 +44,15 @@ BELOW = {
         "serve.transports.listening",
         "serve.engine.errors",
     },
+    "serve/members": {
+        "serve.members",
+        "serve.supervisor",
+        "serve.transports",
+        "serve.security",
+        "serve.protocol",
+        "serve.observability",
+        "serve.engine",
+    },
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
 }

@@ -21,7 +21,7 @@ from torch.export.passes import move_to_device_pass
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.index_ranges import IndexRange, check_indices
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
-from halfserve.serve.backends.onnx_runtime.session_settings import fewer_cores, read_settings
+from halfserve.serve.backends.onnx_runtime.session_settings import read_settings
 from halfserve.serve.backends.torch_program import (
     SizeRange,
     can_upcast,
@@ -36,6 +36,7 @@ from halfserve.serve.backends.torch_program import (
 )
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.engine.resource_limits import fewer_cores
 from halfserve.serve.engine.tensors import Array, Tensors
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -174,6 +174,15 @@ class Totals:
         self.batches += 1
 
 
+class StatisticsLedger(Protocol):
+    """Keeps what is counted where it outlives this process."""
+
+    def batch(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None: ...  # see `Statistics.batch_done`
+    def cache_hits(self, count: int, success_ns: int, queue_ns: int, looked_ns: int) -> None: ...  # see `Totals.cache_hit`
+    def cache_miss(self, spent_ns: int) -> None: ...  # see `Statistics.cache_miss`
+    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after so long
+
+
 class Statistics:
     """Counters of one model version, with the meaning of Triton's statistics. Batches are counted TOGETHER at a time, or when
     read, and not while answers go out.
@@ -182,9 +191,10 @@ class Statistics:
         latest: the batch whose answers are being delivered.
         latest_rows: of it.
         latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
+        ledger: is told of everything that is counted, right after it; None where nobody needs that.
     """
 
-    __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows")
+    __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows", "ledger")
 
     def __init__(self) -> None:
         self._totals = Totals()
@@ -193,6 +203,7 @@ class Statistics:
         self.latest: BatchTimes | None = None
         self.latest_rows = 0
         self.latest_failure = (0, 0)
+        self.ledger: StatisticsLedger | None = None
 
     @property
     def totals(self) -> Totals:
@@ -211,6 +222,8 @@ class Statistics:
         uncounted.append((times, arrivals_ns, rows))
         if len(uncounted) == TOGETHER:
             self._count()
+        if self.ledger is not None:
+            self.ledger.batch(times, arrivals_ns, rows)
 
     def cache_hits(self, count: int, *, arrived_ns: int, asked_ns: int, looked_ns: int, ended_ns: int) -> None:
         """Record requests that the response cache answers now; without `latest`'s batch.
@@ -227,11 +240,15 @@ class Statistics:
         totals.queue.add(asked_ns - arrived_ns, count)
         totals.cache_hit.add(looked_ns, count)
         self.latest, self.latest_rows = BatchTimes(started=ended_ns, assembled=ended_ns, computed=ended_ns, split=ended_ns), 0
+        if self.ledger is not None:
+            self.ledger.cache_hits(count, ended_ns * count - arrived_ns, asked_ns - arrived_ns, looked_ns)
 
     def cache_miss(self, spent_ns: int) -> None:
         """Record an answer that was computed, as the response cache did not have it: the cache's part of its time."""
         self._totals.success.ns += spent_ns
         self._totals.cache_miss.add(spent_ns)
+        if self.ledger is not None:
+            self.ledger.cache_miss(spent_ns)
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
         """Record a request that got an error or was refused; None: its client has gone."""
@@ -241,6 +258,8 @@ class Statistics:
         reason = reason_of(error)
         failures = self._totals.failures
         failures[reason] = failures.get(reason, 0) + 1
+        if self.ledger is not None:
+            self.ledger.failed(spent_ns)
 
     def _count(self) -> None:
         uncounted = self._uncounted

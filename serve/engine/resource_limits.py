@@ -1,7 +1,9 @@
-"""Memory that the machine and this process's control groups (container, pod, systemd unit) allow it to use."""
+"""Memory and cores that the machine and this process's control groups (container, pod, systemd unit) allow it to use."""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path, PurePosixPath
 
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -81,3 +83,43 @@ def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int 
         return int(most) - int(taken) + sum(int(statistics.get(name, 0)) for name in cached)
     except (OSError, ValueError):
         return None
+
+
+def fewer_cores() -> int:
+    """Cores that this process may use if fewer than the machine's; 0 for all.
+
+    ONNX Runtime ignores CPU quotas and affinity. Threads beyond a quota exhaust it at once, and then all threads, the event
+    loop's included, stop for the rest of the scheduler's period of 100 ms.
+    """
+    there = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    mine = min([mine, *_quotas()])
+    return mine if mine < there else 0
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, at least one."""
+    return fewer_cores() or os.cpu_count() or 1
+
+
+def _quotas() -> list[int]:
+    """CPU quotas of this process's control groups, in whole cores."""
+    texts = [_read(folder, "cpu.max") for folder in group_folders()]
+    texts += [_read(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in group_folders("cpu")]
+    return [quota for text in texts if (quota := _cores(text))]
+
+
+def _read(folder: Path, *names: str) -> str:
+    try:
+        return " ".join((folder / name).read_text() for name in names)
+    except OSError:
+        return ""
+
+
+def _cores(text: str) -> int:
+    """Quota and period to cores; 0 without a quota ("max", or -1)."""
+    try:
+        time, period = map(int, text.split())
+    except ValueError:
+        return 0
+    return math.ceil(time / period) if time > 0 else 0

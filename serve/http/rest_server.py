@@ -86,7 +86,7 @@ class RestServer:
 
         self._servers = [server(self._routes, "http", options.port)]
         if options.metrics_port is not None:
-            self._servers.append(server(lambda seen: [metrics_route(seen.core)], "metrics", options.metrics_port))
+            self._servers.append(server(lambda seen: [metrics_route(seen)], "metrics", options.metrics_port))
         self.port = 0
         self.metrics_port: int | None = None
 
@@ -116,7 +116,7 @@ class RestServer:
             *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
             *RpcRoutes(service, self._bodies).routes(),
             *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
-            metrics_route(core),
+            metrics_route(service),
             openapi_route(service),
         ]
         if self._page is not None:

@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError, UnavailableError
-from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import dump_list, json_response, json_text_response, message_dict
@@ -90,7 +89,8 @@ class RpcRoutes:
     async def model_ready(self, request: Request) -> Response:
         """200 if the model accepts requests, 503 if not, and 404, which the RPC cannot say, if it is unknown."""
         name, version = _named(request)
-        if not self._core.is_model_ready(name, version):
+        self._core.is_model_ready(name, version)  # raises what the RPC cannot say
+        if not (await self._call("ModelReady", pb.ModelReadyRequest(name=name, version=version))).ready:
             raise UnavailableError(f"model {name!r} takes no requests now; send them to another replica")
         return json_response({"name": name, "ready": True})
 
@@ -260,13 +260,13 @@ def _setting_text(name: str, value: object) -> str:
     return str(value)
 
 
-def metrics_route(core: InferenceCore) -> Route:
+def metrics_route(service: Service) -> Route:
     """GET /metrics, for Prometheus."""
 
     async def answer(_: Request) -> Response:
         # Imported at the first scrape, so that no start waits for it, and on a thread, so that no request does.
         module: Any = await asyncio.to_thread(import_module, "halfserve.serve.observability.exposition")
-        body, content_type = await module.exposition(core)
+        body, content_type = await (service.exposition or partial(module.exposition, service.core))()
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
     return Route("/metrics", answer)

@@ -41,8 +41,10 @@ class AccessLogEntry(NamedTuple):
 
 
 class AccessLogger:
-    def __init__(self, outbox: Outbox[str]) -> None:
+    def __init__(self, outbox: Outbox[str], process: int | None = None) -> None:
+        """A log of the requests of one process; `process` is its number where several write the same log."""
         self._outbox = outbox
+        self._process = "" if process is None else f',"process":{process}'
         outbox.fill = self._write
         self._answers: list[AccessLogEntry] = []  # without a line yet
         self._second = self._millisecond = -1
@@ -94,7 +96,7 @@ class AccessLogger:
         self._outbox.put(
             f'{{"time":"{at}","level":"{level}","id":{shown_id},"model":{quoted(name[:MAX_TEXT])},'
             f'"version":{quoted(version[:MAX_TEXT])},"status":"{status}","request_bytes":{request_bytes}{total},'
-            f'"client":{quoted(caller.peer)}{_token(caller)}{trace}{reason}}}\n'
+            f'"client":{quoted(caller.peer)}{self._process}{_token(caller)}{trace}{reason}}}\n'
         )
 
     def _write(self) -> None:
@@ -118,7 +120,7 @@ class AccessLogger:
             f'"status":"OK","rows":{request.rows},"batch_rows":{batch_rows},'
             f'"request_bytes":{request.request_bytes},"response_bytes":{response_bytes},'
             f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},'
-            f'"client":{quoted(request.caller.peer)}{_token(request.caller)}{trace}}}\n'
+            f'"client":{quoted(request.caller.peer)}{self._process}{_token(request.caller)}{trace}}}\n'
         )
 
     def _at(self, time_ns: int) -> str:

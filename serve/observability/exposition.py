@@ -9,7 +9,7 @@ import asyncio
 import importlib
 import logging
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -54,6 +54,7 @@ READINGS = {
     "calls": ("gauge", "halfserve_calls", "gRPC calls in flight, streams included"),
     "access_log_dropped": ("counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"),
     "worker_restarts": ("counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"),
+    "processes": ("gauge", "halfserve_processes", "Server processes that serve together now"),
     "response_cache_bytes": ("gauge", "halfserve_response_cache_bytes", "Answers that the response cache holds"),
     "response_cache_evictions": ("counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"),
     "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),
@@ -85,21 +86,32 @@ GPU_FIGURES: tuple[tuple[str, str, str, Callable[[Nvml, Any], float]], ...] = (
 
 
 async def exposition(core: InferenceCore) -> tuple[bytes, str]:
-    """The body of the answer, and its content type. Runs on the server's event loop, and yields to it every few models."""
-    texts, models = MetricTexts(), core.models()
+    """The body of the answer, and its content type."""
+    texts = MetricTexts()
+    async for metric in collect(core):
+        texts.add([metric])
+    return texts.joined(), CONTENT_TYPE
+
+
+async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
+    """All metrics; one may come in parts. Runs on the server's event loop, and yields to it every few models."""
+    models = core.models()
     for at in range(0, len(models), TOGETHER):
         some = models[at : at + TOGETHER]
         for metrics in (triton_metrics, model_metrics, guard_metrics, sequence_metrics):
-            texts.add(metrics(some))
+            for metric in metrics(some):
+                yield metric
         await asyncio.sleep(0)
     statuses = core.index()
     for at in range(0, len(statuses), STATES_TOGETHER):
-        texts.add([state_metric(statuses[at : at + STATES_TOGETHER])])
+        yield state_metric(statuses[at : at + STATES_TOGETHER])
         await asyncio.sleep(0)
-    texts.add(server_metrics(core.figures, is_ready=core.is_ready))
-    texts.add(_cpu().collect())
-    texts.add(gpu_metrics(find_nvml()))
-    return texts.joined(), CONTENT_TYPE
+    for metric in (
+        *server_metrics(core.figures, is_ready=core.is_ready),
+        *_cpu().collect(),
+        *gpu_metrics(find_nvml()),
+    ):
+        yield metric
 
 
 def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric]:

@@ -130,7 +130,7 @@ class Observability:
         self._outboxes.append(outbox)
         self._ends.append(file)
         self._figures.readings["access_log_dropped"] = lambda: outbox.dropped
-        return AccessLogger(outbox)
+        return AccessLogger(outbox, self._options.process)
 
     def _start_tracer(self) -> Tracer:
         exporter = make_exporter(self.trace_to, lambda: self.traces.everywhere.settings.log_frequency)

@@ -51,6 +51,7 @@ class ObserveOptions:
         trace_rate: one in this many requests is traced, unless its caller has decided.
         trace_count: number of traces at most; -1 is no limit.
         trace_log_frequency: traces in one file before the next one begins; 0 puts all in one.
+        process: number of this server process among those that write the same access log; None where there is one.
     """
 
     access_log: AccessLog = AccessLog.OFF
@@ -60,6 +61,7 @@ class ObserveOptions:
     trace_rate: int = 1000
     trace_count: int = UNBOUNDED
     trace_log_frequency: int = 0
+    process: int | None = None
 
 
 class LogFormat(StrEnum):

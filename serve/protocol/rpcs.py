@@ -97,9 +97,9 @@ class RepositoryRpcs:
     def methods(self) -> dict[str, tuple[type[Message], Answer]]:
         """Method name -> (request class, handler)."""
         return {
-            "RepositoryIndex": (pb.RepositoryIndexRequest, _one(self.index)),
-            "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, _one(self.load)),
-            "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, _one(self.unload)),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, one_message(self.index)),
+            "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, one_message(self.load)),
+            "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, one_message(self.unload)),
         }
 
     async def index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
@@ -146,7 +146,7 @@ class RepositoryRpcs:
         return pb.RepositoryModelUnloadResponse()
 
 
-def _one(answer: Callable[[Any], Awaitable[M]]) -> Answer:
+def one_message(answer: Callable[[Any], Awaitable[M]]) -> Answer:
     """A unary method as a stream."""
 
     async def stream(requests: AsyncIterator[Any]) -> AsyncIterator[Message]:

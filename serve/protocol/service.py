@@ -6,7 +6,7 @@ an InferenceError to a status with protocol/status.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ EXTENSIONS = (
     *("model_repository", "model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
 )
 SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
+Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
 FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
 
 
@@ -64,7 +65,12 @@ class StreamMethod:
 
 
 class Service:
-    """All methods, by path."""
+    """All methods, by path.
+
+    Attributes:
+        spread: makes a service answer for several servers that serve together; None for a server that serves alone.
+        exposition: the answer to a scrape of the metrics, of the service's core; None for the usual one.
+    """
 
     def __init__(
         self,
@@ -82,6 +88,8 @@ class Service:
         """
         self.core = core
         self.server_version = server_version
+        self.spread: Callable[[Service], None] | None = None
+        self.exposition: Exposition | None = None
         if beside is None:
             self.observability = Observability(observe or ObserveOptions(), core, status_name)
             self.memory = SharedMemory(enabled=shared_memory)
@@ -176,10 +184,12 @@ class LimitedService(Service):
         """`may_use` tells by a model's name whether it is visible."""
         self._view = RestrictedCore(whole.core, may_use)
         super().__init__(self._view, server_version=whole.server_version, beside=whole)
-        for name in ("TraceSetting", "LogSettings"):
+        for name in ("TraceSetting", "LogSettings"):  # before they are spread
             path = f"/{SERVICE}/{name}"
             method = self.unary[path]
             self.unary[path] = UnaryMethod(method.request, partial(_of_one_model, method.answer))
+        if whole.spread is not None:
+            whole.spread(self)
 
     def close(self) -> None:
         """Hide all models. Accepted requests are still answered."""

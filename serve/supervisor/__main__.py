@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def main(text: str, *command: str) -> int:
     finally:
         if plan.socket_path is not None:
             Path(plan.socket_path).unlink(missing_ok=True)
+        if plan.folder:
+            shutil.rmtree(plan.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,19 @@ class Handover(NamedTuple):
         sockets: listening sockets.
         lifeline: reading end of a pipe that is never written; it ends when the supervisor ends.
         ready: writing end of a pipe; the worker writes one byte once it accepts requests.
-        restarts: how many workers there were before.
+        restarts: how many workers there were before, in this one's place.
+        place: of the worker among those that serve together, from 1 on.
+        places: how many serve together.
+        folder: which those share (see serve/members); empty for a worker that serves alone.
     """
 
     sockets: Sockets
     lifeline: int
     ready: int
     restarts: int
+    place: int = 1
+    places: int = 1
+    folder: str = ""
 
     def to_text(self) -> str:
         return json.dumps(self._asdict())
@@ -40,10 +46,10 @@ class Handover(NamedTuple):
             ValueError: the text is not a handover.
         """
         fields = _fields(text, cls._fields)
-        numbers = fields["lifeline"], fields["ready"], fields["restarts"]
+        numbers = (fields["lifeline"], fields["ready"], fields["restarts"], fields["place"], fields["places"])
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("a descriptor is no number")
-        return cls(fields["sockets"], *numbers)
+        return cls(**fields)
 
 
 class SupervisorPlan(NamedTuple):
@@ -53,11 +59,15 @@ class SupervisorPlan(NamedTuple):
         sockets: listening sockets.
         socket_path: of the Unix socket among them, which the supervisor removes at its end.
         line_format: of the supervisor's log.
+        processes: how many workers serve together.
+        folder: which those share, and which the supervisor removes at its end; empty for a worker that serves alone.
     """
 
     sockets: Sockets
     socket_path: str | None
     line_format: str = LineFormat.TEXT
+    processes: int = 1
+    folder: str = ""
 
     def to_text(self) -> str:
         return json.dumps(self._asdict())

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.log_handler import LineFormat
+from halfserve.serve.supervisor.connection_counts import ConnectionCounts
 from halfserve.serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
 from halfserve.serve.transports.listening import Address, close, listen
 
@@ -22,27 +25,33 @@ SERVE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `ser
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
 
 
-def become_supervisor(addresses: Mapping[str, Address], line_format: LineFormat = LineFormat.TEXT) -> None:
+def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line_format: LineFormat = LineFormat.TEXT) -> None:
     """Open the sockets and replace this program by the supervisor, which starts this same command again as its worker.
 
     A fresh interpreter without this one's imports needs a quarter of its memory. Does not return.
 
     Args:
         addresses: to listen on, by purpose.
+        processes: how many workers accept from these sockets.
         line_format: of the supervisor's log.
 
     Raises:
         BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
+        FailedPreconditionError: there is no folder for what the workers share.
     """
     opened: dict[str, list[socket.socket]] = {}
+    folder: Path | None = None
     try:
         for name, address in addresses.items():
             opened[name] = listen(address)
         paths = [str(address.path.absolute()) for address in addresses.values() if address.path is not None]
+        folder = _shared_folder(processes) if processes > 1 else None
         plan = SupervisorPlan(
             sockets={name: [one.fileno() for one in sockets] for name, sockets in opened.items()},
             socket_path=paths[0] if paths else None,
             line_format=line_format,
+            processes=processes,
+            folder="" if folder is None else str(folder),
         )
         for one in (one for sockets in opened.values() for one in sockets):
             one.set_inheritable(True)
@@ -55,6 +64,21 @@ def become_supervisor(addresses: Mapping[str, Address], line_format: LineFormat 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         for sockets in opened.values():
             close(sockets)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_folder(processes: int) -> Path:
+    """A folder for this user alone, for what workers that serve together share."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="halfserve-members-"))
+        ConnectionCounts.create(folder, processes)
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"server processes need a temporary folder to share: {error.filename or tempfile.gettempdir()}: {error.strerror}; "
+            "set TMPDIR to one that this user can write to"
+        ) from None
+    return folder
 
 
 def supervisor_command(plan: SupervisorPlan) -> list[str]:
@@ -68,14 +92,21 @@ class SupervisorLink:
 
     Attributes:
         sockets: listening sockets, by purpose.
-        restarts: how many workers there were before.
+        given: what the supervisor has said of this worker and those beside it.
+        has_ended: whether the supervisor is gone.
     """
 
-    def __init__(self, sockets: Mapping[str, Sequence[socket.socket]], lifeline: int, ready: int, restarts: int) -> None:
+    def __init__(self, sockets: Mapping[str, Sequence[socket.socket]], given: Handover) -> None:
         self.sockets = sockets
-        self.restarts = restarts
-        self._lifeline = lifeline
-        self._ready: int | None = ready
+        self.given = given
+        self.has_ended = False
+        self._lifeline = given.lifeline
+        self._ready: int | None = given.ready
+
+    @property
+    def restarts(self) -> int:
+        """How many workers there were before, in this one's place."""
+        return self.given.restarts
 
     def on_supervisor_end(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the supervisor has ended, a crash included."""
@@ -83,6 +114,7 @@ class SupervisorLink:
 
         def ended() -> None:
             loop.remove_reader(self._lifeline)
+            self.has_ended = True
             logger.warning("the supervisor has ended; what was taken is answered, and this server ends too")
             callback()
 
@@ -122,4 +154,4 @@ def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
             f"the environment variable {VARIABLE} is not what a supervisor has set ({error}); unset it, "
             "and use --supervise to start one"
         ) from None
-    return SupervisorLink(sockets, given.lifeline, given.ready, given.restarts)
+    return SupervisorLink(sockets, given)

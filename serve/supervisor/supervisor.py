@@ -1,4 +1,4 @@
-"""The supervisor: starts one worker at a time, and the next one when it ends. Imports the standard library alone."""
+"""The supervisor: starts workers, and another one where one has ended. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
+from halfserve.serve.supervisor.connection_counts import GONE, ConnectionCounts
 from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE, VARIABLE, Handover, Sockets, SupervisorPlan
 
 logger = logging.getLogger(__name__)
@@ -27,22 +30,54 @@ HINTS = {
 }
 
 
+class Place:
+    """Where one worker serves after the other.
+
+    Attributes:
+        number: from 1 on.
+        restarts: how many workers there were before the present one, or before the next one.
+        worker: the present one; None before the start and between two.
+        due_s: when the next one starts, on time.monotonic()'s clock.
+        backoff: says how long to wait for that.
+    """
+
+    def __init__(self, number: int, title: str) -> None:
+        """A place without a worker; `title` names the worker in the log."""
+        self.number = number
+        self.title = title
+        self.restarts = 0
+        self.worker: WorkerProcess | None = None
+        self.due_s = 0.0
+        self.backoff = Backoff()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.worker is not None and self.worker.code is None and self.worker.ready_s is not None
+
+
 class Supervisor:
-    """Keeps a worker alive behind sockets that stay open between two workers."""
+    """Keeps workers alive behind sockets that stay open: one, or several that accept from the same sockets.
+
+    Of several, the first one must be ready before the others start: what one cannot serve, none can.
+    """
 
     def __init__(self, plan: SupervisorPlan, command: Sequence[str]) -> None:
         """A supervisor without a worker.
 
         Args:
-            plan: its sockets.
+            plan: its sockets, and how many workers.
             command: starts a worker; its first word is the path of a program.
         """
+        self._plan = plan
         self._sockets = dict(plan.sockets)
         self._command = command
-        self._backoff = Backoff()
+        count = plan.processes
+        self._places = [Place(n, "the worker" if count == 1 else f"worker {n} of {count}") for n in range(1, count + 1)]
+        self._counts = ConnectionCounts(Path(plan.folder)) if plan.folder else None
         self._stopped_by: signal.Signals | None = None
         self._forced_by: signal.Signals | None = None
-        self._has_served = False
+        self._has_served = False  # all of them at once
+        self._code: int | None = None  # of this process, once that is known
         # Never written: a worker notices the end of this process by the end of the pipe.
         self._lifeline, self._held = os.pipe()
         os.set_inheritable(self._lifeline, True)
@@ -51,69 +86,127 @@ class Supervisor:
         """Supervise until a signal, or until restarting is pointless; the exit code."""
         try:
             with signal_reader([*STOPS, PASSED_ON, signal.SIGCHLD]) as signals:
-                return self._keep_alive(signals)
+                self._start_due()
+                while not self._is_over():
+                    self._look(*signals.wait(self._ready_files(), self._wait_s()))
+                    self._start_due()
         finally:
             self._close_sockets()
             os.close(self._lifeline)
             os.close(self._held)
+        return self._code or 0
 
-    def _keep_alive(self, signals: SignalReader) -> int:
-        restarts = 0
-        while True:
-            worker = start_worker(self._command, self._sockets, self._lifeline, restarts)
-            code = self._watch(worker, signals)
-            if self._stopped_by is not None:
-                return self._code_of_stop(worker, code)
-            self._has_served |= worker.ready_s is not None
-            if not self._has_served:
-                if code < 0:  # after an exit the worker has said itself what is wrong
-                    logger.error("the server ended before it was ready: %s", in_words(code))
-                return exit_code(code)
-            wait_s = self._backoff.ended(worker.served_s)
-            if self._backoff.never_ready >= GIVE_UP_AFTER:
-                times, reason = self._backoff.never_ready, in_words(code)
-                logger.error(
-                    "the worker ended %d times in a row before it was ready, at last with %s; giving up", times, reason
+    def _is_over(self) -> bool:
+        """Whether a stop has begun and no worker is left."""
+        return (self._stopped_by is not None or self._code is not None) and not self._workers()
+
+    def _workers(self) -> list[WorkerProcess]:
+        """Those that have not ended."""
+        return [place.worker for place in self._places if place.worker is not None and place.worker.code is None]
+
+    def _ready_files(self) -> list[int]:
+        return [worker.ready_file for worker in self._workers() if worker.ready_file is not None]
+
+    def _wait_s(self) -> float | None:
+        """Until the next worker is due; None for no limit."""
+        if self._stopped_by is not None or self._code is not None:
+            return None
+        waiting = [place for place in self._startable() if place.worker is None]
+        return max(0.0, min(place.due_s for place in waiting) - time.monotonic()) if waiting else None
+
+    def _startable(self) -> list[Place]:
+        """The first place, and once a worker is ready all of them."""
+        return self._places if self._has_served or any(place.is_ready for place in self._places) else self._places[:1]
+
+    def _start_due(self) -> None:
+        if self._stopped_by is not None or self._code is not None:
+            return
+        now_s = time.monotonic()
+        for place in self._startable():
+            if place.worker is None and place.due_s <= now_s:
+                handover = partial(
+                    Handover, place=place.number, places=len(self._places), folder=self._plan.folder, restarts=place.restarts
                 )
-                return exit_code(code)
-            after = "before it was ready" if worker.served_s is None else f"after {worker.lived_s:.1f} s"
-            when = f"in {wait_s:g} s" if wait_s else "now"
-            logger.warning(
-                "the worker (process %d) ended %s: %s; the next one starts %s", worker.pid, after, in_words(code), when
+                place.worker = start_worker(self._command, self._sockets, self._lifeline, handover, place.title)
+                if place.worker.code is not None:
+                    self._ended(place, place.worker)
+
+    def _look(self, received: Sequence[signal.Signals], readable: Sequence[int]) -> None:
+        """Act on signals, on workers that are ready, and on those that have ended."""
+        workers = self._workers()
+        for started in workers:
+            if started.ready_file in readable:
+                started.read_ready()
+        reap(workers)
+        self._has_served |= all(place.is_ready for place in self._places)
+        for place in self._places:
+            worker = place.worker
+            if worker is not None and worker in workers and worker.code is not None:
+                self._ended(place, worker)
+        for name in set(received):
+            if name in STOPS:
+                self._stop(name)
+            elif name == PASSED_ON:
+                for started in self._workers():
+                    if started.ready_s is not None:  # a starting worker reads its files anyway
+                        started.send(name)
+
+    def _ended(self, place: Place, worker: WorkerProcess) -> None:
+        """A worker has ended: start another one in its place, or give up."""
+        code = worker.code or 0
+        if self._counts is not None:
+            self._counts.set(place.number, GONE)
+        if self._stopped_by is not None:
+            self._code = self._code or self._code_of_stop(worker, code)
+            return
+        if self._code is not None:
+            return
+        self._has_served |= worker.ready_s is not None and len(self._places) == 1
+        if worker.ready_s is None and not self._has_served:
+            if code < 0:  # after an exit the worker has said itself what is wrong
+                logger.error("%s ended before it was ready: %s", _instead(place.title), in_words(code))
+            self._give_up(exit_code(code))
+            return
+        wait_s = place.backoff.ended(worker.served_s)
+        if place.backoff.never_ready >= GIVE_UP_AFTER and not any(other.is_ready for other in self._places):
+            times, reason = place.backoff.never_ready, in_words(code)
+            logger.error(
+                "%s ended %d times in a row before it was ready, at last with %s; giving up", place.title, times, reason
             )
-            if not _pause(signals, wait_s):
-                return 0
-            restarts += 1
+            self._give_up(exit_code(code))
+            return
+        after = "before it was ready" if worker.served_s is None else f"after {worker.lived_s:.1f} s"
+        when = f"in {wait_s:g} s" if wait_s else "now"
+        logger.warning(
+            "%s (process %d) ended %s: %s; the next one starts %s", place.title, worker.pid, after, in_words(code), when
+        )
+        place.worker = None
+        place.due_s = time.monotonic() + wait_s
+        place.restarts += 1
 
-    def _watch(self, worker: WorkerProcess, signals: SignalReader) -> int:
-        """Wait for a worker's end and pass signals on; returns how it ended."""
-        while worker.code is None:
-            received, readable = signals.wait([] if worker.ready_file is None else [worker.ready_file], None)
-            if readable:
-                worker.read_ready()
-            worker.reap()
-            for name in set(received):
-                if name in STOPS:
-                    self._stop(name, worker)
-                elif name == PASSED_ON and worker.ready_s is not None:  # a starting worker reads its files anyway
-                    worker.send(name)
-        return worker.code
+    def _give_up(self, code: int) -> None:
+        """End with this code, after the workers that are still there."""
+        self._code = code
+        for worker in self._workers():
+            worker.send(signal.SIGTERM)
+        self._close_sockets()
 
-    def _stop(self, name: signal.Signals, worker: WorkerProcess) -> None:
+    def _stop(self, name: signal.Signals) -> None:
         if self._stopped_by is not None:
             self._forced_by = name
-            worker.kill()
+            for worker in self._workers():
+                worker.kill()
+            self._code = 128 + name
             return
         self._stopped_by = name
-        worker.send(signal.SIGTERM)  # also for SIGINT, which a starting worker would answer with a stack trace
-        self._close_sockets()  # otherwise clients could still connect while the worker drains
+        for worker in self._workers():
+            worker.send(signal.SIGTERM)  # also for SIGINT, which a starting worker would answer with a stack trace
+        self._close_sockets()  # otherwise clients could still connect while the workers drain
 
     def _code_of_stop(self, worker: WorkerProcess, code: int) -> int:
-        if self._forced_by is not None:
-            return 128 + self._forced_by
         if code != -signal.SIGTERM or self._stopped_by is None:
             return exit_code(code)
-        if worker.ready_s is None and self._has_served:
+        if worker.ready_s is None and (self._has_served or any(place.restarts for place in self._places)):
             return 0  # a restarted worker that had accepted nothing yet
         return 128 + self._stopped_by  # the worker got SIGTERM in place of this signal
 
@@ -164,17 +257,6 @@ class WorkerProcess:
             os.close(self.ready_file)
             self.ready_file = None
 
-    def reap(self) -> None:
-        """Update `code`, and reap every other child: process 1 of a container inherits orphans."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid == self.pid:
-                    self.code = os.waitstatus_to_exitcode(status)
-                    self.read_ready()
-
     def kill(self) -> None:
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -182,21 +264,39 @@ class WorkerProcess:
             self.code = -signal.SIGKILL
 
 
-def start_worker(command: Sequence[str], sockets: Sockets, lifeline: int, restarts: int) -> WorkerProcess:
-    """Start a worker that inherits these descriptors. A worker that cannot be started counts as ended."""
+def reap(workers: Sequence[WorkerProcess]) -> None:
+    """Update the workers' `code`, and reap every other child: process 1 of a container inherits orphans."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            for worker in workers:
+                if worker.pid == pid:
+                    worker.code = os.waitstatus_to_exitcode(status)
+                    worker.read_ready()
+
+
+def start_worker(
+    command: Sequence[str], sockets: Sockets, lifeline: int, handover: Callable[..., Handover], title: str
+) -> WorkerProcess:
+    """Start a worker that inherits these descriptors. A worker that cannot be started counts as ended.
+
+    `handover` makes what it is given, from the descriptors; `title` names it in the log.
+    """
     try:
         ready_file, ready = os.pipe()
     except OSError as error:  # too many open files
-        logger.error("the worker cannot be started: %s", error.strerror)  # noqa: TRY400  (the line says it all)
+        logger.error("%s cannot be started: %s", title, error.strerror)  # noqa: TRY400  (the line says it all)
         return WorkerProcess(0, None, NOT_STARTED_CODE)
     os.set_blocking(ready_file, False)
     os.set_inheritable(ready, True)
-    environment = {**os.environ, VARIABLE: Handover(sockets, lifeline, ready, restarts).to_text()}
+    environment = {**os.environ, VARIABLE: handover(sockets=sockets, lifeline=lifeline, ready=ready).to_text()}
     try:
         # In a process group of its own: Ctrl-C in a terminal is for the supervisor, which passes it on once.
         pid = os.posix_spawn(command[0], list(command), environment, setpgroup=0, setsigdef=[signal.SIGPIPE])
     except OSError as error:  # too many processes, or the interpreter is being replaced
-        logger.error("the worker cannot be started: %s: %s", command[0], error.strerror)  # noqa: TRY400  (the line says it all)
+        logger.error("%s cannot be started: %s: %s", title, command[0], error.strerror)  # noqa: TRY400  (the line says it all)
         os.close(ready_file)
         return WorkerProcess(0, None, NOT_STARTED_CODE)
     finally:
@@ -262,14 +362,9 @@ def signal_reader(names: Iterable[signal.Signals]) -> Iterator[SignalReader]:
         os.close(write)
 
 
-def _pause(signals: SignalReader, wait_s: float) -> bool:
-    """Wait before the next start; False if a stop signal comes."""
-    until_s = time.monotonic() + wait_s
-    while (left_s := until_s - time.monotonic()) > 0:
-        received, _ = signals.wait([], left_s)
-        if any(name in STOPS for name in received):
-            return False
-    return True
+def _instead(title: str) -> str:
+    """A server that never served has no workers yet for its user."""
+    return "the server" if title == "the worker" else title
 
 
 def in_words(code: int) -> str:

@@ -26,6 +26,7 @@ MAX_HANDSHAKES = 512  # concurrent TLS handshakes, 60 KB each
 MAX_LEAVING = 8  # refused connections kept open for the client to read the refusal
 LEAVE_S = 0.2  # before closing: a socket closed with unread input sends RST and destroys the refusal
 REST_S = 1.0  # before the next accept after EMFILE
+GIVE_WAY_S = 0.004  # for another process to accept; a busy event loop turns in less
 
 MAX_LOG_LINES = 10
 LOG_PERIOD_S = 60.0
@@ -38,6 +39,18 @@ class ConnectionLimit:
         self.most, self.reason = most, reason  # connections, and why, for the log
         self.open = 0  # connections, TLS handshakes included
         self._handshakes: dict[asyncio.BaseProtocol, Callable[[], object]] = {}  # the oldest first
+
+    def take(self) -> None:
+        """Count a connection."""
+        self.open += 1
+
+    def release(self) -> None:
+        """Count a connection no more."""
+        self.open -= 1
+
+    def gives_way(self) -> bool:
+        """Whether another process, which accepts from the same sockets, should have the next connection."""
+        return False
 
     def begin_handshake(self, connection: asyncio.BaseProtocol, drop: Callable[[], object]) -> None:
         """Register a handshake that `drop` aborts. Beyond MAX_HANDSHAKES the oldest, most likely stuck, is aborted."""
@@ -115,21 +128,37 @@ class Listener:
         """Release the place of a closed connection."""
         if connection in self._open:
             self._open.remove(connection)
-            self._limit.open -= 1
+            self._limit.release()
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(ACCEPTED_A_TURN):
-            try:
-                accepted, _ = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionError):
+            if self._limit.gives_way():
+                self._loop.remove_reader(listening)
+                self._loop.call_later(GIVE_WAY_S, self._accept_left, listening)
                 return
-            except OSError as error:
-                self._rest(listening, error)
+            if not self._accept_one(listening):
                 return
-            if self._has_room():
-                self._take(accepted)
-            else:
-                self._refuse(accepted)
+
+    def _accept_left(self, listening: socket.socket) -> None:
+        """Take a connection that no other process has taken meanwhile."""
+        if listening.fileno() >= 0:
+            self._loop.add_reader(listening, self._accept, listening)
+            self._accept_one(listening)
+
+    def _accept_one(self, listening: socket.socket) -> bool:
+        """Accept a connection; False if there is none, or that is impossible now."""
+        try:
+            accepted, _ = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return False
+        except OSError as error:
+            self._rest(listening, error)
+            return False
+        if self._has_room():
+            self._take(accepted)
+        else:
+            self._refuse(accepted)
+        return True
 
     def _has_room(self) -> bool:
         if len(self._open) < self._most and self._limit.open < self._limit.most:
@@ -139,7 +168,7 @@ class Listener:
     def _take(self, accepted: socket.socket) -> None:
         connection = self._make()
         self._open.add(connection)
-        self._limit.open += 1
+        self._limit.take()
         if accepted.family != getattr(socket, "AF_UNIX", None):
             with contextlib.suppress(OSError):  # some systems refuse this after the client has gone
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

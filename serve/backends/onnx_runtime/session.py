@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -29,11 +28,12 @@ from halfserve.serve.backends.onnx_runtime.cuda import (
 )
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
-from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings, fewer_cores
+from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import ModelLoadError, is_device_lost
+from halfserve.serve.engine.resource_limits import fewer_cores, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ def _preloaded() -> str:
 
 def may_be_quick(path: Path, placement: DevicePlacement) -> bool:
     """Whether a trial with one thread pays: the number of threads is open, several cores exist, and the file is small."""
-    return placement.threads == 0 and (fewer_cores() or os.cpu_count() or 1) > 1 and path.stat().st_size <= SMALL_FILE_BYTES
+    return placement.threads == 0 and usable_cores() > 1 and path.stat().st_size <= SMALL_FILE_BYTES
 
 
 def is_quick(session: ort.InferenceSession, rows: int) -> bool:

@@ -1,9 +1,7 @@
-"""Session settings from a model's configuration, under Triton's names for its ONNX Runtime backend, and CPU limits."""
+"""Session settings from a model's configuration, under Triton's names for its ONNX Runtime backend."""
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +11,6 @@ from pathlib import Path
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.resource_limits import group_folders
 
 OPTIMIZATION_LEVEL = "halfserve.optimization_level"
 # A new input shape costs milliseconds, an exhaustive search hundreds.
@@ -215,38 +212,3 @@ def _switch(parameters: Mapping[str, str], key: str, path: Path, *, default: boo
     if value.lower() not in SWITCH:
         raise ModelLoadError(f"{path}: parameter {key!r} is {value!r}, expected '0' or '1'")
     return SWITCH[value.lower()]
-
-
-def fewer_cores() -> int:
-    """Cores that this process may use if fewer than the machine's; 0 for all.
-
-    ONNX Runtime ignores CPU quotas and affinity. Threads beyond a quota exhaust it at once, and then all threads, the event
-    loop's included, stop for the rest of the scheduler's period of 100 ms.
-    """
-    there = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
-    mine = min([mine, *_quotas()])
-    return mine if mine < there else 0
-
-
-def _quotas() -> list[int]:
-    """CPU quotas of this process's control groups, in whole cores."""
-    texts = [_read(folder, "cpu.max") for folder in group_folders()]
-    texts += [_read(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in group_folders("cpu")]
-    return [quota for text in texts if (quota := _cores(text))]
-
-
-def _read(folder: Path, *names: str) -> str:
-    try:
-        return " ".join((folder / name).read_text() for name in names)
-    except OSError:
-        return ""
-
-
-def _cores(text: str) -> int:
-    """Quota and period to cores; 0 without a quota ("max", or -1)."""
-    try:
-        time, period = map(int, text.split())
-    except ValueError:
-        return 0
-    return math.ceil(time / period) if time > 0 else 0

@@ -1,4 +1,4 @@
-"""A worker that does as it is told: python scripted_worker.py DEED DEED ..., one deed for each start.
+"""A worker that does as it is told: python scripted_worker.py DEED DEED ... / DEED ..., one deed for each start in a place.
 
 load is never ready, and ends as signals have it; exit:3 ends with this code and was never ready, nor was die:9, which is killed
 by this signal, nor fork:3, which leaves a process behind that holds all its files; served:3 and killed:9 were. serve tells of
@@ -31,7 +31,7 @@ def stay(told: dict[str, Any], deed: str, code: int) -> None:
         signal.signal(name, receive)
     os.write(told["ready"], b"\n")
     threading.Thread(target=outlive, args=(told["lifeline"],), daemon=True).start()
-    tell("ready", os.getpid())
+    tell("ready", os.getpid(), told["place"])
     while True:  # not signal.pause, which misses a signal that comes just before it
         time.sleep(0.05)
 
@@ -46,9 +46,10 @@ def outlive(lifeline: int) -> None:
 
 def main(*deeds: str) -> None:
     told = json.loads(os.environ["HALFSERVE_SUPERVISED"])
-    deed, _, given = deeds[told["restarts"]].partition(":")
+    of_place = " ".join(deeds).split(" / ")[told["place"] - 1].split()
+    deed, _, given = of_place[told["restarts"]].partition(":")
     number = int(given or 0)
-    tell("start", told["restarts"], os.getpid())
+    tell("start", told["restarts"], os.getpid(), told["place"])
     if deed in {"serve", "leave", "stubborn"}:
         stay(told, deed, number)
     while deed == "load":

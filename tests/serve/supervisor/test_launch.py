@@ -16,12 +16,12 @@ DESCRIPTORS = st.integers(0, 2**20)
 SOCKETS = st.dictionaries(st.sampled_from(["grpc", "http", "metrics", "admin"]), st.lists(DESCRIPTORS))
 
 
-@given(st.builds(Handover, SOCKETS, DESCRIPTORS, DESCRIPTORS, st.integers(0)))
+@given(st.builds(Handover, SOCKETS, DESCRIPTORS, DESCRIPTORS, st.integers(0), st.integers(1), st.integers(1), st.text()))
 def test_a_handover_is_read_as_it_was_written(handover: Handover) -> None:
     assert Handover.from_text(handover.to_text()) == handover
 
 
-@given(st.builds(SupervisorPlan, SOCKETS, st.none() | st.text()))
+@given(st.builds(SupervisorPlan, SOCKETS, st.none() | st.text(), st.integers(1), st.text()))
 def test_a_plan_is_read_as_it_was_written(plan: SupervisorPlan) -> None:
     assert SupervisorPlan.from_text(plan.to_text()) == plan
 
@@ -78,6 +78,9 @@ def test_readiness_is_not_reported_to_an_ended_supervisor() -> None:
         os.close(descriptor)
 
 
+ALONE = '"restarts": 0, "place": 1, "places": 1, "folder": ""}'
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -85,10 +88,10 @@ def test_readiness_is_not_reported_to_an_ended_supervisor() -> None:
         "1",
         "{}",
         "[]",
-        '{"sockets": {}, "lifeline": null, "ready": 1, "restarts": 0}',
-        '{"sockets": {}, "lifeline": 999999, "ready": 999999, "restarts": 0}',
-        '{"sockets": [], "lifeline": 0, "ready": 1, "restarts": 0}',
-        '{"sockets": {"grpc": ["x"]}, "lifeline": 999999, "ready": 999999, "restarts": 0}',
+        '{"sockets": {}, "lifeline": null, "ready": 1, ' + ALONE,
+        '{"sockets": {}, "lifeline": 999999, "ready": 999999, ' + ALONE,
+        '{"sockets": [], "lifeline": 0, "ready": 1, ' + ALONE,
+        '{"sockets": {"grpc": ["x"]}, "lifeline": 999999, "ready": 999999, ' + ALONE,
     ],
 )
 def test_a_variable_that_no_supervisor_has_set_is_refused(text: str) -> None:

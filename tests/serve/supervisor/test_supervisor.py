@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfserve.serve.supervisor.connection_counts import GONE, ConnectionCounts
 from halfserve.serve.supervisor.handover import SupervisorPlan
 from halfserve.serve.supervisor.supervisor import FIRST_S, FORGET_AFTER_S, GIVE_UP_AFTER, LONGEST_S, Backoff
 
@@ -26,8 +27,10 @@ SERVED = st.one_of(st.none(), st.floats(0, 1e6))
 
 
 @contextmanager
-def supervised(*deeds: str, first_s: float = 0.001, socket_path: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    plan = SupervisorPlan(sockets={}, socket_path=str(socket_path) if socket_path else None)
+def supervised(
+    *deeds: str, first_s: float = 0.001, socket_path: Path | None = None, processes: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    plan = SupervisorPlan(sockets={}, socket_path=str(socket_path) if socket_path else None, processes=processes)
     command = [sys.executable, "-m", "tests.serve.supervisor.quick_supervisor", str(first_s), plan.to_text(), *WORKER, *deeds]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
@@ -209,6 +212,54 @@ def test_a_worker_is_started_once_there_are_files_again() -> None:
         until_ready(process)
         process.terminate()
         assert ended(process)[0] == 0
+
+
+def test_one_of_several_workers_is_replaced_while_the_others_serve() -> None:
+    with supervised("serve / serve serve", processes=2) as process:
+        first = until_ready(process)
+        second = until_ready(process)  # started once the first one was ready
+        os.kill(second, signal.SIGKILL)
+        assert until_ready(process) not in {first, second}
+        process.terminate()
+        code, told, errors = ended(process)
+    assert (code, told) == (0, ["got SIGTERM"] * 2)
+    assert errors == [
+        "WARNING worker 2 of 2 (process N) ended after T s: SIGKILL; out of memory, or by hand; the next one starts now"
+    ]
+
+
+def test_where_the_first_worker_cannot_serve_no_other_one_is_started() -> None:
+    with supervised("exit:3 / serve / serve", processes=3) as process:
+        code, told, errors = ended(process)
+    assert (code, len(told), errors) == (3, 1, [])
+
+
+def test_a_worker_that_cannot_start_beside_the_first_one_ends_all() -> None:
+    with supervised("serve / die:9", processes=2) as process:
+        code, told, errors = ended(process)
+    assert (code, told[-1]) == (137, "got SIGTERM")
+    assert errors == ["ERROR worker 2 of 2 ended before it was ready: SIGKILL; out of memory, or by hand"]
+
+
+def test_a_worker_that_cannot_come_back_leaves_the_others_serving() -> None:
+    failures = " ".join(["exit:2"] * (GIVE_UP_AFTER + 2))
+    with supervised(f"serve / served:1 {failures} serve", processes=2) as process:
+        assert [line(process)[0] for _ in range(3)] == ["start", "ready", "start"]
+        while (words := line(process))[0] != "ready":
+            assert words[0] == "start"
+        process.terminate()
+        assert ended(process)[0] == 0
+
+
+def test_the_folder_of_several_workers_goes_with_the_supervisor(tmp_path: Path) -> None:
+    ConnectionCounts.create(tmp_path, 2)
+    counts = ConnectionCounts(tmp_path)
+    counts.set(1, 0)
+    plan = SupervisorPlan(sockets={}, socket_path=None, processes=2, folder=str(tmp_path))
+    command = [sys.executable, "-m", "halfserve.serve.supervisor", plan.to_text(), *WORKER, "exit:1 / serve"]
+    assert subprocess.run(command, capture_output=True, cwd=ROOT, timeout=WAIT_S, check=False).returncode == 1
+    assert not tmp_path.exists()
+    assert counts.fewest() == GONE  # of a worker that has ended
 
 
 def test_a_program_that_is_not_there_is_one_line() -> None:

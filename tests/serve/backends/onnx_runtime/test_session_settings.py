@@ -12,13 +12,13 @@ from halfserve.serve.backends.onnx_runtime.session_settings import (
     SESSION_KEYS,
     OptimizationLevel,
     SessionSettings,
-    fewer_cores,
     read_settings,
 )
 from halfserve.serve.engine import resource_limits
 from halfserve.serve.engine.backend import ONNX, DevicePlacement
 from halfserve.serve.engine.config.parameters import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.resource_limits import fewer_cores
 from tests.models import save_mlp
 from tests.serve.backends.support import load_backend
 

@@ -1,0 +1,204 @@
+"""What several server processes behind one port cost, against one: processor time of a request, memory, and what they share.
+
+    python -m benchmarks.processes model.onnx --counts 1,2
+    python -m benchmarks.processes model.onnx --counts 1,2 --each --rate 800
+    python -m benchmarks.processes small.onnx --counts 1,2,16 --rounds 3
+
+All servers are started, and loaded in turn, A B A B ..., over several connections. Processor time is that of all threads of
+a server's processes, the supervisor included, and not of the load generator; the number of requests is the server's own.
+Memory is proportional (PSS): pages that processes share are counted once. With the same load, each of two processes sees half
+of it, and makes batches of half the size, which cost more a request; with --each, each sees what one process did. More
+processes than cores show what the shared parts cost; for that the model should be next to nothing. Shown are medians, of the
+ratio within a round too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Self
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.soaking.server_process import server_process
+from halfserve import Client
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+
+QUERIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One server under load.
+
+    Attributes:
+        request_us: processor time of all its processes for one request, in microseconds.
+        per_second: requests.
+        p99_ms: latency.
+        rows: of a batch: each process makes its own batches.
+        busiest_share: of the processor time, that of the process which took the most; a half is even with two.
+        memory_mib: PSS of all processes.
+        statistics_ms: for the answer to ModelStatistics.
+        metrics_ms: for the answer to a scrape.
+    """
+
+    request_us: float
+    per_second: float
+    p99_ms: float
+    rows: float
+    busiest_share: float
+    memory_mib: float
+    statistics_ms: float
+    metrics_ms: float
+
+
+def main(
+    model: Annotated[Path, typer.Argument(exists=True, help="An .onnx file, or a repository with one model.")],
+    counts: Annotated[str, typer.Option(help="Numbers of processes, the one to compare with first.")] = "1,2",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 32,
+    rate: Annotated[float | None, typer.Option(min=1, help="Requests a second, in place of some in flight.")] = None,
+    connections: Annotated[int, typer.Option(min=1, help="Over which they go.")] = 8,
+    starts: Annotated[int, typer.Option(min=1, help="How often the servers are started.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Loads of each, for each start.")] = 10,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of one load.")] = 0.7,
+    *,
+    each: Annotated[bool, typer.Option("--each", help="So many requests and connections for each process.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure servers of so many processes in turn, and print medians."""
+    numbers = [int(number) for number in counts.split(",")]
+    runs: dict[int, list[Run]] = {number: [] for number in numbers}
+    for _ in track(range(starts), description="measuring", console=Console(stderr=True)):
+        with ExitStack() as stack:
+            servers = {number: stack.enter_context(Server(model, number)) for number in numbers}
+            for _ in range(rounds):
+                for number, server in servers.items():
+                    times = number if each else 1
+                    how = Measurement(seconds=seconds, warmup_s=0.2, connections=connections * times)
+                    load = Load(concurrency=concurrency * times) if rate is None else Load(rate=rate * times)
+                    runs[number].append(server.run(load, how))
+    medians = {
+        number: {one.name: statistics.median(getattr(run, one.name) for run in of_number) for one in fields(Run)}
+        for number, of_number in runs.items()
+    }
+    for number, row in medians.items():
+        pairs = zip(runs[number], runs[numbers[0]], strict=True)
+        row["ratio"] = statistics.median(run.request_us / first.request_us for run, first in pairs)
+    if as_json:
+        print(json.dumps({"medians": medians, "runs": {number: list(map(asdict, all_)) for number, all_ in runs.items()}}))
+        return
+    headings = (
+        "us a request",
+        "against the first",
+        "requests/s",
+        "p99 ms",
+        "rows a batch",
+        "busiest",
+        "MiB",
+        "statistics ms",
+        "metrics ms",
+    )
+    table = Table("processes", *headings)
+    for number, row in medians.items():
+        table.add_row(
+            str(number),
+            f"{row['request_us']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['per_second']:.0f}",
+            f"{row['p99_ms']:.2f}",
+            f"{row['rows']:.1f}",
+            f"{row['busiest_share']:.0%}",
+            f"{row['memory_mib']:.0f}",
+            f"{row['statistics_ms']:.1f}",
+            f"{row['metrics_ms']:.1f}",
+        )
+    Console().print(table)
+
+
+class Server:
+    """A server of so many processes, and a load generator that is connected to it."""
+
+    def __init__(self, model: Path, number: int) -> None:
+        self._model = model
+        self._number = number
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            server = self._stack.enter_context(server_process(self._model, "--processes", str(self._number)))
+            self._http_address = server.http_address
+            self._client = self._stack.enter_context(Client(server.address))
+            name = self._client.models()[0].name
+            self._target = self._stack.enter_context(LoadTarget(server.address, [name], RequestSettings()))
+            self._pids = processes(server.process.pid)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, load: Load, how: Measurement) -> Run:
+        """Load the server once."""
+        before, answered = [processor_us(pid) for pid in self._pids], self._answered()
+        level = measure(self._target.bench, load, how)
+        spent = [after - earlier for after, earlier in zip(map(processor_us, self._pids), before, strict=True)]
+        return Run(
+            request_us=sum(spent) / (self._answered() - answered),
+            per_second=level.requests_per_second,
+            p99_ms=level.percentile_ms(99),
+            rows=(level.server and level.server.mean_batch_size) or 0.0,
+            busiest_share=max(spent) / sum(spent),
+            memory_mib=sum(map(proportional_kib, self._pids)) / 1024,
+            statistics_ms=_milliseconds(self._client.statistics),
+            metrics_ms=_milliseconds(lambda: _scrape(self._http_address)),
+        )
+
+    def _answered(self) -> int:
+        return sum(one.inference_stats.success.count for one in self._client.statistics())
+
+
+def processes(pid: int) -> list[int]:
+    """A process, and those that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return [pid, *(found for child in children for found in processes(int(child)))]
+
+
+def processor_us(pid: int) -> float:
+    """Processor time of a process, to the nanosecond; that of threads that have ended is left out."""
+    spent = [path.read_text(encoding="ascii").split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(map(int, spent)) / 1e3
+
+
+def proportional_kib(pid: int) -> int:
+    """Memory of a process, with its part of the pages that it shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _milliseconds(ask: Callable[[], object]) -> float:
+    times = []
+    for _ in range(QUERIES):
+        began = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def _scrape(address: str) -> None:
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        answer.read()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,45 @@
+"""Spread connections evenly over members that accept from the same sockets."""
+
+from __future__ import annotations
+
+from halfserve.serve.supervisor.connection_counts import GONE, ConnectionCounts
+from halfserve.serve.transports.listener import ConnectionLimit
+
+SLACK_PART = 16  # of a member's connections that it may have more than another, so that crowds are taken fast
+
+
+class SharedConnectionLimit(ConnectionLimit):
+    """The limit of one member, which leaves a connection to one with fewer connections.
+
+    Connections stay: a gRPC client opens one and sends all its calls over it.
+    """
+
+    def __init__(self, most: float, reason: str, counts: ConnectionCounts, place: int) -> None:
+        super().__init__(most, reason)
+        self._counts = counts
+        self._place = place
+        self._accepts = False
+
+    def begin(self) -> None:
+        """Have other members leave connections to this one, which accepts now."""
+        self._accepts = True
+        self._tell()
+
+    def take(self) -> None:
+        super().take()
+        self._tell()
+
+    def release(self) -> None:
+        super().release()
+        self._tell()
+
+    def gives_way(self) -> bool:
+        return self.open - self.open // SLACK_PART > self._counts.fewest()
+
+    def close(self) -> None:
+        """Leave all further connections to other members."""
+        self._accepts = False
+        self._tell()
+
+    def _tell(self) -> None:
+        self._counts.set(self._place, self.open if self._accepts else GONE)

@@ -1,0 +1,173 @@
+"""The counters of one member: for the others, and left behind for them when it ends."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.members.ledger import SUFFIX as LEDGER
+from halfserve.serve.members.ledger import read_ledger
+from halfserve.serve.members.merging import add_statistics, counters_of, merge_metrics, model_of, with_statistics
+from halfserve.serve.observability.exposition import collect
+from halfserve.serve.protocol.rpcs import model_statistics
+
+SUFFIX = ".figures"
+LOCK = "figures.lock"
+DEPARTED = "departed"
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What one member counts, or several together.
+
+    Attributes:
+        statistics: of its models.
+        metrics: all of them, each name once.
+    """
+
+    statistics: pb.ModelStatisticsResponse = field(default_factory=pb.ModelStatisticsResponse)
+    metrics: list[Metric] = field(default_factory=list)
+
+    @classmethod
+    async def of(cls, core: InferenceCore) -> Figures:
+        """The present ones of a server."""
+        metrics: dict[str, Metric] = {}
+        async for metric in collect(core):
+            known = metrics.setdefault(metric.name, metric)
+            if known is not metric:
+                known.samples += metric.samples
+        statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in core.models()])
+        return cls(statistics=statistics, metrics=list(metrics.values()))
+
+    def to_bytes(self) -> bytes:
+        metrics = [
+            [one.name, one.documentation, one.type, [[sample.name, sample.labels, sample.value] for sample in one.samples]]
+            for one in self.metrics
+        ]
+        statistics = base64.b64encode(self.statistics.SerializeToString()).decode()
+        return json.dumps({"statistics": statistics, "metrics": metrics}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Figures:
+        """Read what `to_bytes` has written."""
+        content = json.loads(data)
+        figures = cls()
+        figures.statistics.ParseFromString(base64.b64decode(content["statistics"]))
+        for name, text, kind, samples in content["metrics"]:
+            metric = Metric(name, text, kind)
+            for sample in samples:
+                metric.add_sample(*sample)
+            figures.metrics.append(metric)
+        return figures
+
+
+class LeftFigures:
+    """The figures in the folder of all members: those of the living, as of some seconds ago, and of those that have ended.
+
+    The statistics of the ended are exact, by their ledgers; other counters may lack their last second.
+    """
+
+    def __init__(self, folder: Path, own: str) -> None:
+        """The figures in a folder; `own` is the name of this member."""
+        self._folder = folder
+        self._own = own
+
+    def write(self, figures: Figures) -> None:
+        """Leave this member's figures behind, in place of earlier ones."""
+        self._write(self._own, figures)
+
+    def mark(self) -> object:
+        """Equal marks: none that had ended was counted among others meanwhile."""
+        try:
+            return (self._folder / f"{DEPARTED}{SUFFIX}").stat().st_ino
+        except FileNotFoundError:
+            return None
+
+    def of_ended(self, living: Collection[str]) -> list[Figures]:
+        """The counters of all that have ended: whose names are neither of the living nor this member's own."""
+        with self._locked(fcntl.LOCK_SH):
+            return [self._read(name) for name in self._ended(living)]
+
+    def fold(self, living: Collection[str]) -> None:
+        """Make one of all that have ended."""
+        with self._locked(fcntl.LOCK_EX):
+            ended = self._ended(living)
+            if ended in ([], [DEPARTED]):
+                return
+            total = Figures()
+            for name in ended:
+                _add(total, self._read(name))
+            self._write(DEPARTED, total)
+            for name in ended:
+                self._remove(
+                    self._ledgers(name) if name == DEPARTED else [*self._ledgers(name), self._folder / f"{name}{SUFFIX}"]
+                )
+
+    def forget_model(self, model: str, version: int, living: Collection[str]) -> None:
+        """Those that have ended have no counters of this version: it was loaded again, or is no more."""
+        labels = (model, str(version))
+        with self._locked(fcntl.LOCK_EX):
+            for name in self._ended(living):
+                figures = self._read(name)
+                kept = [one for one in figures.statistics.model_stats if (one.name, one.version) != labels]
+                del figures.statistics.model_stats[:]
+                figures.statistics.model_stats.extend(kept)
+                for metric in figures.metrics:
+                    metric.samples = [one for one in metric.samples if model_of(one.labels) != labels]
+                self._write(name, figures)
+                self._remove(self._ledgers(name))
+
+    def _ended(self, living: Collection[str]) -> list[str]:
+        files = [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{LEDGER}")]
+        return sorted({path.name.partition(".")[0] for path in files} - {*living, self._own})
+
+    def _read(self, name: str) -> Figures:
+        path = self._folder / f"{name}{SUFFIX}"
+        figures = Figures.from_bytes(path.read_bytes()) if path.exists() else Figures()
+        found = [statistics for ledger in self._ledgers(name) if (statistics := read_ledger(ledger)) is not None]
+        if found:
+            figures.statistics = pb.ModelStatisticsResponse(model_stats=found)
+            figures.metrics = with_statistics(figures.metrics, figures.statistics)
+        figures.metrics = counters_of(figures.metrics)
+        return figures
+
+    def _ledgers(self, name: str) -> list[Path]:
+        return sorted(self._folder.glob(f"{name}.*{LEDGER}"))
+
+    def _write(self, name: str, figures: Figures) -> None:
+        hidden = self._folder / f".{name}.new"
+        hidden.write_bytes(figures.to_bytes())
+        hidden.rename(self._folder / f"{name}{SUFFIX}")
+
+    @staticmethod
+    def _remove(paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, how)  # for some milliseconds
+            yield
+        finally:
+            os.close(file)
+
+
+def _add(total: Figures, one: Figures) -> None:
+    known = {(model.name, model.version) for model in total.statistics.model_stats}
+    add_statistics(total.statistics, [one.statistics])
+    total.statistics.model_stats.extend(
+        model for model in one.statistics.model_stats if (model.name, model.version) not in known
+    )
+    total.metrics = merge_metrics(total.metrics, [one.metrics], everything=True)

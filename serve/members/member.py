@@ -1,0 +1,168 @@
+"""One member's life: do what was commanded before it came, answer for all, and leave its figures behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.members.connection_limit import SharedConnectionLimit
+from halfserve.serve.members.figures import Figures, LeftFigures
+from halfserve.serve.members.journal import Entry, Journal
+from halfserve.serve.members.ledger import Ledgers
+from halfserve.serve.members.process_count import check_room_for_models
+from halfserve.serve.members.siblings import Siblings
+from halfserve.serve.members.whole_service import COMMANDS, WholeService, add_figures, local_method, request_class
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.supervisor.connection_counts import ConnectionCounts
+from halfserve.serve.supervisor.launch import SupervisorLink
+from halfserve.serve.transports.listener import LogThrottle
+from halfserve.serve.transports.transport import Transport, TransportName, make_transport
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02  # between two looks for the other members, while the server starts
+KEEP_S = 5.0  # between two writings of a member's figures, of some ms; what is exact at any time lies in its ledgers
+CLOSE_S = 0.5
+SIBLINGS_BYTES = 2**32  # of messages of other members: what these let in
+
+
+class Member:
+    """A server among others. Lives on the event loop."""
+
+    def __init__(self, link: SupervisorLink, core: InferenceCore) -> None:
+        """A member that the others do not know yet; `link` to what has started it."""
+        given = link.given
+        self._folder = Path(given.folder)
+        self._link = link
+        self._counts = ConnectionCounts(self._folder)
+        # systemd-tmpfiles, which removes what is old in temporary folders, leaves locked ones alone.
+        self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+        self._given = given
+        self._core = core
+        name = f"{given.place}-{given.restarts}"
+        self._siblings = Siblings(self._folder, name)
+        self._left = LeftFigures(self._folder, name)
+        self._ledgers = Ledgers(self._folder, name, core, self._forget)
+        self._whole = WholeService(
+            self._siblings, self._left, Journal(self._folder / "models"), Journal(self._folder / "others")
+        )
+        self._connections: SharedConnectionLimit | None = None
+        self._transport: Transport | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        core.figures.readings["processes"] = lambda: 1  # added up
+
+    def connections(self, most: float, reason: str) -> SharedConnectionLimit:
+        """The limit of this member's connections, which spreads them over all."""
+        self._connections = SharedConnectionLimit(most, reason, self._counts, self._given.place)
+        return self._connections
+
+    async def join(self, service: Service) -> None:
+        """Carry out what was commanded before, and become one of those that answer for all; see `Membership.join`."""
+        if self._speaks:
+            check_room_for_models(self._given.places)
+        own = Service(self._core, server_version=service.server_version, beside=service)
+        add_figures(own)
+        journals = (self._whole.models, self._whole.others)
+        done = set[str]()
+        for journal in journals:  # nobody waits for this
+            await self._repeat(own, journal, done)
+        async with self._whole.models.turn(), self._whole.others.turn():
+            for journal in journals:
+                await self._repeat(own, journal, done)
+                await self._complete(own, journal)
+            self._left.fold(self._siblings.names())
+            guard, budget = PortSecurity(socket=self._folder), MemoryBudget(SIBLINGS_BYTES)
+            listening = [self._siblings.listen()]
+            self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, listening, budget=budget)
+            await self._transport.start()
+        self._ledgers.follow()
+        self._core.on_change(self._ledgers.follow)
+        service.spread = self._whole.spread
+        service.spread(service)
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def all_here(self) -> None:
+        """Accept connections; in the member that reports for all, wait until all do."""
+        if self._connections is not None:
+            self._connections.begin()
+        while self._speaks and not self._counts.all_accept():  # noqa: ASYNC110  (they are other processes)
+            await asyncio.sleep(LOOK_S)
+
+    def retire(self) -> None:
+        """Leave further connections to the other members."""
+        if self._connections is not None:
+            self._connections.close()
+
+    async def leave(self) -> None:
+        """Leave the figures behind, and be no member any more."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+            with contextlib.suppress(OSError):  # the folder is gone with the supervisor
+                self._left.write(await Figures.of(self._core))
+        await self._siblings.close()
+        os.close(self._held)
+        if self._transport is not None:
+            await self._transport.stop(CLOSE_S)
+        if self._link.has_ended:  # it removes the folder otherwise
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _speaks(self) -> bool:
+        return self._given.place == 1 and not self._given.restarts
+
+    def _forget(self, model: Model) -> None:
+        try:
+            self._left.forget_model(model.name, model.version, self._siblings.names())
+        except OSError as error:
+            logger.warning("the figures of processes that have ended cannot be changed: %s", error)
+
+    async def _repeat(self, own: Service, journal: Journal, done: set[str]) -> None:
+        for entry in journal.entries(done):
+            done.add(entry.name)
+            try:
+                await local_method(own, entry.path)(_request(own, entry))
+            except InferenceError as error:
+                logger.warning("%s, which the other processes have carried out, fails here: %s", entry.path, error)
+
+    async def _complete(self, own: Service, journal: Journal) -> None:
+        """Have all others carry out what a member has left half done: it has ended before."""
+        for entry in journal.entries():
+            if entry.is_begun:
+                command, request = COMMANDS[entry.path], _request(own, entry)
+                await self._siblings.ask(entry.path, request, command.answer, timeout_s=command.timeout_s)
+                journal.done(entry)
+
+    async def _keep(self) -> None:
+        throttle = LogThrottle(logger.warning)
+        before: tuple[int, ...] = ()
+        while True:
+            await asyncio.sleep(KEEP_S)
+            totals = [model.statistics.totals for model in self._core.models()]
+            now = (sum(one.success.count for one in totals), sum(one.fail.count for one in totals), len(totals))
+            if now != before:
+                before = now
+                try:
+                    self._left.write(await Figures.of(self._core))
+                except OSError as error:
+                    throttle.say("the figures cannot be kept for the other processes: %s", error)
+
+
+def _request(own: Service, entry: Entry) -> Message:
+    request = request_class(own, entry.path)()
+    request.ParseFromString(entry.request)
+    return request

@@ -1,0 +1,149 @@
+"""Make one answer of the answers of all members. The first one is always that of the member that was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.model import VersionState
+
+COUNTERS = {"counter", "histogram"}
+# Gauges are added up, apart from these.
+OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # begin so, and every member reports the same
+SMALLEST = {"halfserve_ready", "process_start_time_seconds"}
+LARGEST = {
+    "halfserve_build_info",
+    "halfserve_guard_degraded",
+    "halfserve_last_inference_timestamp_seconds",
+    "halfserve_model_info",
+    "halfserve_model_state",
+    "process_max_fds",
+}
+# Triton's counters, as far as they follow from the statistics.
+OF_STATISTICS: Mapping[str, Callable[[pb.ModelStatistics], int]] = {
+    "nv_inference_request_success": lambda one: one.inference_stats.success.count,
+    "nv_inference_count": lambda one: one.inference_count,
+    "nv_inference_exec_count": lambda one: one.execution_count,
+    "nv_inference_request_duration_us": lambda one: one.inference_stats.success.ns // 1000,
+    "nv_inference_queue_duration_us": lambda one: one.inference_stats.queue.ns // 1000,
+    "nv_inference_compute_input_duration_us": lambda one: one.inference_stats.compute_input.ns // 1000,
+    "nv_inference_compute_infer_duration_us": lambda one: one.inference_stats.compute_infer.ns // 1000,
+    "nv_inference_compute_output_duration_us": lambda one: one.inference_stats.compute_output.ns // 1000,
+}
+# From what is served to what is not: a model is what the worst of its members is.
+STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
+Versions = dict[tuple[str, str], pb.RepositoryIndexResponse.ModelIndex]
+
+
+def add_statistics(own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse]) -> None:
+    """Add the counters of others to a member's own; models that it does not serve are left out."""
+    found = {(one.name, one.version): one for one in own.model_stats}
+    for other in others:
+        for one in other.model_stats:
+            if (one.name, one.version) in found:
+                _add_model(found[one.name, one.version], one)
+
+
+def _add_model(total: pb.ModelStatistics, one: pb.ModelStatistics) -> None:
+    total.last_inference = max(total.last_inference, one.last_inference)
+    total.inference_count += one.inference_count
+    total.execution_count += one.execution_count
+    for field in pb.InferStatistics.DESCRIPTOR.fields:
+        _add(getattr(total.inference_stats, field.name), getattr(one.inference_stats, field.name))
+    sizes = {batch.batch_size: batch for batch in total.batch_stats}
+    for batch in one.batch_stats:
+        if batch.batch_size not in sizes:
+            sizes[batch.batch_size] = pb.InferBatchStatistics(batch_size=batch.batch_size)
+        for name in ("compute_input", "compute_infer", "compute_output"):
+            _add(getattr(sizes[batch.batch_size], name), getattr(batch, name))
+    merged = [sizes[size] for size in sorted(sizes)]
+    del total.batch_stats[:]
+    total.batch_stats.extend(merged)
+
+
+def _add(total: pb.StatisticDuration, one: pb.StatisticDuration) -> None:
+    total.count += one.count
+    total.ns += one.ns
+
+
+def merge_index(
+    own: pb.RepositoryIndexResponse, others: Mapping[str, pb.RepositoryIndexResponse], *, ready: bool
+) -> pb.RepositoryIndexResponse:
+    """Every version that the member knows, in the state that is the worst of all members.
+
+    Args:
+        own: its own index, of all states.
+        others: those of others, by what to call them.
+        ready: return ready ones alone.
+    """
+    merged: Versions = {(one.name, one.version): one for one in own.models}
+    for title, other in others.items():
+        found: Versions = {(one.name, one.version): one for one in other.models}
+        for key, mine in merged.items():
+            theirs = found.get(key)
+            if theirs is None:
+                state, reason = VersionState.UNAVAILABLE, "it has no such version now"
+            else:
+                state, reason = VersionState(theirs.state), theirs.reason
+            if STATES.index(state) > STATES.index(VersionState(mine.state)):
+                mine.state, mine.reason = state.value, f"{title}: {reason}" if reason else title
+    return pb.RepositoryIndexResponse(
+        models=[one for one in merged.values() if one.state == VersionState.READY.value or not ready]
+    )
+
+
+def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, everything: bool = False) -> list[Metric]:
+    """A member's own metrics with those of others in them; those of models that it does not serve only with `everything`."""
+    metrics = {metric.name: metric for metric in own}
+    served = {model_of(sample.labels) for metric in own for sample in metric.samples}
+    for other in others:
+        for metric in other:
+            if metric.name.startswith(OF_THE_MACHINE):
+                continue
+            samples = [sample for sample in metric.samples if everything or model_of(sample.labels) in served]
+            if metric.name not in metrics:
+                metrics[metric.name] = _metric_of(metric, samples)
+            else:
+                metrics[metric.name] = _merged(metrics[metric.name], samples)
+    return list(metrics.values())
+
+
+def counters_of(metrics: Iterable[Metric]) -> list[Metric]:
+    """What still counts of a member that has ended."""
+    return [metric for metric in metrics if metric.type in COUNTERS and not metric.name.startswith("process_")]
+
+
+def with_statistics(metrics: Iterable[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
+    """Metrics with those counters as these statistics have them, which are newer."""
+    made = {name: Metric(name, "", "counter") for name in OF_STATISTICS}
+    for name, metric in made.items():
+        for one in statistics.model_stats:
+            metric.add_sample(name, {"model": one.name, "version": one.version}, OF_STATISTICS[name](one))
+    return [*(metric for metric in metrics if metric.name not in made), *made.values()]
+
+
+def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Name and version of the model that a sample is of; None without one."""
+    return labels.get("model"), labels.get("version")
+
+
+def _metric_of(metric: Metric, samples: Iterable[Sample]) -> Metric:
+    made = Metric(metric.name, metric.documentation, metric.type)
+    made.samples = list(samples)
+    return made
+
+
+def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
+    combine = min if metric.name in SMALLEST else max if metric.name in LARGEST else None
+    totals = {(one.name, tuple(sorted(one.labels.items()))): one for one in metric.samples}
+    for one in samples:
+        key = (one.name, tuple(sorted(one.labels.items())))
+        if key not in totals:
+            totals[key] = one
+        else:
+            before = totals[key].value
+            totals[key] = totals[key]._replace(value=combine(before, one.value) if combine else before + one.value)
+    return _metric_of(metric, totals.values())

@@ -1,0 +1,73 @@
+"""How many server processes `--processes` asks for, and whether the machine has room for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from halfserve.serve.engine.cuda_driver import device_count
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.engine.resource_limits import available_bytes, usable_cores
+from halfserve.serve.protocol.open_files import FEWEST_FILES, most_files
+
+AUTO = "auto"
+PROCESS_BYTES = 100 * 2**20  # of a server without models
+FILES_EACH = 4  # that one process has open for each other one
+STATM = Path("/proc/self/statm")  # in pages: size, resident, shared
+
+
+def process_count(text: str, *, use_gpu: bool) -> int:
+    """The number that the option's text asks for: "auto" is one where models run on a GPU, and else one for each usable core.
+
+    Raises:
+        ValueError: it is neither "auto" nor a whole number of 1 or more.
+    """
+    if text == AUTO:
+        return 1 if use_gpu and device_count() else usable_cores()
+    if not (text.isascii() and text.isdigit() and int(text[:9]) and len(text) < 7):
+        raise ValueError(f"is {text[:20]!r}, expected {AUTO!r} or a whole number from 1 to 999999")
+    return int(text)
+
+
+def check_room(count: int) -> None:
+    """Check that so many processes can start at all.
+
+    Raises:
+        FailedPreconditionError: there is too little memory, or too few files may be opened.
+    """
+    room = available_bytes()
+    if room is not None and count * PROCESS_BYTES > room:
+        raise FailedPreconditionError(
+            f"--processes {count} needs {count * PROCESS_BYTES >> 20} MiB before any model is loaded, and {room >> 20} MiB are "
+            f"available; ask for {max(1, room // PROCESS_BYTES)} or fewer"
+        )
+    needed = FEWEST_FILES + FILES_EACH * count
+    if needed > most_files():
+        raise FailedPreconditionError(
+            f"--processes {count} needs {needed} open files in each process, and the limit is {most_files()}; "
+            "raise it (ulimit -n), or ask for fewer processes"
+        )
+
+
+def check_room_for_models(count: int) -> None:
+    """Check, in the first of so many processes, that the others have room for the same models.
+
+    Raises:
+        FailedPreconditionError: there is too little memory.
+    """
+    room, own = available_bytes(), _own_bytes()
+    if room is None or own is None or (count - 1) * own <= room:
+        return
+    raise FailedPreconditionError(
+        f"--processes {count}: with these models a server process takes {own >> 20} MiB, and {room >> 20} MiB are available "
+        f"for {count - 1} more; ask for {1 + room // own} or fewer"
+    )
+
+
+def _own_bytes() -> int | None:
+    """Memory of this process that others do not share; None where the system does not say."""
+    try:
+        _, resident, shared = STATM.read_text(encoding="ascii").split()[:3]
+    except OSError:
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,147 @@
+"""Calls to the other members, over the Unix sockets that they listen at in the folder of all.
+
+The socket's name is the member's, PLACE-RESTARTS, which no other member ever has. A socket that nobody listens at is that of a
+member that has ended for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from halfserve.serve.engine.errors import FailedPreconditionError, UnavailableError
+from halfserve.serve.transports.listening import Address, listen
+
+SUFFIX = ".sock"
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+QUERY_S = 5.0  # for an answer that takes a member some milliseconds
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """What a member has answered in place of a message.
+
+    Attributes:
+        code: of gRPC.
+        text: for the client.
+    """
+
+    code: grpc.StatusCode
+    text: str
+
+
+class Siblings:
+    """The members beside this one. Lives on the event loop."""
+
+    def __init__(self, folder: Path, own: str) -> None:
+        """The members of a folder; `own` is the name of this one."""
+        self._folder = folder
+        self._own = own
+        self._channels: dict[str, Any] = {}  # grpc.aio.Channel; grpcio ships no types
+
+    def listen(self) -> socket.socket:
+        """A socket at which the others find this member from now on.
+
+        Raises:
+            BindError: the folder cannot be written to.
+        """
+        # Bound under another name: until it listens, it would look abandoned.
+        hidden = self._folder / f"{self._own}.new"
+        (opened,) = listen(Address("", 0, "TMPDIR", hidden))
+        hidden.rename(self._path(self._own))
+        return opened
+
+    def names(self) -> list[str]:
+        """The other members that were there at last."""
+        return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}") if path.stem != self._own)
+
+    async def ask(
+        self, path: str, request: Message, answer: type[M], *, timeout_s: float | None = QUERY_S
+    ) -> dict[str, M | Refusal]:
+        """Call a method of all of them at once; those that have ended are left out.
+
+        Args:
+            path: of the method.
+            request: to send.
+            answer: the class of its answers.
+            timeout_s: for each answer; None for no limit.
+        """
+        names = self.names()
+        answers = await asyncio.gather(*(self._ask(name, path, request, answer, timeout_s) for name in names))
+        return {name: one for name, one in zip(names, answers, strict=True) if one is not None}
+
+    async def query(self, path: str, request: Message, answer: type[M]) -> dict[str, M]:
+        """Call a method of all that must be answered by all; a member that does not know what it is asked for is left out.
+
+        Raises:
+            UnavailableError: one of them refused, or did not answer.
+        """
+        answers = await self.ask(path, request, answer)
+        for name, one in answers.items():
+            if isinstance(one, Refusal) and one.code is not grpc.StatusCode.NOT_FOUND:
+                raise UnavailableError(
+                    f"{process(name)} of this server does not answer now ({one.text}); ask again in a moment"
+                )
+        return {name: one for name, one in answers.items() if not isinstance(one, Refusal)}
+
+    async def close(self) -> None:
+        """End the connections, and be no member any more."""
+        self._path(self._own).unlink(missing_ok=True)
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+    async def _ask(
+        self, name: str, path: str, request: Message, answer: type[M], timeout_s: float | None
+    ) -> M | Refusal | None:
+        channel = self._channels.get(name)
+        if channel is None:
+            channel = self._channels[name] = grpc.aio.insecure_channel(f"unix:{self._path(name)}", OPTIONS)
+        call = channel.unary_unary(path, type(request).SerializeToString, answer.FromString)
+        try:
+            received: M = await call(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._has_ended(name):
+                self._channels.pop(name, None)
+                await channel.close()
+                return None
+            return Refusal(code=error.code(), text=str(error.details()))
+        return received
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{SUFFIX}"
+
+    def _has_ended(self, name: str) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(self._path(name)))
+            except (ConnectionRefusedError, FileNotFoundError):
+                self._path(name).unlink(missing_ok=True)
+                return True
+            except OSError:  # its backlog is full
+                return False
+        return False
+
+
+def process(name: str) -> str:
+    """A member as clients and the log know it."""
+    return f"process {name.partition('-')[0]}"
+
+
+def raise_first(answers: Mapping[str, Message | Refusal]) -> None:
+    """Report what a member has refused that others have done.
+
+    Raises:
+        FailedPreconditionError: one has.
+    """
+    for name, answer in answers.items():
+        if isinstance(answer, Refusal):
+            raise FailedPreconditionError(f"{process(name)} of this server refused what others have done: {answer.text}")

@@ -1,0 +1,236 @@
+"""The RPCs that concern all members, answered by one of them for all.
+
+They become streams of one message each way, as answers of others take time; on the wire that is equal. The member that was
+asked acts first: what it refuses, no other member hears of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from google.protobuf import empty_pb2, wrappers_pb2
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.members.figures import Figures, LeftFigures
+from halfserve.serve.members.journal import Journal
+from halfserve.serve.members.merging import add_statistics, merge_index, merge_metrics
+from halfserve.serve.members.siblings import Refusal, Siblings, process, raise_first
+from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
+from halfserve.serve.protocol.rpcs import Health, one_message
+from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
+
+Local = Callable[[Any], Awaitable[Any]]
+HealthResponse = health_pb2.HealthCheckResponse
+Thing = tuple[str, str, Message]  # kind, name, and the command that concerns it alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A method that changes something at all members.
+
+    Attributes:
+        answer: the class of its answers.
+        things: of a request, what to keep for members that join later; none where it only asks.
+        forgets: kind of the things, of which the request's `name` (or all) need not be kept any more; "" for none.
+        timeout_s: for another member's answer; None for no limit.
+    """
+
+    answer: type[Message]
+    things: Callable[[Any], Iterable[Thing]] = lambda _: ()
+    forgets: str = ""
+    timeout_s: float | None = 5.0
+
+
+def _model(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> list[Thing]:
+    return [("model", request.model_name, request)]
+
+
+def _trace_settings(request: pb.TraceSettingRequest) -> list[Thing]:
+    found: list[Thing] = []
+    for name, setting in request.settings.items():
+        one = pb.TraceSettingRequest(model_name=request.model_name)
+        one.settings[name].CopyFrom(setting)
+        found.append(("trace", f"{name} {request.model_name}", one))
+    return found
+
+
+def _log_settings(request: pb.LogSettingsRequest) -> list[Thing]:
+    found: list[Thing] = []
+    for name, setting in request.settings.items():
+        one = pb.LogSettingsRequest()
+        one.settings[name].CopyFrom(setting)
+        found.append(("log", name, one))
+    return found
+
+
+# Loading takes long, so that it has a journal of its own, with turns of its own.
+MODEL_COMMANDS = {
+    f"/{SERVICE}/RepositoryModelLoad": Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
+    f"/{SERVICE}/RepositoryModelUnload": Command(answer=pb.RepositoryModelUnloadResponse, things=_model, timeout_s=None),
+}
+OTHER_COMMANDS = {
+    f"/{SERVICE}/TraceSetting": Command(answer=pb.TraceSettingResponse, things=_trace_settings),
+    f"/{SERVICE}/LogSettings": Command(answer=pb.LogSettingsResponse, things=_log_settings),
+    f"/{SERVICE}/SystemSharedMemoryRegister": Command(
+        answer=pb.SystemSharedMemoryRegisterResponse, things=lambda request: [("system", request.name, request)]
+    ),
+    f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, forgets="system"),
+    f"/{SERVICE}/CudaSharedMemoryRegister": Command(
+        answer=pb.CudaSharedMemoryRegisterResponse, things=lambda request: [("cuda", request.name, request)]
+    ),
+    f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, forgets="cuda"),
+}
+FIGURES = "/halfserve.Member/Figures"
+COMMANDS = MODEL_COMMANDS | OTHER_COMMANDS
+STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
+
+
+class WholeService:
+    """Makes services answer for all members. Lives on the event loop.
+
+    Attributes:
+        models: the journal of what is loaded and unloaded.
+        others: the journal of all other commands.
+    """
+
+    def __init__(self, siblings: Siblings, left: LeftFigures, models: Journal, others: Journal) -> None:
+        self._siblings = siblings
+        self._left = left
+        self.models = models
+        self.others = others
+        self._tasks: set[asyncio.Task[Message]] = set()
+
+    def spread(self, service: Service) -> None:
+        """Have a service answer for all."""
+        for path, command in COMMANDS.items():
+            journal = self.models if path in MODEL_COMMANDS else self.others
+            self._replace(service, path, partial(self._command, journal, path, command))
+        self._replace(service, STATISTICS, self._statistics)
+        self._replace(service, INDEX, self._index)
+        self._replace(service, READY, self._model_ready)
+        self._replace(service, Health.CHECK_PATH, self._check_health)
+        service.exposition = partial(self._exposition, service)
+
+    def _replace(self, service: Service, path: str, answer: Callable[[Local, Any], Awaitable[Message]]) -> None:
+        """Have `answer` answer a method; it gets this service's own method, and the request."""
+        request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
+        whole = one_message(partial(answer, local_method(service, path)))
+        service.unary.pop(path, None)
+        service.streams[path] = StreamMethod(request, whole, is_large=is_large)
+
+    async def _command(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
+        things = list(command.things(request))
+        if not things and not command.forgets:
+            answer: Message = await local(request)
+            return answer
+        # What was begun is finished even if the client goes.
+        task = asyncio.get_running_loop().create_task(self._carry_out(journal, path, command, local, request, things))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _carry_out(
+        self, journal: Journal, path: str, command: Command, local: Local, request: Any, things: list[Thing]
+    ) -> Message:
+        async with journal.turn():
+            answer: Message = await local(request)
+            # On a thread: a load may bring a model's files along.
+            begun = [
+                await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in things
+            ]
+            if command.forgets:
+                journal.forget(command.forgets, request.name)
+            answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
+            for entry in begun:
+                journal.done(entry)
+        raise_first(answers)
+        return answer
+
+    async def _statistics(self, local: Local, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
+        while True:
+            mark = self._left.mark()
+            answer: pb.ModelStatisticsResponse = await local(request)
+            others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
+            ended = self._left.of_ended(others)
+            if self._left.mark() == mark:  # else a member that has answered may be among the ended
+                break
+        add_statistics(answer, [*others.values(), *(one.statistics for one in ended)])
+        return answer
+
+    async def _index(self, local: Local, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
+        whole = pb.RepositoryIndexRequest(repository_name=request.repository_name)
+        answer: pb.RepositoryIndexResponse = await local(whole)
+        others = await self._siblings.query(INDEX, whole, pb.RepositoryIndexResponse)
+        return merge_index(answer, {process(name): one for name, one in others.items()}, ready=request.ready)
+
+    async def _model_ready(self, local: Local, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
+        answer: pb.ModelReadyResponse = await local(request)
+        if answer.ready:
+            others = await self._siblings.ask(READY, request, pb.ModelReadyResponse)
+            answer.ready = all(not isinstance(one, Refusal) and one.ready for one in others.values())
+        return answer
+
+    async def _check_health(self, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
+        answer: Message = await local(request)
+        if request.service in {"", SERVICE} or answer.status != HealthResponse.SERVING:  # type: ignore[attr-defined]  # grpc_health ships no types
+            return answer  # the server is ready where this member is
+        others = await self._siblings.ask(Health.CHECK_PATH, request, HealthResponse)
+        if any(isinstance(one, Refusal) or one.status != HealthResponse.SERVING for one in others.values()):
+            return HealthResponse(status=HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
+        return answer
+
+    async def _exposition(self, service: Service) -> tuple[bytes, str]:
+        while True:
+            mark = self._left.mark()
+            own = await Figures.of(service.core)
+            others = await self._siblings.query(FIGURES, empty_pb2.Empty(), wrappers_pb2.BytesValue)
+            ended = self._left.of_ended(others)
+            if self._left.mark() == mark:
+                break
+        living = [Figures.from_bytes(one.value) for one in others.values()]
+        texts = MetricTexts()
+        texts.add(merge_metrics(own.metrics, (one.metrics for one in (*living, *ended))))
+        return texts.joined(), CONTENT_TYPE
+
+
+def request_class(service: Service, path: str) -> type[Message]:
+    """The class of a method's requests."""
+    method = service.unary.get(path) or service.streams[path]
+    return method.request
+
+
+def local_method(service: Service, path: str) -> Local:
+    """A method with one message each way, as the service answers it now."""
+    unary = service.unary.get(path)
+    if unary is not None:
+        answer = unary.answer
+
+        async def at_once(request: Any) -> Message:
+            return answer(request)
+
+        return at_once
+    stream = service.streams[path].answer
+
+    async def in_time(request: Any) -> Message:
+        return await anext(stream(_only(request)))
+
+    return in_time
+
+
+async def _only(request: Any) -> AsyncIterator[Any]:
+    yield request
+
+
+def add_figures(service: Service) -> None:
+    """Let the other members ask a member's own service for its figures."""
+
+    async def answer(_: Message) -> Message:
+        return wrappers_pb2.BytesValue(value=(await Figures.of(service.core)).to_bytes())
+
+    service.streams[FIGURES] = StreamMethod(empty_pb2.Empty, one_message(answer))
