@@ -68,7 +68,8 @@ class Journal:
             path: of the method.
             request: serialized.
         """
-        entry = Entry(name=f"{time.time_ns():020}-{_key(kind, name)}", path=path, request=request)
+        # One clock for all processes of a machine, which no correction turns back.
+        entry = Entry(name=f"{time.monotonic_ns():020}-{_key(kind, name)}", path=path, request=request)
         hidden = self._folder / ".new"
         hidden.write_bytes(path.encode() + b"\n" + request)
         hidden.rename(self._folder / f"{entry.name}{BEGUN}")

@@ -46,10 +46,12 @@ TELLERS = {
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
     "serve/http/model_history.py",
+    "serve/members/ledger.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
     "serve/observability/tracing.py",
     "serve/startup_report.py",
+    "serve/storage/file_cache.py",  # which copies were used last, across restarts: a clock that jumps removes others first
     "serve/security/cli.py",  # `halfserve token --expires 90d`
     # Tokens expire at a time of day: a clock that jumps expires them early or late, until it is right again.
     "serve/security/security.py",

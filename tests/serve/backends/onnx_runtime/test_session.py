@@ -180,7 +180,7 @@ def session(path: Path) -> ort.InferenceSession:
 def several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr("halfserve.serve.backends.onnx_runtime.session_settings.group_folders", lambda *_: [])
+    monkeypatch.setattr("halfserve.serve.engine.resource_limits.group_folders", lambda *_: [])
 
 
 @pytest.mark.usefixtures("several_cores")
