@@ -159,6 +159,7 @@ def _isolate(
             if is_device_lost(error):
                 raise InstanceLostError(str(error)) from error
             if len(requests) == 1:
+                _forget_frames(error)
                 if isinstance(error, InferenceError):
                     return [Failed(requests[0], error)]
                 known = BackendError(f"the model failed on this request: {error}")
@@ -169,6 +170,13 @@ def _isolate(
     # If the left half is good, the right half fails as a whole: bisect it without running it.
     left_is_good = not any(isinstance(result, Failed) for result in left)
     return left + _isolate(together, requests[middle:], invariance, one_is_bad=left_is_good)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of the frames of an error and its causes: they hold the batch, and with it the error, for the collector alone."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _run_together(
