@@ -112,7 +112,8 @@ class ObjectStore:
         except ImportError as error:
             raise StorageError(self._missing(getattr(error.__cause__, "name", None) or str(error))) from None
         except Exception as error:  # noqa: BLE001  (implementations raise what they want)
-            raise StorageError(f"{self.url}: cannot be opened: {self._line(error)}") from None
+            expected = "expected s3://, gs://, az://, hf:// or another that fsspec knows"
+            raise StorageError(f"{self.url}: cannot be opened: {self._line(error)}; {expected}") from None
         if self._extra == "s3":
             fs.retries = 1
         return fs, root

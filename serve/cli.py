@@ -388,6 +388,8 @@ def _failures_logged_as(log_format: LineFormat) -> Iterator[None]:
 
 def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path | ObjectStorage:
     if not is_url(path):
+        if storage_folder is not None:
+            raise typer.BadParameter(f"--storage-folder is for object storage, and {path} is on this disk; leave it out")
         return Path(path)
     return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
 

@@ -59,7 +59,8 @@ def test_a_missing_implementation_names_its_package(url: str, install: str, monk
 
 
 def test_an_unknown_protocol_is_one_clear_line() -> None:
-    with pytest.raises(StorageError, match="^foo://x/y: cannot be opened: ValueError: Protocol not known: foo$"):
+    text = "^foo://x/y: cannot be opened: ValueError: Protocol not known: foo; expected s3://, gs://, az://, hf:// or another "
+    with pytest.raises(StorageError, match=f"{text}that fsspec knows$"):
         ObjectStore("foo://x/y")
 
 
