@@ -15,7 +15,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
-FILES = ("model_config.proto", "inference.proto")  # as other languages' protoc is called: `protoc -I protos inference.proto`
+# As other languages' protoc is called: `protoc -I protos inference.proto`.
+FILES = ("model_config.proto", "inference.proto", "cluster.proto")
 
 MODULE = '''\
 """Generated from {name} by protos/generate.py; not to be edited by hand."""
