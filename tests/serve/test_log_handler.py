@@ -92,6 +92,7 @@ def test_a_traceback_stays_on_its_json_line() -> None:
     assert json.loads(line)["exception"].endswith("ValueError: the cause")
 
 
+@pytest.mark.long
 def test_a_server_and_its_supervisor_log_in_json_alone(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     save_mlp(tmp_path / "broken" / "1" / "model.onnx").write_bytes(b"no model")
@@ -156,6 +157,7 @@ def test_a_line_that_is_longer_than_the_room_is_torn(pipe: tuple[int, int]) -> N
         assert os.read(read, MUCH).decode() == "\nlog lines lost because standard error was not read: 1\nnext\n"
 
 
+@pytest.mark.long
 def test_an_unread_log_costs_lines_and_nothing_else(tmp_path: Path, pipe: tuple[int, int]) -> None:
     read, write = pipe
     model = save_mlp(tmp_path / "mlp.onnx")

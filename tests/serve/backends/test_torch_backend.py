@@ -228,6 +228,7 @@ def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(no.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -275,6 +276,7 @@ def test_programs_on_the_cpu_compete_for_the_slots_of_the_server(tmp_path: Path)
     asyncio.run(scene())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PICKLES)
 @pytest.mark.parametrize("name", ["model.pt2", "model.pt", "model.onnx", "model.bin"])
 def test_an_archive_that_runs_code_is_refused_where_archives_are_not_trusted(tmp_path: Path, place: str, name: str) -> None:

@@ -164,6 +164,7 @@ def test_a_process_that_is_killed_is_replaced_by_one_that_knows_what_it_knew(ser
     first.unload_model("picky")
 
 
+@pytest.mark.long
 def test_tls_and_tokens_hold_for_all_and_a_signal_ends_all(tmp_path: Path) -> None:
     certificates, root = Certificates(tmp_path), tmp_path / "root.pem"
     root.write_bytes(certificates.trusted)

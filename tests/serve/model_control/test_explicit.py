@@ -234,6 +234,7 @@ def test_names_that_leave_the_repository_are_refused(client: triton.InferenceSer
         client.unload_model(name)
 
 
+@pytest.mark.long
 def test_names_of_no_model_leave_nothing_behind(client: triton.InferenceServerClient) -> None:
     before = locks()
     for number in range(20):

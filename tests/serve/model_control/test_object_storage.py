@@ -44,6 +44,7 @@ def storage(tmp_path: Path) -> ObjectStorage:
     return ObjectStorage(url="s3://bucket/models", folder=tmp_path / "cache")
 
 
+@pytest.mark.long
 def test_new_versions_are_followed_and_an_outage_is_one_line(
     s3: S3Server, storage: ObjectStorage, mlp: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,6 +80,7 @@ def test_new_versions_are_followed_and_an_outage_is_one_line(
         assert texts[1] == "the repository can be read again"
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_copied_is_reported_once(
     s3: S3Server, storage: ObjectStorage, mlp: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

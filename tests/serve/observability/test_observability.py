@@ -169,6 +169,7 @@ def stream(server: RunningServer) -> None:
         assert len(list(channel.stream_stream(STREAM)(iter(asked), timeout=CLIENT_TIMEOUT_S))) == 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [0, 1], ids=["by", "chosen"])
 @pytest.mark.parametrize("load", [unary, stream])
 def test_nothing_of_a_request_waits_for_the_garbage_collector(

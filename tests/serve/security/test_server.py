@@ -95,6 +95,7 @@ def test_sighup_while_models_are_loaded_ends_nothing(tmp_path: Path) -> None:
     assert not ended_by
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("supervise", [(), ("--supervise",)])
 def test_sighup_before_the_files_are_read_ends_nothing(tmp_path: Path, supervise: tuple[str, ...]) -> None:
     path, pipe = save_mlp(tmp_path / "mlp.onnx"), tmp_path / "tokens"

@@ -148,6 +148,7 @@ def test_a_restart_and_a_second_server_copy_nothing_again(s3: S3Server, open_cop
     assert reads(s3) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [500, 503, TRUNCATED])
 def test_a_failing_read_is_tried_again(fault: int | str, s3: S3Server, open_copy: Open) -> None:
     s3.put("models/m/1/model.onnx", SAMPLE)
@@ -166,6 +167,7 @@ def test_a_failing_read_is_tried_again(fault: int | str, s3: S3Server, open_copy
     assert len(failed) == 2
 
 
+@pytest.mark.long
 def test_a_read_that_hangs_is_given_up_and_tried_again(s3: S3Server, open_copy: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(object_storage.S3_CONFIG, "read_timeout", 0.3)
     s3.put("models/m/1/model.onnx", SAMPLE)
@@ -194,6 +196,7 @@ def test_two_servers_that_start_together_copy_once(s3: S3Server, open_copy: Open
     assert len(reads(s3)) == 3 * len(SAMPLE) // 1024
 
 
+@pytest.mark.long
 def test_a_copy_that_broke_off_is_resumed(s3: S3Server, open_copy: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfserve.protos.object_storage.TRIES", 1)
     s3.put("models/m/1/model.onnx", b"first")
@@ -235,6 +238,7 @@ def test_a_version_that_is_replaced_while_it_is_copied_shows_as_one_of_both(s3: 
     assert files(copy) == {f"m/1/{name}": content for name, content in old.items()}
 
 
+@pytest.mark.long
 def test_a_version_that_goes_on_changing_waits(s3: S3Server, open_copy: Open) -> None:
     s3.put("models/quiet/1/model.onnx", b"q")
     s3.put("models/m/1/model.onnx", b"0")
@@ -250,6 +254,7 @@ def test_a_version_that_goes_on_changing_waits(s3: S3Server, open_copy: Open) ->
     assert files(copy) == {"quiet/1/model.onnx": b"q"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["unreachable", "emptied", "refused"])
 def test_a_store_that_cannot_be_read_changes_nothing(what: str, s3: S3Server, open_copy: Open) -> None:
     s3.put("models/m/1/model.onnx", b"m1")

@@ -59,6 +59,7 @@ def test_a_model_calls_an_onnx_model(tmp_path: Path) -> None:
         np.testing.assert_array_equal(infer(client, "calls", x, datatype="FP16"), alone + np.float16(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("called", "status", "expected"),
     [

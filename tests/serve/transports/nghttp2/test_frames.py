@@ -65,6 +65,7 @@ def test_literals_are_read_as_they_were_written(fields: Fields) -> None:
     assert repeats(REQUEST + literals(fields))
 
 
+@pytest.mark.long
 @given(st.lists(FIELDS, min_size=1, max_size=5), st.data())
 def test_what_repeats_means_the_same_whenever_it_comes_and_leaves_the_others_their_meaning(
     different: list[Fields], data: st.DataObject
