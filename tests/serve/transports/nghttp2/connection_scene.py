@@ -75,7 +75,8 @@ class ConnectionServer:
     def __init__(self, scene: Scene) -> None:
         self.received = bytearray(2**18)
         self.budget = MemoryBudget(DEFAULT_BYTES)
-        self.read_scheduler = ReadScheduler(asyncio.get_running_loop().call_soon)
+        # No time passes, so that nothing is left for a later iteration of the loop.
+        self.read_scheduler = ReadScheduler(asyncio.get_running_loop().call_soon, clock=float)
         self._scene = scene
 
     def connected(self, connection: GrpcConnection) -> None:
