@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
 from google.protobuf.message import DecodeError, Message
 
-from halfserve.protos import cluster_pb2
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.cluster.autoscaling import MemberLoad
 from halfserve.serve.cluster.cluster_index import cluster_index, cluster_status
 from halfserve.serve.cluster.cluster_memory import ClusterMemory
 from halfserve.serve.cluster.ended_figures import added
 from halfserve.serve.cluster.member_record import MemberRecord
+from halfserve.serve.cluster.member_table import MemberTable
+from halfserve.serve.cluster.placed_models import PlacedModels
 from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, ModelOrder, Orders, Report
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
@@ -36,10 +37,6 @@ from halfserve.serve.protocol.service import SERVICE
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1  # between two looks at leases
-STALL_S = 1.0  # a look that is so late says that the controller stood still, and no member is to blame
-PUBLISH_S = 0.05  # between two directories, at least
-DIRECTORY_BYTES_S = 50e6  # of directories that all members are sent; large clusters have fewer, later ones
 FIGURES_S = 5.0  # for the figures of all members; longer than a lease, so that none is waited for that has ended
 UPLOAD_BYTES = 2**24  # of a model that a request brings along, as all agents keep it in memory
 KEEPERS = 32  # agents that keep the memory: those that have been there longest
@@ -78,20 +75,15 @@ class Controller:
         self.id = uuid.uuid4().hex
         self._options = options or ControllerOptions()
         self._clock = clock
-        self._members: dict[str, MemberRecord] = {}
+        self._table = MemberTable(clock, self._look, self._lost)
+        self._members = self._table.members
         self._memory = ClusterMemory()
+        self._placed = PlacedModels(self._options.models_per_member)
         self._recovered_at: float | None = clock() + LEASE_S  # None: it has
         self._follows = False  # another controller, as reports show
         self._trials: dict[str, tuple[str, ModelOrder]] = {}  # by model: the member that decides, and what it shall load
+        self._coming = set[str]()  # models that are being loaded, for which a place is needed
         self._figures_number = 0
-        self._directory = cluster_pb2.Directory()
-        self._directory_bytes = b""
-        self._publish_at = 0.0
-        self._is_stale = True  # the directory
-        self._publishing: asyncio.TimerHandle | None = None
-        self._looked_at = 0.0
-        self._looking: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
@@ -107,18 +99,18 @@ class Controller:
 
         A later report of the same member ends the wait of an earlier one.
         """
-        self._look_regularly()
+        self._table.look_regularly()
         record = self._take(report)
         if record is None:
             if not report.has_ended:
                 await asyncio.sleep(REPORT_S)
             return Orders(controller=self.id)
         orders = self._orders(record)
-        if report.controller == self.id and not record.is_news(orders, self._directory.version):
+        if report.controller == self.id and not record.is_news(orders, self._table.version):
             if not await record.wait(REPORT_S):
                 return orders
             orders = self._orders(record)
-        record.tell(orders, directory=self._directory.version, memory=self._memory.number)
+        record.tell(orders, directory=self._table.version, memory=self._memory.number)
         return orders
 
     async def call(self, path: str, request: bytes) -> bytes:
@@ -145,7 +137,7 @@ class Controller:
         repository: str = getattr(message, "repository_name", "")
         if repository:
             raise InvalidArgumentError(f"repository {repository!r} is not known; there is one, without a name")
-        await self._until(lambda: self._recovered_at is None)
+        await self._table.until(lambda: self._recovered_at is None)
         return (await answer(message)).SerializeToString()
 
     async def metrics(self) -> tuple[bytes, str]:
@@ -154,7 +146,7 @@ class Controller:
         Raises:
             UnavailableError: a member did not answer in time.
         """
-        await self._until(lambda: self._recovered_at is None)
+        await self._table.until(lambda: self._recovered_at is None)
         total = await self._figures()
         texts = MetricTexts()
         texts.add(total.metrics)
@@ -166,8 +158,8 @@ class Controller:
         return {
             "controller": self.id,
             "is_recovering": self._recovered_at is not None,
-            "directory_version": self._directory.version,
-            **cluster_status(members, self._memory.models or {}, self._shall_serve, self._clock()),
+            "directory_version": self._table.version,
+            **cluster_status(members, self._memory.models or {}, self._placed.has, self._clock()),
         }
 
     def loads(self) -> dict[str, MemberLoad]:
@@ -184,7 +176,8 @@ class Controller:
         if record is None:
             raise NotFoundError(f"the cluster has no member {member!r}; its status lists them")
         record.drains = True
-        self._changed(record)
+        self._placed.expire()
+        self._table.changed(record)
 
     async def reload(self, model: str | None = None) -> None:
         """Load a model, or all, again from the repository: at one member first, and if it succeeds at all others.
@@ -193,7 +186,7 @@ class Controller:
             NotFoundError: the model is not loaded.
             InferenceError: the first member refused it, and all serve what they did; or another one refused it then.
         """
-        await self._until(lambda: self._recovered_at is None)
+        await self._table.until(lambda: self._recovered_at is None)
         loaded = self._memory.models or {}
         if model is not None and model not in loaded:
             raise _not_loaded(model)
@@ -205,8 +198,7 @@ class Controller:
 
     def _take(self, report: Report) -> MemberRecord | None:
         """Learn what a report says; None for a member that has ended."""
-        now = self._clock()
-        self._learn(report, now)
+        self._learn(report)
         for member, figures in report.left.items():
             self._end(member, figures)
         if report.has_ended:
@@ -214,27 +206,20 @@ class Controller:
             return None
         if self._memory.ended.has(report.member):  # a report that took longer than its successor
             return None
-        record = self._members.get(report.member)
-        before = None if record is None else record.entry()
-        if record is None:
-            record = self._members[report.member] = MemberRecord(report, now)
-            if self._memory.ended.revive(report.member):
-                self._memory.changed()
-            logger.info("%s has joined", record.title)
-        record.take(report, now)
-        if self._memory.models is None and self._recovered_at is None and report.models:
-            self._memory.begin(report.models if self._options.models is None else self._options.models)
-            self._wake_all()
-        if record.entry() != before:
-            self._changed(record)
-        self._tell_news()
+        if self._memory.ended.revive(report.member):
+            self._memory.changed()
+        record, has_changed = self._table.take(report)
+        if has_changed:
+            self._placed.expire()
+        if self._recovered_at is None:
+            self._begin()
         return record
 
-    def _learn(self, report: Report, now: float) -> None:
+    def _learn(self, report: Report) -> None:
         """Take over what other controllers have decided."""
         if self._recovered_at is not None:
             if report.controller and report.controller != self.id and not self._follows:
-                self._follows, self._recovered_at = True, max(self._recovered_at, now + LEASE_S)
+                self._follows, self._recovered_at = True, max(self._recovered_at, self._clock() + LEASE_S)
             if report.memory is not None:
                 found = ClusterMemory.from_bytes(report.memory)
                 if found.number > self._memory.number:
@@ -242,52 +227,56 @@ class Controller:
         generations = (model.generation for model in report.models.values())
         self._memory.generation = max(self._memory.generation, *generations, 0)
         self._figures_number = max(self._figures_number, report.figures_number)
-        if report.directory_version > self._directory.version:
-            self._directory.version, self._is_stale = report.directory_version, True
+        self._table.learn_version(report.directory_version)
 
     def _end(self, member: str, figures: bytes | None) -> None:
-        """A member has ended; without figures, its last report counts until better ones come."""
-        record = self._members.pop(member, None)
-        estimated = record.last_figures() if figures is None and record is not None else figures
-        if estimated is not None and self._memory.ended.end(member, estimated, exact=figures is not None):
-            self._memory.changed()
+        """A member has ended, and left its last figures."""
+        record = self._members.get(member)
         if record is not None:
-            logger.info("%s has %s", record.title, "left" if figures is not None else "not reported in time")
-            record.wake(is_last=False)
-            self._changed()
-            self._wake_all()
+            logger.info("%s has left", record.title)
+            self._table.end(member)
+            if figures is None:
+                self._lost(record)
+        if figures is not None and self._memory.ended.end(member, figures, exact=True):
+            self._memory.changed()
+            self._table.wake_all()
+        self._placed.expire()
 
-    def _look_regularly(self) -> None:
-        if self._looking is None:
-            self._looked_at = self._clock()
-            self._looking = asyncio.get_running_loop().call_later(TICK_S, self._look)
+    def _lost(self, record: MemberRecord) -> None:
+        """Its last report counts until better figures come."""
+        if self._memory.ended.end(record.id, record.last_figures(), exact=False):
+            self._memory.changed()
+            self._table.wake_all()
+        self._placed.expire()
 
-    def _look(self) -> None:
-        """End what has not reported for a lease; as long as there are members, look again."""
-        now = self._clock()
-        late, self._looked_at = now - self._looked_at - TICK_S, now
-        self._looking = None
+    def _look(self, now: float) -> None:
         if self._recovered_at is not None and now >= self._recovered_at:
             self._recover()
-        for record in list(self._members.values()):
-            if late > STALL_S:
-                record.reported_at = now
-            elif now - record.reported_at > LEASE_S:
-                self._end(record.id, None)
-        if self._members or self._recovered_at is not None:
-            self._look_regularly()
+        if self._recovered_at is None:
+            self._review()
+
+    def _review(self) -> None:
+        models: dict[str, ModelOrder | None] = dict.fromkeys(self._coming)
+        if self._placed.review(self._members.values(), models | (self._memory.models or {}), self._clock()):
+            self._table.wake_all()
 
     def _recover(self) -> None:
         """All that can still report has; from here on this controller decides."""
         self._recovered_at = None
-        if self._memory.models is None:
-            offered = {name for record in self._members.values() for name in record.report.models}
-            if offered:
-                self._memory.begin(offered if self._options.models is None else self._options.models)
-        for record in self._members.values():
-            self._memory.ended.revive(record.id)
-        self._changed()
-        self._wake_all()
+        for member in self._members:
+            self._memory.ended.revive(member)
+        self._begin()
+        self._table.is_public = True
+        self._table.changed()
+        self._table.wake_all()
+
+    def _begin(self) -> None:
+        """Of a new cluster: serve the models of the start, once a member knows the repository."""
+        offered = {name for record in self._members.values() for name in record.report.models}
+        if self._memory.models is None and offered:
+            self._memory.begin(offered if self._options.models is None else self._options.models)
+            self._placed.expire()
+            self._table.wake_all()
 
     # What members are told.
 
@@ -299,25 +288,21 @@ class Controller:
                 if model.is_served or model.generation
             }
             return Orders(controller=self.id, models=kept)
-        memory, version = self._memory, self._directory.version
+        memory, version = self._memory, self._table.version
         keeps = record.given.memory != memory.number and record.id in self._keepers()
         return Orders(
             controller=self.id,
             models={name: self._order(record, name) for name in self._names(record)},
-            directory=self._directory_bytes if version and record.report.directory_version != version else None,
+            directory=self._table.directory if self._table.directory and record.report.directory_version != version else None,
             figures_number=self._figures_number,
             drain=record.drains,
             memory=memory.to_bytes() if keeps else None,
         )
 
-    def _names(self, record: MemberRecord) -> Iterable[str]:
+    def _names(self, record: MemberRecord) -> set[str]:
         """The models that a member shall serve now."""
-        for name in self._memory.models or {}:
-            if self._shall_serve(record, name):
-                yield name
-        for name, (member, _) in self._trials.items():
-            if member == record.id and name not in (self._memory.models or {}):
-                yield name
+        tried = {name for name, (member, _) in self._trials.items() if member == record.id}
+        return {*self._placed.orders(record, self._memory.models or {}, self._members), *tried}
 
     def _order(self, record: MemberRecord, name: str) -> ModelOrder:
         member, trial = self._trials.get(name, ("", None))
@@ -326,61 +311,14 @@ class Controller:
         if reported.generation == order.generation:
             return ModelOrder(generation=order.generation, request=b"")
         if reported.generation > order.generation and reported.error and reported.is_served:
-            # What it was the first to try failed; it serves what it did before.
+            # It was the first to try this, and failed; it serves what it did before.
             return ModelOrder(generation=reported.generation, request=b"")
         return order
 
     def _keepers(self) -> Iterable[str]:
         if len(self._members) <= KEEPERS:
             return self._members
-        return [member for member, _ in zip(self._members, range(KEEPERS), strict=False)]  # in the order they have joined
-
-    def _shall_serve(self, record: MemberRecord, name: str) -> bool:  # noqa: ARG002  (until models are placed)
-        return True
-
-    def _changed(self, record: MemberRecord | None = None) -> None:
-        """The directory is not the present one any more, and there may be new orders for a member."""
-        self._is_stale = True
-        if record is not None:
-            record.wake()
-        self._tell_news()
-        if self._publishing is None and self._recovered_at is None:
-            after = max(0.0, self._publish_at - self._clock())
-            self._publishing = asyncio.get_running_loop().call_later(after, self._publish)
-
-    def _publish(self) -> None:
-        self._publishing = None
-        if not self._is_stale:
-            return
-        self._is_stale = False
-        version = self._directory.version + 1
-        self._directory = cluster_pb2.Directory(version=version, members=[one.entry() for one in self._members.values()])
-        self._directory_bytes = self._directory.SerializeToString()
-        pause = max(PUBLISH_S, len(self._members) * len(self._directory_bytes) / DIRECTORY_BYTES_S)
-        self._publish_at = self._clock() + pause
-        self._wake_all()
-
-    def _wake_all(self) -> None:
-        for record in self._members.values():
-            record.wake()
-        self._tell_news()
-
-    def _tell_news(self) -> None:
-        self._news.set()
-        self._news.clear()
-
-    async def _until(self, holds: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Wait until something holds that reports may change. Returns whether it does."""
-        ends = None if limit_s is None else self._clock() + limit_s
-        self._look_regularly()
-        while not holds():
-            left = REPORT_S if ends is None else min(REPORT_S, ends - self._clock())
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._news.wait()
-        return True
+        return list(islice(self._members, KEEPERS))
 
     # What the cluster answers.
 
@@ -405,7 +343,7 @@ class Controller:
 
     async def _index(self, request: pb.RepositoryIndexRequest) -> Message:
         return cluster_index(
-            list(self._members.values()), self._memory.models or {}, self._shall_serve, ready_only=request.ready
+            list(self._members.values()), self._memory.models or {}, self._placed.has, ready_only=request.ready
         )
 
     async def _model_ready(self, request: pb.ModelReadyRequest) -> Message:
@@ -432,12 +370,12 @@ class Controller:
         self._figures_number += 1
         number = self._figures_number
         asked = set(self._members)
-        self._wake_all()
+        self._table.wake_all()
 
         def missing() -> list[MemberRecord]:
             return [one for one in self._members.values() if one.id in asked and one.figures_number < number]
 
-        if not await self._until(lambda: not missing(), FIGURES_S):
+        if not await self._table.until(lambda: not missing(), FIGURES_S):
             raise UnavailableError(
                 f"{missing()[0].title} has not reported its figures within {FIGURES_S:g} s; ask again in a moment",
                 retry_after_s=1.0,
@@ -457,10 +395,17 @@ class Controller:
     async def _load(self, name: str, request: bytes) -> None:
         async with self._lock(name):
             order = self._memory.order(name, request)
-            await self._try(name, order)
+            self._coming.add(name)
+            try:
+                self._placed.expire()
+                self._review()
+                await self._try(name, order)
+            finally:
+                self._coming.discard(name)
+                self._placed.expire()
             self._memory.models = {**(self._memory.models or {}), name: order}
             self._memory.changed()
-            self._wake_all()
+            self._table.wake_all()
 
             def waits() -> list[MemberRecord]:
                 return [one for one in self._servers(name) if one.model(name).generation < order.generation]
@@ -468,7 +413,7 @@ class Controller:
             def refused() -> list[MemberRecord]:
                 return [one for one in self._servers(name) if _has_failed(one, name, order)]
 
-            await self._until(lambda: bool(refused()) or not waits())
+            await self._table.until(lambda: bool(refused()) or not waits())
             if refused():
                 first = refused()[0]
                 raise FailedPreconditionError(f"{first.title} refused what others have done: {first.model(name).error}")
@@ -485,7 +430,7 @@ class Controller:
                 logger.info("another member decides on %s, as the first one is gone", name)
         finally:
             self._trials.pop(name, None)
-            self._wake_all()
+            self._table.wake_all()
         if _has_failed(first, name, order):
             failed = first.model(name)
             raise RAISED.get(failed.status, FailedPreconditionError)(failed.error)
@@ -497,7 +442,7 @@ class Controller:
             raise UnavailableError("the cluster has no member now; wait until one has started")
         self._trials[name] = first.id, order
         first.wake()
-        await self._until(lambda: first.id not in self._members or first.model(name).generation >= order.generation)
+        await self._table.until(lambda: first.id not in self._members or first.model(name).generation >= order.generation)
         return first if first.id in self._members else None
 
     async def _unload(self, name: str) -> None:
@@ -507,12 +452,12 @@ class Controller:
                 raise _not_loaded(name)
             self._memory.models = {one: order for one, order in models.items() if one != name}
             self._memory.changed()
-            self._wake_all()
-            await self._until(lambda: not any(one.serves(name) for one in self._members.values() if not one.is_leaving))
+            self._table.wake_all()
+            await self._table.until(lambda: not any(one.serves(name) for one in self._members.values() if not one.is_leaving))
 
     def _servers(self, name: str) -> list[MemberRecord]:
         """The members that shall serve a model: those that do first, then in the order they have joined."""
-        found = [one for one in self._members.values() if not one.is_leaving and self._shall_serve(one, name)]
+        found = [one for one in self._members.values() if not one.is_leaving and self._placed.has(one, name)]
         return sorted(found, key=lambda one: not one.serves(name))
 
     def _lock(self, name: str) -> asyncio.Lock:

@@ -51,6 +51,7 @@ class MemberRecord:
         joined_at: when the first one came.
         figures: the last ones that came; None before.
         figures_number: what they answer.
+        profile: what others see of it, to be compared with the one before.
         drains: the member was told to leave.
         given: what it was told.
     """
@@ -60,6 +61,7 @@ class MemberRecord:
         self.joined_at = self.reported_at = now
         self.figures: bytes | None = None
         self.figures_number = 0
+        self.profile: object = None
         self.drains = False
         self.given = Given(generations={})
         self._figures_models: Mapping[str, ModelReport] = {}
@@ -89,6 +91,9 @@ class MemberRecord:
     def take(self, report: Report, now: float) -> None:
         """Have a report."""
         self.report, self.reported_at = report, now
+        served = frozenset(name for name, model in report.models.items() if model.is_served)
+        failed = frozenset(name for name, model in report.models.items() if model.error)
+        self.profile = (report.grpc_address, report.http_address, report.is_draining, served, failed)
         self._history.append((now, report))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
