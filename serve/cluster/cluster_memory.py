@@ -30,6 +30,11 @@ class ClusterMemory:
         self.ended = EndedFigures()
         self._bytes: tuple[int, bytes] | None = None
 
+    @property
+    def loaded(self) -> dict[str, ModelOrder]:
+        """The orders for all members, by model."""
+        return self.models or {}
+
     def changed(self) -> None:
         """Keep what is here now."""
         self.number += 1
@@ -51,28 +56,28 @@ class ClusterMemory:
         self.changed()
 
     def to_bytes(self) -> bytes:
-        """Everything, for `from_bytes`; made once after each change."""
+        """Everything, for `adopt`; made once after each change."""
         if self._bytes is None or self._bytes[0] != self.number:
+            models = {name: [one.generation, base64.b64encode(one.request).decode()] for name, one in self.loaded.items()}
             content = {
                 "number": self.number,
                 "generation": self.generation,
-                "models": self.models
-                and {name: [one.generation, base64.b64encode(one.request).decode()] for name, one in self.models.items()},
+                "models": None if self.models is None else models,
                 "ended": self.ended.to_json(),
             }
             self._bytes = self.number, zlib.compress(json.dumps(content).encode(), 1)
         return self._bytes[1]
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ClusterMemory:
-        """What `to_bytes` has made."""
+    def adopt(self, data: bytes) -> None:
+        """Take over what another controller remembered, if it is newer."""
         content: dict[str, Any] = json.loads(zlib.decompress(data))
-        made = cls()
-        made.number, made.generation = content["number"], content["generation"]
+        if content["number"] <= self.number:
+            return
+        self.number = content["number"]
+        self.generation = max(self.generation, content["generation"])
         if content["models"] is not None:
-            made.models = {
+            self.models = {
                 name: ModelOrder(generation=generation, request=base64.b64decode(request))
                 for name, (generation, request) in content["models"].items()
             }
-        made.ended = EndedFigures.from_json(content["ended"])
-        return made
+        self.ended = EndedFigures.from_json(content["ended"])

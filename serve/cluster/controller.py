@@ -6,11 +6,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-from weakref import WeakValueDictionary
 
 from google.protobuf.message import DecodeError, Message
 
@@ -21,11 +20,10 @@ from halfserve.serve.cluster.cluster_memory import ClusterMemory
 from halfserve.serve.cluster.ended_figures import added
 from halfserve.serve.cluster.member_record import MemberRecord
 from halfserve.serve.cluster.member_table import MemberTable
+from halfserve.serve.cluster.model_rollout import ModelRollout
 from halfserve.serve.cluster.placed_models import PlacedModels
 from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, ModelOrder, Orders, Report
 from halfserve.serve.engine.errors import (
-    FailedPreconditionError,
-    InferenceError,
     InvalidArgumentError,
     NotFoundError,
     UnavailableError,
@@ -40,13 +38,6 @@ logger = logging.getLogger(__name__)
 FIGURES_S = 5.0  # for the figures of all members; longer than a lease, so that none is waited for that has ended
 UPLOAD_BYTES = 2**24  # of a model that a request brings along, as all agents keep it in memory
 KEEPERS = 32  # agents that keep the memory: those that have been there longest
-# How the status of a member's failure is raised again; all others become FailedPreconditionError.
-RAISED: dict[str, Callable[[str], InferenceError]] = {
-    "INVALID_ARGUMENT": InvalidArgumentError,
-    "NOT_FOUND": NotFoundError,
-    "UNAVAILABLE": UnavailableError,
-    "UNIMPLEMENTED": UnsupportedError,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +70,10 @@ class Controller:
         self._members = self._table.members
         self._memory = ClusterMemory()
         self._placed = PlacedModels(self._options.models_per_member)
+        self._rollout = ModelRollout(self._table, self._memory, self._placed)
         self._recovered_at: float | None = clock() + LEASE_S  # None: it has
         self._follows = False  # another controller, as reports show
-        self._trials: dict[str, tuple[str, ModelOrder]] = {}  # by model: the member that decides, and what it shall load
-        self._coming = set[str]()  # models that are being loaded, for which a place is needed
         self._figures_number = 0
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
             f"/{SERVICE}/RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
             f"/{SERVICE}/RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load_request),
@@ -159,7 +147,7 @@ class Controller:
             "controller": self.id,
             "is_recovering": self._recovered_at is not None,
             "directory_version": self._table.version,
-            **cluster_status(members, self._memory.models or {}, self._placed.has, self._clock()),
+            **cluster_status(members, self._memory.loaded, self._placed.has, self._clock()),
         }
 
     def loads(self) -> dict[str, MemberLoad]:
@@ -187,12 +175,11 @@ class Controller:
             InferenceError: the first member refused it, and all serve what they did; or another one refused it then.
         """
         await self._table.until(lambda: self._recovered_at is None)
-        loaded = self._memory.models or {}
-        if model is not None and model not in loaded:
-            raise _not_loaded(model)
-        for name in list(loaded) if model is None else [model]:
-            if name in loaded:  # still
-                await self._finish(self._load(name, loaded[name].request))
+        if model is not None:
+            self._rollout.require(model)
+        for name in list(self._memory.loaded) if model is None else [model]:
+            if name in self._memory.loaded:  # still
+                await self._rollout.load(name, self._memory.loaded[name].request)
 
     # What members report.
 
@@ -221,9 +208,7 @@ class Controller:
             if report.controller and report.controller != self.id and not self._follows:
                 self._follows, self._recovered_at = True, max(self._recovered_at, self._clock() + LEASE_S)
             if report.memory is not None:
-                found = ClusterMemory.from_bytes(report.memory)
-                if found.number > self._memory.number:
-                    self._memory = found
+                self._memory.adopt(report.memory)
         generations = (model.generation for model in report.models.values())
         self._memory.generation = max(self._memory.generation, *generations, 0)
         self._figures_number = max(self._figures_number, report.figures_number)
@@ -253,12 +238,7 @@ class Controller:
         if self._recovered_at is not None and now >= self._recovered_at:
             self._recover()
         if self._recovered_at is None:
-            self._review()
-
-    def _review(self) -> None:
-        models: dict[str, ModelOrder | None] = dict.fromkeys(self._coming)
-        if self._placed.review(self._members.values(), models | (self._memory.models or {}), self._clock()):
-            self._table.wake_all()
+            self._rollout.review()
 
     def _recover(self) -> None:
         """All that can still report has; from here on this controller decides."""
@@ -272,8 +252,10 @@ class Controller:
 
     def _begin(self) -> None:
         """Of a new cluster: serve the models of the start, once a member knows the repository."""
+        if self._memory.models is not None:
+            return
         offered = {name for record in self._members.values() for name in record.report.models}
-        if self._memory.models is None and offered:
+        if offered:
             self._memory.begin(offered if self._options.models is None else self._options.models)
             self._placed.expire()
             self._table.wake_all()
@@ -292,28 +274,12 @@ class Controller:
         keeps = record.given.memory != memory.number and record.id in self._keepers()
         return Orders(
             controller=self.id,
-            models={name: self._order(record, name) for name in self._names(record)},
+            models=self._rollout.orders(record),
             directory=self._table.directory if self._table.directory and record.report.directory_version != version else None,
             figures_number=self._figures_number,
             drain=record.drains,
             memory=memory.to_bytes() if keeps else None,
         )
-
-    def _names(self, record: MemberRecord) -> set[str]:
-        """The models that a member shall serve now."""
-        tried = {name for name, (member, _) in self._trials.items() if member == record.id}
-        return {*self._placed.orders(record, self._memory.models or {}, self._members), *tried}
-
-    def _order(self, record: MemberRecord, name: str) -> ModelOrder:
-        member, trial = self._trials.get(name, ("", None))
-        reported = record.model(name)
-        order = trial if trial is not None and member == record.id else (self._memory.models or {})[name]
-        if reported.generation == order.generation:
-            return ModelOrder(generation=order.generation, request=b"")
-        if reported.generation > order.generation and reported.error and reported.is_served:
-            # It was the first to try this, and failed; it serves what it did before.
-            return ModelOrder(generation=reported.generation, request=b"")
-        return order
 
     def _keepers(self) -> Iterable[str]:
         if len(self._members) <= KEEPERS:
@@ -329,22 +295,18 @@ class Controller:
                 f"the request brings {len(data)} bytes of a model along, expected at most {UPLOAD_BYTES}, as every machine "
                 "keeps them in memory; put the model into the repository"
             )
-        await self._finish(self._load(request.model_name, data))
+        await self._rollout.load(request.model_name, data)
         return pb.RepositoryModelLoadResponse()
 
     async def _unload_request(self, request: pb.RepositoryModelUnloadRequest) -> Message:
         for name in request.parameters:
             if name != "unload_dependents":
                 raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'unload_dependents'")
-        if request.model_name not in (self._memory.models or {}):
-            raise _not_loaded(request.model_name)
-        await self._finish(self._unload(request.model_name))
+        await self._rollout.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
     async def _index(self, request: pb.RepositoryIndexRequest) -> Message:
-        return cluster_index(
-            list(self._members.values()), self._memory.models or {}, self._placed.has, ready_only=request.ready
-        )
+        return cluster_index(list(self._members.values()), self._memory.loaded, self._placed.has, ready_only=request.ready)
 
     async def _model_ready(self, request: pb.ModelReadyRequest) -> Message:
         models = [one.model(request.name) for one in self._members.values() if not one.is_leaving]
@@ -383,91 +345,3 @@ class Controller:
         living = [record.figures for record in self._members.values() if record.figures is not None]
         # On a thread, as members wait for their orders meanwhile.
         return await asyncio.to_thread(added, *self._memory.ended.all(), *living)
-
-    # What changes what it serves. What was begun is finished even if the client goes.
-
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
-
-    async def _load(self, name: str, request: bytes) -> None:
-        async with self._lock(name):
-            order = self._memory.order(name, request)
-            self._coming.add(name)
-            try:
-                self._placed.expire()
-                self._review()
-                await self._try(name, order)
-            finally:
-                self._coming.discard(name)
-                self._placed.expire()
-            self._memory.models = {**(self._memory.models or {}), name: order}
-            self._memory.changed()
-            self._table.wake_all()
-
-            def waits() -> list[MemberRecord]:
-                return [one for one in self._servers(name) if one.model(name).generation < order.generation]
-
-            def refused() -> list[MemberRecord]:
-                return [one for one in self._servers(name) if _has_failed(one, name, order)]
-
-            await self._table.until(lambda: bool(refused()) or not waits())
-            if refused():
-                first = refused()[0]
-                raise FailedPreconditionError(f"{first.title} refused what others have done: {first.model(name).error}")
-
-    async def _try(self, name: str, order: ModelOrder) -> None:
-        """Have one member carry out an order, which is one for all then.
-
-        Raises:
-            InferenceError: it refused.
-            UnavailableError: there is no member.
-        """
-        try:
-            while (first := await self._decided(name, order)) is None:
-                logger.info("another member decides on %s, as the first one is gone", name)
-        finally:
-            self._trials.pop(name, None)
-            self._table.wake_all()
-        if _has_failed(first, name, order):
-            failed = first.model(name)
-            raise RAISED.get(failed.status, FailedPreconditionError)(failed.error)
-
-    async def _decided(self, name: str, order: ModelOrder) -> MemberRecord | None:
-        """The member that has carried out an order, or refused it; None if it has ended before."""
-        first = next(iter(self._servers(name)), None)
-        if first is None:
-            raise UnavailableError("the cluster has no member now; wait until one has started")
-        self._trials[name] = first.id, order
-        first.wake()
-        await self._table.until(lambda: first.id not in self._members or first.model(name).generation >= order.generation)
-        return first if first.id in self._members else None
-
-    async def _unload(self, name: str) -> None:
-        async with self._lock(name):
-            models = self._memory.models or {}
-            if name not in models:
-                raise _not_loaded(name)
-            self._memory.models = {one: order for one, order in models.items() if one != name}
-            self._memory.changed()
-            self._table.wake_all()
-            await self._table.until(lambda: not any(one.serves(name) for one in self._members.values() if not one.is_leaving))
-
-    def _servers(self, name: str) -> list[MemberRecord]:
-        """The members that shall serve a model: those that do first, then in the order they have joined."""
-        found = [one for one in self._members.values() if not one.is_leaving and self._placed.has(one, name)]
-        return sorted(found, key=lambda one: not one.serves(name))
-
-    def _lock(self, name: str) -> asyncio.Lock:
-        return self._locks.setdefault(name, asyncio.Lock())
-
-
-def _has_failed(record: MemberRecord, name: str, order: ModelOrder) -> bool:
-    model = record.model(name)
-    return model.generation == order.generation and bool(model.error)
-
-
-def _not_loaded(name: str) -> NotFoundError:
-    return NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")

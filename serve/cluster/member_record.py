@@ -154,12 +154,13 @@ class MemberRecord:
         poll = self._poll = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(limit_s):
-                return await poll
+                is_last: bool = await poll
         except TimeoutError:
-            return True
+            is_last = True
         finally:
             if self._poll is poll:
                 self._poll = None
+        return is_last
 
     def wake(self, *, is_last: bool = True) -> None:
         """End the wait."""

@@ -26,6 +26,7 @@ class MemberTable:
         members: by id, in the order they have joined.
         version: of the directory; 0 before the first.
         directory: serialized.
+        clock: seconds that only grow.
         is_public: whether there may be directories yet.
     """
 
@@ -41,7 +42,7 @@ class MemberTable:
         self.version = 0
         self.directory = b""
         self.is_public = False
-        self._clock = clock
+        self.clock = clock
         self._look_outside = look
         self._lost = lost
         self._is_stale = True
@@ -53,7 +54,7 @@ class MemberTable:
 
     def take(self, report: Report) -> tuple[MemberRecord, bool]:
         """Have a report. Returns the member, and whether what matters to others has changed."""
-        now = self._clock()
+        now = self.clock()
         record = self.members.get(report.member)
         before = None if record is None else record.profile
         if record is None:
@@ -86,7 +87,7 @@ class MemberTable:
             record.wake()
         self.tell_news()
         if self._publishing is None and self.is_public:
-            after = max(0.0, self._publish_at - self._clock())
+            after = max(0.0, self._publish_at - self.clock())
             self._publishing = asyncio.get_running_loop().call_later(after, self._publish)
 
     def wake_all(self) -> None:
@@ -102,10 +103,10 @@ class MemberTable:
 
     async def until(self, holds: Callable[[], bool], limit_s: float | None = None) -> bool:
         """Wait until something holds that reports may change, at most `limit_s` seconds. Returns whether it does."""
-        ends = None if limit_s is None else self._clock() + limit_s
+        ends = None if limit_s is None else self.clock() + limit_s
         self.look_regularly()
         while not holds():
-            left = REPORT_S if ends is None else min(REPORT_S, ends - self._clock())
+            left = REPORT_S if ends is None else min(REPORT_S, ends - self.clock())
             if left <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
@@ -116,11 +117,11 @@ class MemberTable:
     def look_regularly(self) -> None:
         """Look at leases from now on, as long as there are members or directories have not begun."""
         if self._looking is None:
-            self._looked_at = self._clock()
+            self._looked_at = self.clock()
             self._looking = asyncio.get_running_loop().call_later(TICK_S, self._look)
 
     def _look(self) -> None:
-        now = self._clock()
+        now = self.clock()
         late, self._looked_at = now - self._looked_at - TICK_S, now
         self._looking = None
         self._look_outside(now)
@@ -143,5 +144,5 @@ class MemberTable:
         entries = [record.entry() for record in self.members.values()]
         self.directory = cluster_pb2.Directory(version=self.version, members=entries).SerializeToString()
         pause = max(PUBLISH_S, len(self.members) * len(self.directory) / DIRECTORY_BYTES_S)
-        self._publish_at = self._clock() + pause
+        self._publish_at = self.clock() + pause
         self.wake_all()
