@@ -46,8 +46,10 @@ class _AtOnce(ThreadPoolExecutor):
         return done
 
 
-def run_virtually(main: Callable[[Callable[[], float]], Coroutine[Any, Any, T]]) -> T:
+def run_virtually(
+    main: Callable[[Callable[[], float]], Coroutine[Any, Any, T]], make: Callable[[], VirtualLoop] = VirtualLoop
+) -> T:
     """Run a coroutine in virtual time; it gets the clock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=make) as runner:
         loop = runner.get_loop()
         return runner.run(main(loop.time))
