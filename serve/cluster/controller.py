@@ -20,9 +20,9 @@ from halfserve.serve.cluster.cluster_memory import ClusterMemory
 from halfserve.serve.cluster.ended_figures import added
 from halfserve.serve.cluster.member_record import MemberRecord
 from halfserve.serve.cluster.member_table import MemberTable
-from halfserve.serve.cluster.model_rollout import ModelRollout
+from halfserve.serve.cluster.model_rollout import ModelRollout, carried_out
 from halfserve.serve.cluster.placed_models import PlacedModels
-from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, ModelOrder, Orders, Report
+from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Orders, Report
 from halfserve.serve.engine.errors import (
     InvalidArgumentError,
     NotFoundError,
@@ -209,8 +209,7 @@ class Controller:
                 self._follows, self._recovered_at = True, max(self._recovered_at, self._clock() + LEASE_S)
             if report.memory is not None:
                 self._memory.adopt(report.memory)
-        generations = (model.generation for model in report.models.values())
-        self._memory.generation = max(self._memory.generation, *generations, 0)
+        self._memory.generation = max([self._memory.generation, *(one.generation for one in report.models.values())])
         self._figures_number = max(self._figures_number, report.figures_number)
         self._table.learn_version(report.directory_version)
 
@@ -265,7 +264,7 @@ class Controller:
     def _orders(self, record: MemberRecord) -> Orders:
         if self._recovered_at is not None:
             kept = {
-                name: ModelOrder(generation=model.generation, request=b"")
+                name: carried_out(model.generation)
                 for name, model in record.report.models.items()
                 if model.is_served or model.generation
             }

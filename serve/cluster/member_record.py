@@ -13,6 +13,7 @@ from halfserve.serve.cluster.ended_figures import estimate
 from halfserve.serve.cluster.reports import ModelReport, Orders, Report
 
 WINDOW_S = 2.0  # loads are means over at least so long
+NOTHING = ModelReport()  # of a model that a member does not know
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class MemberRecord:
 
     def model(self, name: str) -> ModelReport:
         """What it reports of a model."""
-        return self.report.models.get(name, ModelReport())
+        return self.report.models.get(name, NOTHING)
 
     def serves(self, name: str) -> bool:
         return self.model(name).is_served
@@ -120,7 +121,7 @@ class MemberRecord:
         (began, first), (ended, last) = self._history[0], self._history[-1]
         computed = queued = answered = failed = refused = 0
         for name, now in last.models.items():
-            then = first.models.get(name, ModelReport())
+            then = first.models.get(name, NOTHING)
             computed += now.compute_ns - then.compute_ns
             queued += now.queue_ns - then.queue_ns
             answered += now.requests - then.requests
@@ -138,7 +139,7 @@ class MemberRecord:
         (began, first), (ended, last) = self._history[0], self._history[-1]
         if ended == began:
             return ModelLoad()
-        then, now = first.models.get(name, ModelReport()), last.models.get(name, ModelReport())
+        then, now = first.models.get(name, NOTHING), last.models.get(name, NOTHING)
         return ModelLoad(
             requests_s=(now.requests - then.requests) / (ended - began),
             compute=(now.compute_ns - then.compute_ns) / 1e9 / (ended - began),

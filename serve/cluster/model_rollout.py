@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -94,10 +95,10 @@ class ModelRollout:
         reported = record.model(name)
         order = trial if trial is not None and member == record.id else self._memory.loaded[name]
         if reported.generation == order.generation:
-            return ModelOrder(generation=order.generation, request=b"")
+            return carried_out(order.generation)
         if reported.generation > order.generation and reported.error and reported.is_served:
             # It was the first to try this, and failed; it serves what it did before.
-            return ModelOrder(generation=reported.generation, request=b"")
+            return carried_out(reported.generation)
         return order
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
@@ -179,6 +180,12 @@ class ModelRollout:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
+
+
+@lru_cache(maxsize=4096)
+def carried_out(generation: int) -> ModelOrder:
+    """An order that a member has reported already."""
+    return ModelOrder(generation=generation, request=b"")
 
 
 def _has_failed(record: MemberRecord, name: str, order: ModelOrder) -> bool:
