@@ -15,13 +15,13 @@ from google.protobuf.message import DecodeError, Message
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.cluster.autoscaling import MemberLoad
-from halfserve.serve.cluster.cluster_index import cluster_index, cluster_status
-from halfserve.serve.cluster.cluster_memory import ClusterMemory
-from halfserve.serve.cluster.ended_figures import added
-from halfserve.serve.cluster.member_record import MemberRecord
-from halfserve.serve.cluster.member_table import MemberTable
-from halfserve.serve.cluster.model_rollout import ModelRollout, carried_out
-from halfserve.serve.cluster.placed_models import PlacedModels
+from halfserve.serve.cluster.control.cluster_index import cluster_index, cluster_status
+from halfserve.serve.cluster.control.cluster_memory import ClusterMemory
+from halfserve.serve.cluster.control.ended_figures import added
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_table import MemberTable
+from halfserve.serve.cluster.control.model_rollout import ModelRollout, carried_out
+from halfserve.serve.cluster.control.placed_models import PlacedModels
 from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Orders, Report
 from halfserve.serve.engine.errors import (
     InvalidArgumentError,

@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
-from halfserve.serve.cluster.cluster_memory import ClusterMemory
-from halfserve.serve.cluster.member_record import MemberRecord
-from halfserve.serve.cluster.member_table import MemberTable
-from halfserve.serve.cluster.placed_models import PlacedModels
+from halfserve.serve.cluster.control.cluster_memory import ClusterMemory
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_table import MemberTable
+from halfserve.serve.cluster.control.placed_models import PlacedModels
 from halfserve.serve.cluster.reports import ModelOrder
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
