@@ -77,7 +77,7 @@ def _member(record: MemberRecord, now: float) -> dict[str, Any]:
         "grpc_address": report.grpc_address,
         "http_address": report.http_address,
         "state": "DRAINING" if record.is_leaving else "SERVING",
-        "models": sorted(name for name, model in report.models.items() if model.is_served),
+        "models": sorted(record.served),
         "busy": load.busy,
         "queue_s": load.queue_s,
         "refused": load.refused,
