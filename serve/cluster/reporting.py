@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 EXCHANGE_S = 5.0  # for the controller's answer, which comes within REPORT_S
 AGAIN_S = 0.2  # before the controller, or the server, is asked again where it does not answer
+SOON_S = 0.01  # between two reports, at least
 LEFT_S = 2.0  # between two looks for what dead servers have left
 FAREWELL_S = 5.0  # for the controller to take the last report; then the next agent on this machine finds the counters
 
@@ -68,7 +69,8 @@ class Reporting:
         self._memory: bytes | None = None
         self._tells_memory = False
         self._figures: bytes | None = None  # not taken by the controller yet
-        self._figures_number = 0
+        self._figures_number = self._wanted_number = 0
+        self._reading: asyncio.Task[None] | None = None
         self._left: dict[str, bytes] = {}  # likewise
         self._looked_s = 0.0  # for what dead servers have left
 
@@ -83,9 +85,10 @@ class Reporting:
                 if orders is not None:
                     self._has_taken(report, orders)
                     await self._follow(orders)
-            if not self._answers:
-                await first_of(self._process.ended, timeout_s=AGAIN_S)
+            await first_of(self._process.ended, timeout_s=SOON_S if self._answers else AGAIN_S)
         self._orders.close()
+        if self._reading is not None:
+            self._reading.cancel()
         await self._say_farewell()
 
     async def drain(self) -> None:
@@ -186,11 +189,12 @@ class Reporting:
         try:
             if orders.directory is not None and self._answers:
                 await self._server.publish(orders.directory)
-            if orders.figures_number > self._figures_number:
-                self._figures, self._figures_number = await self._read_figures(), orders.figures_number
         except InferenceError as error:
-            logger.warning("the server does not answer its agent: %s", error)
+            logger.log(logging.DEBUG if self._is_leaving else logging.WARNING, "the server does not answer: %s", error)
             return
+        self._wanted_number = max(self._wanted_number, orders.figures_number)
+        if self._reading is None and self._wanted_number > self._figures_number:
+            self._reading = asyncio.create_task(self._read_figures())
         if orders.drain and not self._is_draining:
             await self.drain()
         if self._is_draining:
@@ -199,10 +203,21 @@ class Reporting:
         if (self._state.directory_version or orders.directory is not None) and self._orders.are_carried_out:
             self.settled.set()
 
-    async def _read_figures(self) -> bytes:
-        if self._answers:
-            return await self._server.figures()
-        return await asyncio.to_thread(self._folders.own_figures)  # it is about to end, and has left them
+    async def _read_figures(self) -> None:
+        """Read the figures that the controller has asked for. Reports go on meanwhile: a thousand models take some seconds."""
+        try:
+            while self._figures_number < self._wanted_number:
+                number = self._wanted_number
+                if self._answers:
+                    figures = await self._server.figures()
+                else:  # it is about to end, and has left them
+                    figures = await asyncio.to_thread(self._folders.own_figures)
+                self._figures, self._figures_number = figures, number
+                self._tell_news()
+        except InferenceError as error:
+            logger.warning("the server does not tell its agent what it has counted: %s", error)
+        finally:
+            self._reading = None
 
     async def _say_farewell(self) -> None:
         """Report the counters of the server that has ended, or leave them to another agent."""
@@ -215,7 +230,9 @@ class Reporting:
                     try:
                         await self._link.exchange(report)
                         is_known = True
-                    except ConnectionError:
+                    except Exception as error:  # noqa: BLE001  (the counters are kept, whatever the controller does)
+                        if not isinstance(error, ConnectionError):
+                            self._throttle.say("the controller does not take the last report: %s", error)
                         await asyncio.sleep(AGAIN_S)
         if not is_known:
             logger.warning("the controller does not know what this server has counted; the next agent here will tell it")
