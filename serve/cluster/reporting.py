@@ -62,6 +62,7 @@ class Reporting:
         self._news = asyncio.Event()  # there is something to report at once
         self._drain_known = asyncio.Event()  # to the controller
         self._is_draining = False
+        self._draining: asyncio.Task[None] | None = None  # as the controller has ordered
         self._state = MemberState(is_ready=True)
         self._answers = True  # the server
         # What the controller was told last, and has told.
@@ -195,9 +196,9 @@ class Reporting:
         self._wanted_number = max(self._wanted_number, orders.figures_number)
         if self._reading is None and self._wanted_number > self._figures_number:
             self._reading = asyncio.create_task(self._read_figures())
-        if orders.drain and not self._is_draining:
-            await self.drain()
-        if self._is_draining:
+        if orders.drain and self._draining is None:
+            self._draining = asyncio.create_task(self.drain())  # it waits until that is reported
+        if orders.drain or self._is_draining:
             return
         self._orders.follow(orders.models)
         if (self._state.directory_version or orders.directory is not None) and self._orders.are_carried_out:

@@ -89,6 +89,15 @@ class LocalCluster:
         self.run(stop())
         self.agents = [agent for agent in self.agents if agent not in agents]
 
+    def drain(self, agent: Agent) -> None:
+        """Have the controller order that a member leaves."""
+
+        async def drain() -> None:
+            assert self.link.controller is not None
+            self.link.controller.drain(agent.member)
+
+        self.run(drain())
+
     def replace_controller(self) -> None:
         """Another controller, which knows nothing, takes the place of one that may be gone."""
 

@@ -132,14 +132,17 @@ def test_a_server_that_is_killed_leaves_the_directory_and_its_counters_stay(clus
     assert agree(cluster, rows) == before + 7
 
 
-def test_a_member_that_is_stopped_drains_and_its_counters_stay(cluster: LocalCluster) -> None:
+def test_a_member_that_is_drained_ends_and_its_counters_stay(cluster: LocalCluster) -> None:
     (leaving,) = cluster.start(1)
     infer(cluster, 2)
     before = agree(cluster, rows)
     with Watch(cluster.agents[0]) as watch:
         watch.until(lambda found: leaving.address in found)
-        cluster.stop(leaving)
+        cluster.drain(leaving)
         watch.until(lambda found: leaving.address not in found)
+    cluster.stop(leaving)
+    with pytest.raises(AgentError, match="has ended: exit code 0"):
+        leaving.check()
     assert agree(cluster, rows) == before
     assert metric(cluster.agents[0], "halfserve_processes") == 2
 
