@@ -19,14 +19,18 @@ class ModelReport:
         generation: of the order to load that was last carried out or failed; 0 for none.
         is_served: whether it answers requests.
         error: why the order of that generation failed; "" if it did not.
+        status: name of the gRPC status of that failure, like NOT_FOUND; "" if it did not fail.
+        versions: numbers of the versions that it serves.
         size: bytes of memory that it takes, about; 0 if that is not known.
-        requests, rows, failures, refusals: counts since the member's start.
+        requests, rows, failures, refusals: counts since the member's start; requests are those answered well.
         queue_ns, compute_ns: time of all requests in the queue, and of all batches in the model, since the member's start.
     """
 
     generation: int = 0
     is_served: bool = False
     error: str = ""
+    status: str = ""
+    versions: tuple[str, ...] = ()
     size: int = 0
     requests: int = 0
     rows: int = 0
@@ -80,7 +84,8 @@ class ModelOrder:
 
     Attributes:
         generation: larger for each later order; the agent loads the model (again) when it has another one.
-        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them.
+        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them; empty where
+            the member has reported that generation already.
     """
 
     generation: int
@@ -112,7 +117,7 @@ class ControllerLink(Protocol):
     """How an agent reaches the controller; a launcher makes it. Methods raise ConnectionError where it is not there now."""
 
     async def exchange(self, report: Report) -> Orders:
-        """Report, and have orders: at once where there are new ones, else within REPORT_S."""
+        """Report, and have orders: at once where there are new ones, else within 4 * REPORT_S."""
 
     async def call(self, path: str, request: bytes) -> bytes:
         """Ask for the whole cluster: a management method of the gRPC API, by path, from serialized message to message.
@@ -125,5 +130,7 @@ class ControllerLink(Protocol):
         """The Prometheus metrics of the whole cluster, and their content type."""
 
 
-REPORT_S = 0.5  # an agent reports at least this often
+REPORT_S = (
+    0.5  # an agent reports at least this often; less often in a cluster of more than 100, as the controller answers later
+)
 LEASE_S = 2.0  # a member that has not reported for so long is in the directory no more

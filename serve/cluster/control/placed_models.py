@@ -1,0 +1,141 @@
+"""The placement of a cluster as it goes on: demand that is measured over time, and moves that leave no model unserved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.placement import MemberRoom, ModelDemand, Placement, place
+from halfserve.serve.cluster.reports import ModelOrder
+
+REVIEW_S = 5.0  # between two decisions, where no member and no model has come or gone
+PLACES_S = 1e5  # members times models that are decided on in a second; large clusters decide less often
+RISE, FALL = 0.5, 0.1  # how much of a change of demand one review believes: models become hot at once, and cool down slowly
+
+
+class PlacedModels:
+    """Which members shall serve which models. With no limit, all serve all."""
+
+    def __init__(self, models_per_member: int) -> None:
+        """No placement yet; `models_per_member`: 0 for no limit."""
+        self._most = models_per_member
+        self._placement: Placement = {}
+        self._by_member: dict[str, set[str]] = {}  # the same, by member
+        self._demand: dict[str, float] = {}
+        self._refused: dict[tuple[str, str], int] = {}  # member, model: the generation that it could not load
+        self._review_at = 0.0
+        self._may_review_at = 0.0
+        self._is_stale = True
+
+    def expire(self) -> None:
+        """A member or a model has come or gone, or a load has failed: decide again."""
+        self._is_stale = True
+
+    def review(
+        self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None], now: float, *, at_once: bool = False
+    ) -> bool:
+        """Decide again if it is time. Returns whether anything changes.
+
+        Args:
+            members: all; those that are leaving serve nothing new.
+            models: all that shall be served, with their orders; None for one that is being tried.
+            now: in seconds.
+            at_once: whether or not it is time.
+        """
+        is_due = now >= self._review_at or (self._is_stale and now >= self._may_review_at)
+        if not self._most or not (is_due or at_once):
+            return False
+        if now >= self._review_at:
+            self._measure(members, models)
+            self._review_at = now + REVIEW_S
+        self._is_stale = False
+        self._may_review_at = now + len(members) * len(models) / PLACES_S
+        staying = [record for record in members if not record.is_leaving]
+        self._remember_refusals(staying, models)
+        wanted = [ModelDemand(name=name, demand=self._demand.get(name, 0.0), size=largest(members, name)) for name in models]
+        ids = {record.id for record in staying}
+        held = {name for name, holders in self._placement.items() if holders & ids}
+        rooms = [self._room(record, models, held) for record in staying]
+        before, self._placement = self._placement, place(wanted, rooms, self._most)
+        self._by_member = {record.id: set() for record in staying}
+        for name, holders in self._placement.items():
+            for member in holders:
+                self._by_member[member].add(name)
+        return before != self._placement
+
+    def has(self, record: MemberRecord, name: str) -> bool:
+        """Whether a member shall serve a model."""
+        return not self._most or record.id in self._placement.get(name, ())
+
+    def orders(self, record: MemberRecord, names: Mapping[str, object], members: Mapping[str, MemberRecord]) -> list[str]:
+        """The models that a member shall serve now: those placed there, and those that wait for their new place.
+
+        A model that does not fit beside what waits has to wait itself.
+        """
+        if not self._most:
+            return list(names)
+        served = record.served
+        placed = names.keys() & self._by_member.get(record.id, ())
+        waiting = [name for name in served if name in names and name not in placed and not self._is_elsewhere(name, members)]
+        if not record.report.memory_size or served <= placed:
+            return [*placed, *waiting]
+        used = sum(record.model(name).size for name in served)
+        found = [*(placed & served), *waiting]
+        for name in sorted(placed - served, key=lambda name: (name not in record.given.generations, name)):
+            size = largest(members.values(), name)
+            if used + size <= record.report.memory_size:
+                used += size
+                found.append(name)
+        return found
+
+    def _is_elsewhere(self, name: str, members: Mapping[str, MemberRecord]) -> bool:
+        """Whether all members that shall serve a model do."""
+        placed = [members[one] for one in self._placement.get(name, ()) if one in members]
+        return bool(placed) and all(one.serves(name) for one in placed)
+
+    def _room(self, record: MemberRecord, models: Mapping[str, object], held: set[str]) -> MemberRoom:
+        """A member, with the models placed there; it may also have what was placed by an earlier controller."""
+        return MemberRoom(
+            id=record.id,
+            memory_size=record.report.memory_size,
+            serves=frozenset((self._by_member.get(record.id, set()) & held | record.served - held) & models.keys()),
+            refuses=frozenset(name for member, name in self._refused if member == record.id),
+        )
+
+    def _measure(self, members: Collection[MemberRecord], models: Iterable[str]) -> None:
+        measured = dict.fromkeys(models, 0.0)
+        for record in members:
+            for name in record.served & measured.keys():
+                measured[name] += record.model_load(name).compute
+        for name, demand in measured.items():
+            before = self._demand.get(name, demand)
+            measured[name] = before + (RISE if demand > before else FALL) * (demand - before)
+        self._demand = measured
+
+    def _remember_refusals(self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None]) -> None:
+        ordered = {name: order.generation for name, order in models.items() if order is not None}
+        ids = {record.id for record in members}
+        found = {
+            (member, name): generation
+            for (member, name), generation in self._refused.items()
+            if member in ids and ordered.get(name) == generation
+        }
+        for record in members:
+            for name in record.failed - record.served:
+                if ordered.get(name) == record.model(name).generation:
+                    found[record.id, name] = ordered[name]
+        self._refused = found
+
+
+def _sizes(members: Collection[MemberRecord], models: Iterable[str]) -> dict[str, int]:
+    """Bytes of each model, by those that serve it, or else by what others say."""
+    found: dict[str, int] = {}
+    for record in members:
+        for name in record.served:
+            found[name] = max(found.get(name, 0), record.model(name).size)
+    return {name: found[name] if name in found else largest(members, name) for name in models}
+
+
+def largest(members: Iterable[MemberRecord], name: str) -> int:
+    """Bytes of a model, where it takes most."""
+    return max((record.model(name).size for record in members), default=0)
