@@ -16,7 +16,7 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
 # As other languages' protoc is called: `protoc -I protos inference.proto`.
-FILES = ("model_config.proto", "inference.proto", "cluster.proto")
+FILES = ("model_config.proto", "inference.proto", "cluster.proto", "agent.proto")
 
 MODULE = '''\
 """Generated from {name} by protos/generate.py; not to be edited by hand."""

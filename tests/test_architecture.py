@@ -53,6 +53,18 @@ BELOW = {
         "serve.observability",
         "serve.engine",
     },
+    "serve/cluster": {
+        "serve.cluster",
+        "serve.client",
+        "serve.members",
+        "serve.storage",
+        "serve.supervisor",
+        "serve.transports",
+        "serve.security",
+        "serve.protocol",
+        "serve.observability",
+        "serve.engine",
+    },
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
 }

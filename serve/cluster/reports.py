@@ -19,14 +19,18 @@ class ModelReport:
         generation: of the order to load that was last carried out or failed; 0 for none.
         is_served: whether it answers requests.
         error: why the order of that generation failed; "" if it did not.
+        status: name of the gRPC status of that failure, like NOT_FOUND; "" if it did not fail.
+        versions: numbers of the versions that it serves.
         size: bytes of memory that it takes, about; 0 if that is not known.
-        requests, rows, failures, refusals: counts since the member's start.
+        requests, rows, failures, refusals: counts since the member's start; requests are those answered well.
         queue_ns, compute_ns: time of all requests in the queue, and of all batches in the model, since the member's start.
     """
 
     generation: int = 0
     is_served: bool = False
     error: str = ""
+    status: str = ""
+    versions: tuple[str, ...] = ()
     size: int = 0
     requests: int = 0
     rows: int = 0
@@ -80,7 +84,8 @@ class ModelOrder:
 
     Attributes:
         generation: larger for each later order; the agent loads the model (again) when it has another one.
-        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them.
+        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them; empty where
+            the member has reported that generation already.
     """
 
     generation: int

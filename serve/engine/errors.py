@@ -96,6 +96,10 @@ class MessageTooLargeError(InferenceError):
         super().__init__(f"a message of {told} bytes is too large, expected at most {limit}; {advice}")
 
 
+class ResourceExhaustedError(InferenceError):
+    """Another server, which this one has asked, lacks the room for the request."""
+
+
 class DeadlineExceededError(InferenceError):
     """The deadline or timeout passed, or would have, before the answer; the request was not computed."""
 

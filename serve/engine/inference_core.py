@@ -239,6 +239,10 @@ class InferenceCore:
         self.notify()
         return leaving
 
+    def leaving(self, model: Model) -> asyncio.Task[None] | None:
+        """Ends when a version that is served no more has answered its accepted requests; None if it has."""
+        return self._leaving.get(model)
+
     def notify(self) -> None:
         """Call the listeners of changes."""
         changed, self._changed = self._changed, asyncio.Event()

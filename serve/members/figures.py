@@ -49,6 +49,15 @@ class Figures:
         statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in core.models()])
         return cls(statistics=statistics, metrics=list(metrics.values()))
 
+    def add(self, other: Figures) -> None:
+        """Add those of another member, with all of its models."""
+        known = {(model.name, model.version) for model in self.statistics.model_stats}
+        add_statistics(self.statistics, [other.statistics])
+        self.statistics.model_stats.extend(
+            model for model in other.statistics.model_stats if (model.name, model.version) not in known
+        )
+        self.metrics = merge_metrics(self.metrics, [other.metrics], everything=True)
+
     def to_bytes(self) -> bytes:
         metrics = [
             [one.name, one.documentation, one.type, [[sample.name, sample.labels, sample.value] for sample in one.samples]]
@@ -106,7 +115,7 @@ class LeftFigures:
                 return
             total = Figures()
             for name in ended:
-                _add(total, self._read(name))
+                total.add(self._read(name))
             self._write(DEPARTED, total)
             for name in ended:
                 self._remove(
@@ -162,12 +171,3 @@ class LeftFigures:
             yield
         finally:
             os.close(file)
-
-
-def _add(total: Figures, one: Figures) -> None:
-    known = {(model.name, model.version) for model in total.statistics.model_stats}
-    add_statistics(total.statistics, [one.statistics])
-    total.statistics.model_stats.extend(
-        model for model in one.statistics.model_stats if (model.name, model.version) not in known
-    )
-    total.metrics = merge_metrics(total.metrics, [one.metrics], everything=True)

@@ -113,30 +113,34 @@ class Ledger:
 class Ledgers:
     """The ledgers of all models that one member serves."""
 
-    def __init__(self, folder: Path, own: str, core: InferenceCore, gone: Callable[[Model], None]) -> None:
-        """No ledgers yet; they will lie in `folder` under the member's name. `gone` is called with models served no more."""
+    def __init__(self, folder: Path, own: str, core: InferenceCore, gone: Callable[[Model, Ledger | None], None]) -> None:
+        """No ledgers yet; they will lie in `folder` under the member's name.
+
+        `gone` is called with a model that is served no more, and with its ledger to close; None: there was no room for one.
+        """
         self._folder = folder
         self._own = own
         self._core = core
         self._gone = gone
-        self._open: dict[Model, Ledger] = {}
+        self._open: dict[Model, Ledger | None] = {}
         self._made = 0
 
     def follow(self) -> None:
         """Have a ledger for each served model, and for no other one."""
         models = self._core.models()
         for model in [model for model in self._open if model not in models]:
-            self._open.pop(model).close()
-            self._gone(model)
+            self._gone(model, self._open.pop(model))
         for model in models:
             if model not in self._open:
                 self._made += 1
-                try:
-                    ledger = Ledger(self._folder / f"{self._own}.{self._made}{SUFFIX}", model)
-                except OSError as error:
-                    logger.warning("what %s counts may be lost with this process: %s", model.name, error.strerror)
-                    continue
-                self._open[model] = model.statistics.ledger = ledger
+                self._open[model] = model.statistics.ledger = self._ledger(model)
+
+    def _ledger(self, model: Model) -> Ledger | None:
+        try:
+            return Ledger(self._folder / f"{self._own}.{self._made}{SUFFIX}", model)
+        except OSError as error:
+            logger.warning("what %s counts may be lost with this process: %s", model.name, error.strerror)
+            return None
 
 
 def read_ledger(path: Path) -> pb.ModelStatistics | None:

@@ -18,7 +18,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.members.connection_limit import SharedConnectionLimit
 from halfserve.serve.members.figures import Figures, LeftFigures
 from halfserve.serve.members.journal import Entry, Journal
-from halfserve.serve.members.ledger import Ledgers
+from halfserve.serve.members.ledger import Ledger, Ledgers
 from halfserve.serve.members.process_count import check_room_for_models
 from halfserve.serve.members.siblings import Siblings
 from halfserve.serve.members.whole_service import COMMANDS, WholeService, add_figures, local_method, request_class
@@ -125,7 +125,9 @@ class Member:
     def _speaks(self) -> bool:
         return self._given.place == 1 and not self._given.restarts
 
-    def _forget(self, model: Model) -> None:
+    def _forget(self, model: Model, ledger: Ledger | None) -> None:
+        if ledger is not None:
+            ledger.close()
         try:
             self._left.forget_model(model.name, model.version, self._siblings.names())
         except OSError as error:

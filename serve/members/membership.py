@@ -46,11 +46,18 @@ class Alone:
     async def leave(self) -> None: ...
 
 
-def membership(link: SupervisorLink | None, core: InferenceCore) -> Membership:
-    """The place of the server that this link is of; without a link, or a folder to share, it serves alone."""
+def membership(link: SupervisorLink | None, core: InferenceCore, *, is_encrypted: bool = False) -> Membership:
+    """The place of the server that this link is of; without a link, or a folder to share, it serves alone.
+
+    `is_encrypted`: its port speaks TLS.
+    """
     if link is None or not link.given.folder:
         return Alone()
-    # Imported here: it needs what a server imports only when it is scraped, and what Windows does not have.
+    # Imported here: they need what a server imports only when it is scraped, and what Windows does not have.
+    if link.given.member:
+        from halfserve.serve.members.cluster_member import ClusterMember  # noqa: PLC0415  (see above)
+
+        return ClusterMember(link.given, core, is_encrypted=is_encrypted)
     from halfserve.serve.members.member import Member  # noqa: PLC0415  (see above)
 
     return Member(link, core)

@@ -116,9 +116,10 @@ def counters_of(metrics: Iterable[Metric]) -> list[Metric]:
     return [metric for metric in metrics if metric.type in COUNTERS and not metric.name.startswith("process_")]
 
 
-def with_statistics(metrics: Iterable[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
+def with_statistics(metrics: Sequence[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
     """Metrics with those counters as these statistics have them, which are newer."""
-    made = {name: Metric(name, "", "counter") for name in OF_STATISTICS}
+    texts = {metric.name: metric.documentation for metric in metrics}
+    made = {name: Metric(name, texts.get(name, ""), "counter") for name in OF_STATISTICS}
     for name, metric in made.items():
         for one in statistics.model_stats:
             metric.add_sample(name, {"model": one.name, "version": one.version}, OF_STATISTICS[name](one))

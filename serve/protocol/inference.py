@@ -10,7 +10,13 @@ from functools import partial
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from halfserve.serve.engine.errors import (
+    BackendError,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import NO_PARAMETERS, Done, InferRequest, Parameter, RawInputs, RawLayout
@@ -48,6 +54,10 @@ class ManyReplies(Protocol):
 
     def response(self, response: bytes | InferenceError, *, final: bool) -> None:
         """One response. At the end the request's `Reply` gets one without outputs, or the error."""
+
+
+# Takes a request for a model that is not served here, see `Inference.infer`; None if no other server has it either.
+Elsewhere = Callable[[bytes, float | None, Reply], Cancel | None]
 
 
 class TakenRequest:
@@ -91,11 +101,24 @@ class WatchableInference(AnyInference, Protocol):
 class Inference:
     """Checks requests, queues them and serializes their responses. Repeated requests are parsed once (see `request_cache`)."""
 
-    def __init__(self, core: InferenceCore, memory: SharedMemory) -> None:
+    def __init__(
+        self,
+        core: InferenceCore,
+        memory: SharedMemory,
+        cache: RequestCache | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         self._core = core
         self._memory = memory
-        self._cache = RequestCache()
-        core.on_change(self._cache.forget)
+        self._elsewhere = elsewhere
+        if cache is None:
+            cache = RequestCache()
+            core.on_change(cache.forget)
+        self._cache = cache
+
+    def with_elsewhere(self, elsewhere: Elsewhere) -> Inference:
+        """The same, but for requests for models that other servers have."""
+        return Inference(self._core, self._memory, self._cache, elsewhere)
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
@@ -126,6 +149,10 @@ class Inference:
             else:
                 cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
+            if self._elsewhere is not None and isinstance(error, NotFoundError | UnavailableError):
+                cancel = self._elsewhere(bytes(data), time_left_s, reply)
+                if cancel is not None:
+                    return cancel
             self._core.figures.refuse(error)
             raise
         turn = cached.turn

@@ -6,7 +6,7 @@ an InferenceError to a status with protocol/status.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ EXTENSIONS = (
 )
 SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
+Headers = Mapping[bytes, bytes]  # of a call, names in lower case
 FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
 
 
@@ -57,11 +58,19 @@ class UnaryMethod:
 
 @dataclass(frozen=True)
 class StreamMethod:
-    """Any number of messages each way; `is_large`: a request may carry a model's files."""
+    """Any number of messages each way.
+
+    Attributes:
+        request: the class of requests.
+        answer: to them.
+        is_large: a request may carry a model's files.
+        with_headers: the method for calls with these headers; None where they do not matter.
+    """
 
     request: type[Message]
     answer: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
     is_large: bool = False
+    with_headers: Callable[[Headers], StreamMethod] | None = None
 
 
 class Service:
@@ -70,6 +79,7 @@ class Service:
     Attributes:
         spread: makes a service answer for several servers that serve together; None for a server that serves alone.
         exposition: the answer to a scrape of the metrics, of the service's core; None for the usual one.
+        inference_with: the entry for inference requests with these headers; None: `inference`, whatever they are.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class Service:
         self.server_version = server_version
         self.spread: Callable[[Service], None] | None = None
         self.exposition: Exposition | None = None
+        self.inference_with: Callable[[Headers], Inference] | None = None
         if beside is None:
             self.observability = Observability(observe or ObserveOptions(), core, status_name)
             self.memory = SharedMemory(enabled=shared_memory)
@@ -126,6 +137,10 @@ class Service:
             self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer, is_large=name == LOAD)
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
+
+    def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)
+        """Whether the models of this name are visible to the callers of this service."""
+        return True
 
     def tell(self, name: str, read: Callable[[], float]) -> None:
         """Register a figure of the transport for the metrics, by its name there."""
@@ -182,6 +197,7 @@ class LimitedService(Service):
 
     def __init__(self, whole: Service, may_use: Callable[[str], bool]) -> None:
         """`may_use` tells by a model's name whether it is visible."""
+        self._may_use = may_use
         self._view = RestrictedCore(whole.core, may_use)
         super().__init__(self._view, server_version=whole.server_version, beside=whole)
         for name in ("TraceSetting", "LogSettings"):  # before they are spread
@@ -191,8 +207,12 @@ class LimitedService(Service):
         if whole.spread is not None:
             whole.spread(self)
 
+    def may_see(self, model: str) -> bool:
+        return self._may_use(model)
+
     def close(self) -> None:
         """Hide all models. Accepted requests are still answered."""
+        self._may_use = lambda _: False
         self._view.close()
 
 

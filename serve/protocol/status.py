@@ -36,6 +36,7 @@ CODES: dict[type[InferenceError], Code] = {
     errors.OverloadedError: Code.RESOURCE_EXHAUSTED,
     errors.MessageTooLargeError: Code.RESOURCE_EXHAUSTED,
     errors.OutOfMemoryError: Code.RESOURCE_EXHAUSTED,
+    errors.ResourceExhaustedError: Code.RESOURCE_EXHAUSTED,
     errors.FailedPreconditionError: Code.FAILED_PRECONDITION,
     errors.UnsupportedError: Code.UNIMPLEMENTED,
     errors.BackendError: Code.INTERNAL,
@@ -68,6 +69,17 @@ def status_of(error: Exception) -> Status:
     # A class of a room of its own, which derives from one of these, has that one's code.
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Code.INTERNAL)
     return Status(code, _cut(str(error)), trailers)
+
+
+def error_of(code: int, text: str, retry_after_s: float | None = None) -> InferenceError:
+    """The error with this status, which another server has answered; one of an unknown code is INTERNAL."""
+    if code == Code.RESOURCE_EXHAUSTED:
+        if retry_after_s is None:
+            return errors.ResourceExhaustedError(text)
+        return QueueFullError(text, retry_after_s=retry_after_s)
+    if code == Code.UNAVAILABLE:
+        return UnavailableError(text, retry_after_s=retry_after_s)
+    return next((kind(text) for kind, known in CODES.items() if known == code), errors.BackendError(text))
 
 
 def _cut(text: str) -> str:

@@ -58,6 +58,7 @@ ROLES: dict[str, Role] = {
         for kind in ("System", "Cuda")
         for what in ("Status", "Register", "Unregister")
     },
+    "/halfserve.Cluster/Watch": Role.INFER,
     **{f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": Role.INFER for version in ("v1", "v1alpha")},
 }
 OPEN_PATHS = re.compile("/v2/health/(live|ready)")

@@ -25,6 +25,8 @@ class Handover(NamedTuple):
         place: of the worker among those that serve together, from 1 on.
         places: how many serve together.
         folder: which those share (see serve/members); empty for a worker that serves alone.
+        member: id of the worker in a cluster, whose agent has started it and shares the folder; empty outside of a cluster.
+        parent: process that has started the worker, with which it ends at once; 0 for one that ends when its lifeline does.
     """
 
     sockets: Sockets
@@ -34,6 +36,8 @@ class Handover(NamedTuple):
     place: int = 1
     places: int = 1
     folder: str = ""
+    member: str = ""
+    parent: int = 0
 
     def to_text(self) -> str:
         return json.dumps(self._asdict())
@@ -46,7 +50,7 @@ class Handover(NamedTuple):
             ValueError: the text is not a handover.
         """
         fields = _fields(text, cls._fields)
-        numbers = (fields["lifeline"], fields["ready"], fields["restarts"], fields["place"], fields["places"])
+        numbers = (fields[name] for name in ("lifeline", "ready", "restarts", "place", "places", "parent"))
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("a descriptor is no number")
         return cls(**fields)

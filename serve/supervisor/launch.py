@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import shutil
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SERVE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `serve`
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line_format: LineFormat = LineFormat.TEXT) -> None:
@@ -133,6 +135,14 @@ class SupervisorLink:
             self._ready = None
 
 
+def end_with(parent: int) -> None:
+    """Have the system kill this process when the thread that started it ends, or end here if that is gone already (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
     """The link to the supervisor that started this process; None without one. Child processes inherit nothing of it.
 
@@ -144,6 +154,8 @@ def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
         return None
     try:
         given = Handover.from_text(text)
+        if given.parent:
+            end_with(given.parent)
         for descriptor in (given.lifeline, given.ready):
             os.set_inheritable(descriptor, False)
         sockets = {name: [socket.socket(fileno=number) for number in numbers] for name, numbers in given.sockets.items()}

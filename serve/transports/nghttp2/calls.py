@@ -229,6 +229,8 @@ class Calls:
             return partial(MethodCall, encoding=encoding, method=unary if given is None else given.unary(unary))
         method = service.streams.get(name)
         if method is not None:
+            if method.with_headers is not None:
+                method = method.with_headers(headers)
             method = method if given is None else given.stream(method)
             return partial(StreamCall, encoding=encoding, method=method, time_left_s=time_left)
         return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
@@ -247,7 +249,8 @@ class _InferOpener:
         time_left_s: float | None,
         given: AccessGrant | None,
     ) -> None:
-        self._plain: WatchableInference = service.inference
+        plain = service.inference if service.inference_with is None else service.inference_with(headers)
+        self._plain: WatchableInference = plain
         self._observed: ObservedInference | None = None
         self._observability = service.observability
         self._headers = headers

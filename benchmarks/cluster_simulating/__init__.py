@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.cluster_simulation`: virtual time, and members that are not there."""

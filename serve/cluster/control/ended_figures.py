@@ -1,0 +1,141 @@
+"""What members that have ended counted: exact once their last figures are known, estimated from their reports before."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.cluster.reports import ModelReport
+from halfserve.serve.members.figures import Figures
+from halfserve.serve.members.merging import counters_of, with_statistics
+
+EXACT = 32  # figures that are kept apart before they are added up, as adding takes some ms
+ESTIMATED = 32  # members whose exact figures may still come
+KNOWN = 1024  # ids whose figures are in the total
+
+
+class EndedFigures:
+    """The figures of all members that have ended, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._total = Figures().to_bytes()
+        self._exact: list[bytes] = []
+        self._estimated: dict[str, bytes] = {}
+        self._known: dict[str, None] = {}
+
+    def end(self, member: str, figures: bytes, *, exact: bool) -> bool:
+        """Count a member's last figures, in place of an estimate. Returns whether they were news.
+
+        Args:
+            member: its id.
+            figures: `Figures.to_bytes()`.
+            exact: no better ones can come.
+        """
+        if member in self._known:
+            return False
+        self._estimated.pop(member, None)
+        if exact:
+            self._settle(member, figures)
+        else:
+            self._estimated[member] = figures
+            while len(self._estimated) > ESTIMATED:
+                oldest = next(iter(self._estimated))
+                self._settle(oldest, self._estimated.pop(oldest))
+        return True
+
+    def revive(self, member: str) -> bool:
+        """Count an estimate no more: the member reports again. Returns whether there was one."""
+        return self._estimated.pop(member, None) is not None
+
+    def has(self, member: str) -> bool:
+        """Whether a member's exact figures are counted."""
+        return member in self._known
+
+    def all(self) -> list[bytes]:
+        """What to add up."""
+        return [self._total, *self._exact, *self._estimated.values()]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for `from_json`."""
+        return {
+            "total": _text(added(self._total, *self._exact).to_bytes()),
+            "estimated": {member: _text(figures) for member, figures in self._estimated.items()},
+            "known": list(self._known),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> EndedFigures:
+        """What `to_json` has made."""
+        made = cls()
+        made._total = base64.b64decode(content["total"])
+        made._estimated = {member: base64.b64decode(text) for member, text in content["estimated"].items()}
+        made._known = dict.fromkeys(content["known"])
+        return made
+
+    def _settle(self, member: str, figures: bytes) -> None:
+        self._exact.append(_counters(figures))
+        self._known[member] = None
+        if len(self._known) > KNOWN:
+            del self._known[next(iter(self._known))]
+        if len(self._exact) > EXACT:
+            self._total, self._exact = added(self._total, *self._exact).to_bytes(), []
+
+
+def added(*all_figures: bytes) -> Figures:
+    """The sum of the figures of several members."""
+    total = Figures()
+    for figures in all_figures:
+        total.add(Figures.from_bytes(figures))
+    return total
+
+
+def estimate(figures: bytes | None, then: Mapping[str, ModelReport], now: Mapping[str, ModelReport]) -> bytes:
+    """The figures of a member that has ended without a word.
+
+    Args:
+        figures: its last ones; None for none.
+        then: its models when it reported them.
+        now: its models in its last report.
+    """
+    made = Figures() if figures is None else Figures.from_bytes(figures)
+    for name, model in now.items():
+        before = then.get(name, ModelReport())
+        if model.requests > before.requests or model.failures > before.failures:
+            _count(_statistics_of(made.statistics, name, model.versions), before, model)
+    made.metrics = with_statistics(counters_of(made.metrics), made.statistics)
+    return made.to_bytes()
+
+
+def _statistics_of(statistics: pb.ModelStatisticsResponse, name: str, versions: tuple[str, ...]) -> pb.ModelStatistics:
+    """Those of the newest version: reports do not tell versions apart."""
+    known = [one for one in statistics.model_stats if one.name == name]
+    version = max(versions or tuple(one.version for one in known) or ("1",), key=lambda number: (len(number), number))
+    return next((one for one in known if one.version == version), None) or statistics.model_stats.add(
+        name=name, version=version
+    )
+
+
+def _count(statistics: pb.ModelStatistics, before: ModelReport, now: ModelReport) -> None:
+    answered, stats = now.requests - before.requests, statistics.inference_stats
+    statistics.inference_count += now.rows - before.rows
+    queue_ns, compute_ns = now.queue_ns - before.queue_ns, now.compute_ns - before.compute_ns
+    for duration, count, ns in (
+        (stats.success, answered, queue_ns + compute_ns),
+        (stats.queue, answered, queue_ns),
+        (stats.compute_infer, answered, compute_ns),
+        (stats.fail, now.failures - before.failures, 0),
+    ):
+        duration.count += count
+        duration.ns += ns
+
+
+def _counters(figures: bytes) -> bytes:
+    read = Figures.from_bytes(figures)
+    read.metrics = counters_of(read.metrics)
+    return read.to_bytes()
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

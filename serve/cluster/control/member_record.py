@@ -1,0 +1,191 @@
+"""What the controller knows of one member: its reports, what it was given, and its load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from halfserve.protos import cluster_pb2
+from halfserve.serve.cluster.autoscaling import MemberLoad
+from halfserve.serve.cluster.control.ended_figures import estimate
+from halfserve.serve.cluster.reports import ModelReport, Orders, Report
+
+WINDOW_S = 2.0  # loads are means over at least so long
+NOTHING = ModelReport()  # of a model that a member does not know
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLoad:
+    """What a model has done lately, at one member or at several.
+
+    Attributes:
+        requests_s: requests answered per second.
+        compute: batches that compute at once, on average.
+    """
+
+    requests_s: float = 0.0
+    compute: float = 0.0
+
+    def __add__(self, other: ModelLoad) -> ModelLoad:
+        return ModelLoad(requests_s=self.requests_s + other.requests_s, compute=self.compute + other.compute)
+
+
+@dataclass(kw_only=True)
+class Given:
+    """What a member was told last."""
+
+    generations: Mapping[str, int]
+    directory: int = 0
+    figures: int = 0
+    memory: int = 0
+    drain: bool = False
+
+
+class MemberRecord:
+    """One member. Lives on the event loop.
+
+    Attributes:
+        report: the last one.
+        reported_at: when it came, in seconds of the controller's clock.
+        joined_at: when the first one came.
+        figures: the last ones that came; None before.
+        figures_number: what they answer.
+        profile: what others see of it, to be compared with the one before.
+        drains: the member was told to leave.
+        given: what it was told.
+    """
+
+    def __init__(self, report: Report, now: float) -> None:
+        self.report = report
+        self.joined_at = self.reported_at = now
+        self.figures: bytes | None = None
+        self.figures_number = 0
+        self.profile: object = None
+        self.drains = False
+        self.given = Given(generations={})
+        self._figures_models: Mapping[str, ModelReport] = {}
+        self._history: deque[tuple[float, Report]] = deque()
+        self._poll: asyncio.Future[bool] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.report.member
+
+    @property
+    def title(self) -> str:
+        """The member as people know it."""
+        return f"member {self.id} on {self.report.machine} ({self.report.grpc_address})"
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.drains or self.report.is_draining
+
+    def model(self, name: str) -> ModelReport:
+        """What it reports of a model."""
+        return self.report.models.get(name, NOTHING)
+
+    def serves(self, name: str) -> bool:
+        return self.model(name).is_served
+
+    def take(self, report: Report, now: float) -> None:
+        """Have a report."""
+        self.report, self.reported_at = report, now
+        served = frozenset(name for name, model in report.models.items() if model.is_served)
+        failed = frozenset(name for name, model in report.models.items() if model.error)
+        self.profile = (report.grpc_address, report.http_address, report.is_draining, served, failed)
+        self._history.append((now, report))
+        while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
+            self._history.popleft()
+        if report.figures is not None and report.figures_number >= self.figures_number:
+            self.figures, self.figures_number, self._figures_models = report.figures, report.figures_number, report.models
+
+    def last_figures(self) -> bytes:
+        """Its figures as of its last report, for a member that has ended without a word."""
+        return estimate(self.figures, self._figures_models, self.report.models)
+
+    def entry(self) -> cluster_pb2.Member:
+        """Its place in the directory."""
+        states = cluster_pb2.Member.State
+        return cluster_pb2.Member(
+            id=self.id,
+            grpc_address=self.report.grpc_address,
+            http_address=self.report.http_address,
+            state=states.DRAINING if self.is_leaving else states.SERVING,
+            models=sorted(name for name, model in self.report.models.items() if model.is_served),
+        )
+
+    def load(self) -> MemberLoad:
+        """What it has done lately."""
+        (began, first), (ended, last) = self._history[0], self._history[-1]
+        computed = queued = answered = failed = refused = 0
+        for name, now in last.models.items():
+            then = first.models.get(name, NOTHING)
+            computed += now.compute_ns - then.compute_ns
+            queued += now.queue_ns - then.queue_ns
+            answered += now.requests - then.requests
+            failed += now.failures - then.failures
+            refused += now.refusals - then.refusals
+        asked, slots_ns = answered + failed + refused, (ended - began) * 1e9 * max(last.compute_slots, 1)
+        return MemberLoad(
+            busy=computed / slots_ns if slots_ns else 0.0,
+            queue_s=queued / answered / 1e9 if answered else 0.0,
+            refused=refused / asked if asked else 0.0,
+        )
+
+    def model_load(self, name: str) -> ModelLoad:
+        """What one of its models has done lately."""
+        (began, first), (ended, last) = self._history[0], self._history[-1]
+        if ended == began:
+            return ModelLoad()
+        then, now = first.models.get(name, NOTHING), last.models.get(name, NOTHING)
+        return ModelLoad(
+            requests_s=(now.requests - then.requests) / (ended - began),
+            compute=(now.compute_ns - then.compute_ns) / 1e9 / (ended - began),
+        )
+
+    async def wait(self, limit_s: float) -> bool:
+        """Wait until there is something new for this member, at most `limit_s` seconds.
+
+        Returns:
+            Whether this is still its last report: a later one ends the wait.
+        """
+        self.wake(is_last=False)
+        poll = self._poll = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(limit_s):
+                is_last: bool = await poll
+        except TimeoutError:
+            is_last = True
+        finally:
+            if self._poll is poll:
+                self._poll = None
+        return is_last
+
+    def wake(self, *, is_last: bool = True) -> None:
+        """End the wait."""
+        poll, self._poll = self._poll, None
+        if poll is not None and not poll.done():
+            poll.set_result(is_last)
+
+    def is_news(self, orders: Orders, directory: int) -> bool:
+        """Whether orders have something that it was not told yet; `directory` is the version of the present one."""
+        given = self.given
+        return (
+            {name: order.generation for name, order in orders.models.items()} != given.generations
+            or (orders.directory is not None and directory > given.directory)
+            or orders.figures_number > given.figures
+            or orders.memory is not None
+            or orders.drain != given.drain
+        )
+
+    def tell(self, orders: Orders, *, directory: int, memory: int) -> None:
+        """Remember what it was told."""
+        self.given = Given(
+            generations={name: order.generation for name, order in orders.models.items()},
+            directory=directory,
+            figures=orders.figures_number,
+            memory=memory,
+            drain=orders.drain,
+        )

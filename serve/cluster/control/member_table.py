@@ -1,0 +1,148 @@
+"""The members of a cluster as their reports show them: leases, the directory, and who waits for news."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from halfserve.protos import cluster_pb2
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Report
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1  # between two looks at leases
+STALL_S = 1.0  # a look that is so late says that the controller stood still, and no member is to blame
+PUBLISH_S = 0.05  # between two directories, at least
+DIRECTORY_BYTES_S = 50e6  # of directories that all members are sent; large clusters have fewer, later ones
+
+
+class MemberTable:
+    """All members that have reported within a lease. Lives on the event loop.
+
+    Attributes:
+        members: by id, in the order they have joined.
+        version: of the directory; 0 before the first.
+        directory: serialized.
+        clock: seconds that only grow.
+        is_public: whether there may be directories yet.
+    """
+
+    def __init__(self, clock: Callable[[], float], look: Callable[[float], None], lost: Callable[[MemberRecord], None]) -> None:
+        """A table without members.
+
+        Args:
+            clock: seconds that only grow, in step with the event loop's time.
+            look: called every TICK_S, with the time.
+            lost: called with a member that has not reported for a lease, and is no member any more.
+        """
+        self.members: dict[str, MemberRecord] = {}
+        self.version = 0
+        self.directory = b""
+        self.is_public = False
+        self.clock = clock
+        self._look_outside = look
+        self._lost = lost
+        self._is_stale = True
+        self._publish_at = 0.0
+        self._publishing: asyncio.TimerHandle | None = None
+        self._looked_at = 0.0
+        self._looking: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+
+    def take(self, report: Report) -> tuple[MemberRecord, bool]:
+        """Have a report. Returns the member, and whether what matters to others has changed."""
+        now = self.clock()
+        record = self.members.get(report.member)
+        before = None if record is None else record.profile
+        if record is None:
+            record = self.members[report.member] = MemberRecord(report, now)
+            logger.info("%s has joined", record.title)
+        record.take(report, now)
+        if record.profile != before:
+            self.changed(record)
+        self.tell_news()
+        return record, record.profile != before
+
+    def end(self, member: str) -> None:
+        """A member is none any more."""
+        record = self.members.pop(member, None)
+        if record is not None:
+            record.wake(is_last=False)
+            self.changed()
+
+    def learn_version(self, version: int) -> None:
+        """Another controller has published a directory of this version: later ones have larger numbers."""
+        if version > self.version:
+            self.version = version
+            self._is_stale = True
+            self.changed()
+
+    def changed(self, record: MemberRecord | None = None) -> None:
+        """The directory is not the present one any more, and there may be new orders for a member."""
+        self._is_stale = True
+        if record is not None:
+            record.wake()
+        self.tell_news()
+        if self._publishing is None and self.is_public:
+            after = max(0.0, self._publish_at - self.clock())
+            self._publishing = asyncio.get_running_loop().call_later(after, self._publish)
+
+    def wake_all(self) -> None:
+        """There may be new orders for all members."""
+        for record in self.members.values():
+            record.wake()
+        self.tell_news()
+
+    def tell_news(self) -> None:
+        """Have all that wait in `until` look again."""
+        self._news.set()
+        self._news.clear()
+
+    async def until(self, holds: Callable[[], bool], limit_s: float | None = None) -> bool:
+        """Wait until something holds that reports may change, at most `limit_s` seconds. Returns whether it does."""
+        ends = None if limit_s is None else self.clock() + limit_s
+        self.look_regularly()
+        while not holds():
+            left = REPORT_S if ends is None else min(REPORT_S, ends - self.clock())
+            if left <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+        return True
+
+    def look_regularly(self) -> None:
+        """Look at leases from now on, as long as there are members or directories have not begun."""
+        if self._looking is None:
+            self._looked_at = self.clock()
+            self._looking = asyncio.get_running_loop().call_later(TICK_S, self._look)
+
+    def _look(self) -> None:
+        now = self.clock()
+        late, self._looked_at = now - self._looked_at - TICK_S, now
+        self._looking = None
+        self._look_outside(now)
+        for record in list(self.members.values()):
+            if late > STALL_S:
+                record.reported_at = now
+            elif now - record.reported_at > LEASE_S:
+                logger.warning("%s has not reported for %g s, and is a member no more", record.title, LEASE_S)
+                self.end(record.id)
+                self._lost(record)
+        if self.members or not self.is_public:
+            self.look_regularly()
+
+    def _publish(self) -> None:
+        self._publishing = None
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        self.version += 1
+        entries = [record.entry() for record in self.members.values()]
+        self.directory = cluster_pb2.Directory(version=self.version, members=entries).SerializeToString()
+        pause = max(PUBLISH_S, len(self.members) * len(self.directory) / DIRECTORY_BYTES_S)
+        self._publish_at = self.clock() + pause
+        self.wake_all()

@@ -1,0 +1,193 @@
+"""What changes the models of a cluster: one member decides on a load, and all others that shall serve the model follow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import lru_cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+from halfserve.serve.cluster.control.cluster_memory import ClusterMemory
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_table import MemberTable
+from halfserve.serve.cluster.control.placed_models import PlacedModels
+from halfserve.serve.cluster.reports import ModelOrder
+from halfserve.serve.engine.errors import (
+    FailedPreconditionError,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+logger = logging.getLogger(__name__)
+
+# How the status of a member's failure is raised again; all others become FailedPreconditionError.
+RAISED: dict[str, Callable[[str], InferenceError]] = {
+    "INVALID_ARGUMENT": InvalidArgumentError,
+    "NOT_FOUND": NotFoundError,
+    "UNAVAILABLE": UnavailableError,
+    "UNIMPLEMENTED": UnsupportedError,
+}
+
+
+class ModelRollout:
+    """The orders of all members, and how they change. Lives on the event loop. What was begun is finished in any case."""
+
+    def __init__(self, table: MemberTable, memory: ClusterMemory, placed: PlacedModels) -> None:
+        self._table = table
+        self._members = table.members
+        self._memory = memory
+        self._placed = placed
+        self._trials: dict[str, tuple[str, ModelOrder]] = {}  # by model: the member that decides, and what it shall load
+        self._coming = set[str]()  # models that are being loaded, for which a place is needed
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def load(self, name: str, request: bytes) -> None:
+        """Load a model, or load it again. Returns when all members that shall serve it do.
+
+        Args:
+            name: of the model.
+            request: serialized RepositoryModelLoadRequest; empty for the model as it is in the repository.
+
+        Raises:
+            UnavailableError: there is no member.
+            InferenceError: the first member refused it, and all serve what they did; or another one refused it then.
+        """
+        await self._finish(self._load(name, request))
+
+    async def unload(self, name: str) -> None:
+        """Unload a model. Returns when no member serves it any more.
+
+        Raises:
+            NotFoundError: it is not loaded.
+        """
+        self.require(name)
+        await self._finish(self._unload(name))
+
+    def require(self, name: str) -> None:
+        """Check that a model is one that shall be served.
+
+        Raises:
+            NotFoundError: it is not.
+        """
+        if name not in self._memory.loaded:
+            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+
+    def review(self) -> None:
+        """Place the models again if it is time."""
+        models: dict[str, ModelOrder | None] = dict.fromkeys(self._coming)
+        if self._placed.review(self._members.values(), models | self._memory.loaded, self._table.clock()):
+            self._table.wake_all()
+
+    def orders(self, record: MemberRecord) -> dict[str, ModelOrder]:
+        """What a member shall serve now."""
+        tried = {name for name, (member, _) in self._trials.items() if member == record.id}
+        names = {*self._placed.orders(record, self._memory.loaded, self._members), *tried}
+        return {name: self._order(record, name) for name in names}
+
+    def _order(self, record: MemberRecord, name: str) -> ModelOrder:
+        member, trial = self._trials.get(name, ("", None))
+        reported = record.model(name)
+        order = trial if trial is not None and member == record.id else self._memory.loaded[name]
+        if reported.generation == order.generation:
+            return carried_out(order.generation)
+        if reported.generation > order.generation and reported.error and reported.is_served:
+            # It was the first to try this, and failed; it serves what it did before.
+            return carried_out(reported.generation)
+        return order
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _load(self, name: str, request: bytes) -> None:
+        async with self._lock(name):
+            order = self._memory.order(name, request)
+            self._coming.add(name)
+            try:
+                self._placed.expire()
+                self.review()
+                await self._try(name, order)
+            finally:
+                self._coming.discard(name)
+                self._placed.expire()
+            self._memory.models = {**self._memory.loaded, name: order}
+            self._memory.changed()
+            self._table.wake_all()
+
+            def waits() -> list[MemberRecord]:
+                return [one for one in self._servers(name) if one.model(name).generation < order.generation]
+
+            def refused() -> list[MemberRecord]:
+                return [one for one in self._servers(name) if _has_failed(one, name, order)]
+
+            await self._table.until(lambda: bool(refused()) or not waits())
+            if refused():
+                first = refused()[0]
+                raise FailedPreconditionError(f"{first.title} refused what others have done: {first.model(name).error}")
+
+    async def _try(self, name: str, order: ModelOrder) -> None:
+        """Have one member carry out an order, which is one for all then.
+
+        Raises:
+            InferenceError: it refused.
+            UnavailableError: there is no member.
+        """
+        try:
+            while (first := await self._decided(name, order)) is None:
+                logger.info("another member decides on %s, as the first one is gone", name)
+        finally:
+            self._trials.pop(name, None)
+            self._table.wake_all()
+        if _has_failed(first, name, order):
+            failed = first.model(name)
+            raise RAISED.get(failed.status, FailedPreconditionError)(failed.error)
+
+    async def _decided(self, name: str, order: ModelOrder) -> MemberRecord | None:
+        """The member that has carried out an order, or refused it; None if it has ended before."""
+        first = next(iter(self._servers(name)), None)
+        if first is None and any(not one.is_leaving for one in self._members.values()):
+            raise FailedPreconditionError(
+                f"no member has the memory for model {name!r}; start members with more, or unload other models"
+            )
+        if first is None:
+            raise UnavailableError("the cluster has no member now; wait until one has started")
+        self._trials[name] = first.id, order
+        first.wake()
+        await self._table.until(lambda: first.id not in self._members or first.model(name).generation >= order.generation)
+        return first if first.id in self._members else None
+
+    async def _unload(self, name: str) -> None:
+        async with self._lock(name):
+            self.require(name)
+            self._memory.models = {one: order for one, order in self._memory.loaded.items() if one != name}
+            self._placed.expire()
+            self._memory.changed()
+            self._table.wake_all()
+            await self._table.until(lambda: not any(one.serves(name) for one in self._members.values() if not one.is_leaving))
+
+    def _servers(self, name: str) -> list[MemberRecord]:
+        """The members that shall serve a model: those that do first, then in the order they have joined."""
+        found = [one for one in self._members.values() if not one.is_leaving and self._placed.has(one, name)]
+        return sorted(found, key=lambda one: not one.serves(name))
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+
+@lru_cache(maxsize=4096)
+def carried_out(generation: int) -> ModelOrder:
+    """An order that a member has reported already."""
+    return ModelOrder(generation=generation, request=b"")
+
+
+def _has_failed(record: MemberRecord, name: str, order: ModelOrder) -> bool:
+    model = record.model(name)
+    return model.generation == order.generation and bool(model.error)

@@ -1,0 +1,119 @@
+"""The placement of a cluster as it goes on: demand that is measured over time, and moves that leave no model unserved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.placement import MemberRoom, ModelDemand, Placement, place
+from halfserve.serve.cluster.reports import ModelOrder
+
+REVIEW_S = 5.0  # between two decisions, where no member and no model has come or gone
+RISE, FALL = 0.5, 0.1  # how much of a change of demand one review believes: models become hot at once, and cool down slowly
+
+
+class PlacedModels:
+    """Which members shall serve which models. With no limit, all serve all."""
+
+    def __init__(self, models_per_member: int) -> None:
+        """No placement yet; `models_per_member`: 0 for no limit."""
+        self._most = models_per_member
+        self._placement: Placement = {}
+        self._demand: dict[str, float] = {}
+        self._refused: dict[tuple[str, str], int] = {}  # member, model: the generation that it could not load
+        self._review_at = 0.0
+        self._is_stale = True
+
+    def expire(self) -> None:
+        """A member or a model has come or gone, or a load has failed: decide again."""
+        self._is_stale = True
+
+    def review(self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None], now: float) -> bool:
+        """Decide again if it is time. Returns whether anything changes.
+
+        Args:
+            members: all; those that are leaving serve nothing new.
+            models: all that shall be served, with their orders; None for one that is being tried.
+            now: in seconds.
+        """
+        if not self._most or not (self._is_stale or now >= self._review_at):
+            return False
+        if now >= self._review_at:
+            self._measure(members, models)
+            self._review_at = now + REVIEW_S
+        self._is_stale = False
+        staying = [record for record in members if not record.is_leaving]
+        self._remember_refusals(staying, models)
+        wanted = [ModelDemand(name=name, demand=self._demand.get(name, 0.0), size=largest(members, name)) for name in models]
+        ids = {record.id for record in staying}
+        held = {name for name, holders in self._placement.items() if holders & ids}
+        rooms = [self._room(record, models, held) for record in staying]
+        before, self._placement = self._placement, place(wanted, rooms, self._most)
+        return before != self._placement
+
+    def has(self, record: MemberRecord, name: str) -> bool:
+        """Whether a member shall serve a model."""
+        return not self._most or record.id in self._placement.get(name, ())
+
+    def orders(self, record: MemberRecord, names: Iterable[str], members: Mapping[str, MemberRecord]) -> list[str]:
+        """The models that a member shall serve now: those placed there, and those that wait for their new place.
+
+        A model that does not fit beside what waits has to wait itself.
+        """
+        if not self._most:
+            return list(names)
+        placed = {name for name in names if self.has(record, name)}
+        waiting = [
+            name for name in names if name not in placed and record.serves(name) and not self._is_elsewhere(name, members)
+        ]
+        served = {name for name, model in record.report.models.items() if model.is_served}
+        if not record.report.memory_size or served <= placed:
+            return [*placed, *waiting]
+        used = sum(record.model(name).size for name in served)
+        found = [*(placed & served), *waiting]
+        for name in sorted(placed - served, key=lambda name: (name not in record.given.generations, name)):
+            used += largest(members.values(), name)
+            if used <= record.report.memory_size:
+                found.append(name)
+        return found
+
+    def _is_elsewhere(self, name: str, members: Mapping[str, MemberRecord]) -> bool:
+        """Whether all members that shall serve a model do."""
+        placed = [members[one] for one in self._placement.get(name, ()) if one in members]
+        return bool(placed) and all(one.serves(name) for one in placed)
+
+    def _room(self, record: MemberRecord, models: Iterable[str], held: Collection[str]) -> MemberRoom:
+        """A member, with the models placed there; it may also have what was placed by an earlier controller."""
+        return MemberRoom(
+            id=record.id,
+            memory_size=record.report.memory_size,
+            serves=frozenset(name for name in models if (self.has(record, name) if name in held else record.serves(name))),
+            refuses=frozenset(name for name in models if (record.id, name) in self._refused),
+        )
+
+    def _measure(self, members: Collection[MemberRecord], models: Iterable[str]) -> None:
+        measured = {name: sum(record.model_load(name).compute for record in members) for name in models}
+        for name, demand in measured.items():
+            before = self._demand.get(name, demand)
+            measured[name] = before + (RISE if demand > before else FALL) * (demand - before)
+        self._demand = measured
+
+    def _remember_refusals(self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None]) -> None:
+        ordered = {name: order.generation for name, order in models.items() if order is not None}
+        ids = {record.id for record in members}
+        found = {
+            (member, name): generation
+            for (member, name), generation in self._refused.items()
+            if member in ids and ordered.get(name) == generation
+        }
+        for record in members:
+            for name, generation in ordered.items():
+                model = record.model(name)
+                if model.error and not model.is_served and model.generation == generation:
+                    found[record.id, name] = generation
+        self._refused = found
+
+
+def largest(members: Iterable[MemberRecord], name: str) -> int:
+    """Bytes of a model, where it takes most."""
+    return max((record.model(name).size for record in members), default=0)

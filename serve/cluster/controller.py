@@ -1,0 +1,346 @@
+"""The controller of a cluster: knows the members by their reports, orders what they serve, and answers for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.cluster.autoscaling import MemberLoad
+from halfserve.serve.cluster.control.cluster_index import cluster_index, cluster_status
+from halfserve.serve.cluster.control.cluster_memory import ClusterMemory
+from halfserve.serve.cluster.control.ended_figures import added
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_table import MemberTable
+from halfserve.serve.cluster.control.model_rollout import ModelRollout, carried_out
+from halfserve.serve.cluster.control.placed_models import PlacedModels
+from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Orders, Report
+from halfserve.serve.engine.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
+from halfserve.serve.members.figures import Figures
+from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
+from halfserve.serve.protocol.service import SERVICE
+
+logger = logging.getLogger(__name__)
+
+FIGURES_S = 5.0  # for the figures of all members; longer than a lease, so that none is waited for that has ended
+UPLOAD_BYTES = 2**24  # of a model that a request brings along, as all agents keep it in memory
+KEEPERS = 32  # agents that keep the memory: those that have been there longest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerOptions:
+    """How a cluster is controlled.
+
+    Attributes:
+        models: to serve at the start; None for all of the repository.
+        models_per_member: how many models a member serves; 0 for all.
+    """
+
+    models: tuple[str, ...] | None = None
+    models_per_member: int = 0
+
+
+class Controller:
+    """Lives on one event loop; see `ControllerLink` for what agents ask of it."""
+
+    def __init__(self, options: ControllerOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """A controller that knows no member yet.
+
+        Args:
+            options: of the cluster.
+            clock: seconds that only grow, in step with the event loop's time.
+        """
+        self.id = uuid.uuid4().hex
+        self._options = options or ControllerOptions()
+        self._clock = clock
+        self._table = MemberTable(clock, self._look, self._lost)
+        self._members = self._table.members
+        self._memory = ClusterMemory()
+        self._placed = PlacedModels(self._options.models_per_member)
+        self._rollout = ModelRollout(self._table, self._memory, self._placed)
+        self._recovered_at: float | None = clock() + LEASE_S  # None: it has
+        self._follows = False  # another controller, as reports show
+        self._figures_number = 0
+        self._calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
+            f"/{SERVICE}/RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
+            f"/{SERVICE}/RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load_request),
+            f"/{SERVICE}/RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload_request),
+            f"/{SERVICE}/ModelStatistics": (pb.ModelStatisticsRequest, self._statistics),
+            f"/{SERVICE}/ModelReady": (pb.ModelReadyRequest, self._model_ready),
+        }
+
+    async def exchange(self, report: Report) -> Orders:
+        """Take a member's report and answer with its orders: at once if they are news to it, else within REPORT_S.
+
+        A later report of the same member ends the wait of an earlier one.
+        """
+        self._table.look_regularly()
+        record = self._take(report)
+        if record is None:
+            if not report.has_ended:
+                await asyncio.sleep(REPORT_S)
+            return Orders(controller=self.id)
+        orders = self._orders(record)
+        if report.controller == self.id and not record.is_news(orders, self._table.version):
+            if not await record.wait(REPORT_S):
+                return orders
+            orders = self._orders(record)
+        record.tell(orders, directory=self._table.version, memory=self._memory.number)
+        return orders
+
+    async def call(self, path: str, request: bytes) -> bytes:
+        """Answer a management RPC for the whole cluster.
+
+        Args:
+            path: of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics or ModelReady.
+            request: serialized.
+
+        Returns:
+            The serialized answer.
+
+        Raises:
+            InferenceError: it cannot be done, and why.
+        """
+        if path not in self._calls:
+            raise UnsupportedError(f"a cluster does not answer {path}; ask one of its members")
+        kind, answer = self._calls[path]
+        message = kind()
+        try:
+            message.ParseFromString(request)
+        except DecodeError:
+            raise InvalidArgumentError(f"the request of {path} is no {kind.DESCRIPTOR.name}") from None
+        repository: str = getattr(message, "repository_name", "")
+        if repository:
+            raise InvalidArgumentError(f"repository {repository!r} is not known; there is one, without a name")
+        await self._table.until(lambda: self._recovered_at is None)
+        return (await answer(message)).SerializeToString()
+
+    async def metrics(self) -> tuple[bytes, str]:
+        """The Prometheus metrics of all members together, and their content type.
+
+        Raises:
+            UnavailableError: a member did not answer in time.
+        """
+        await self._table.until(lambda: self._recovered_at is None)
+        total = await self._figures()
+        texts = MetricTexts()
+        texts.add(total.metrics)
+        return texts.joined(), CONTENT_TYPE
+
+    def status(self) -> dict[str, Any]:
+        """Members, machines and models with their loads, as plain values for tables and JSON."""
+        members = list(self._members.values())
+        return {
+            "controller": self.id,
+            "is_recovering": self._recovered_at is not None,
+            "directory_version": self._table.version,
+            **cluster_status(members, self._memory.loaded, self._placed.has, self._clock()),
+        }
+
+    def loads(self) -> dict[str, MemberLoad]:
+        """What each member that stays has done lately, by id: what autoscaling needs."""
+        return {record.id: record.load() for record in self._members.values() if not record.is_leaving}
+
+    def drain(self, member: str) -> None:
+        """Have a member take no new requests, answer all that it has, and leave.
+
+        Raises:
+            NotFoundError: there is no such member.
+        """
+        record = self._members.get(member)
+        if record is None:
+            raise NotFoundError(f"the cluster has no member {member!r}; its status lists them")
+        record.drains = True
+        self._placed.expire()
+        self._table.changed(record)
+
+    async def reload(self, model: str | None = None) -> None:
+        """Load a model, or all, again from the repository: at one member first, and if it succeeds at all others.
+
+        Raises:
+            NotFoundError: the model is not loaded.
+            InferenceError: the first member refused it, and all serve what they did; or another one refused it then.
+        """
+        await self._table.until(lambda: self._recovered_at is None)
+        if model is not None:
+            self._rollout.require(model)
+        for name in list(self._memory.loaded) if model is None else [model]:
+            if name in self._memory.loaded:  # still
+                await self._rollout.load(name, self._memory.loaded[name].request)
+
+    # What members report.
+
+    def _take(self, report: Report) -> MemberRecord | None:
+        """Learn what a report says; None for a member that has ended."""
+        self._learn(report)
+        for member, figures in report.left.items():
+            self._end(member, figures)
+        if report.has_ended:
+            self._end(report.member, report.figures)
+            return None
+        if self._memory.ended.has(report.member):  # a report that took longer than its successor
+            return None
+        if self._memory.ended.revive(report.member):
+            self._memory.changed()
+        record, has_changed = self._table.take(report)
+        if has_changed:
+            self._placed.expire()
+        if self._recovered_at is None:
+            self._begin()
+        return record
+
+    def _learn(self, report: Report) -> None:
+        """Take over what other controllers have decided."""
+        if self._recovered_at is not None:
+            if report.controller and report.controller != self.id and not self._follows:
+                self._follows, self._recovered_at = True, max(self._recovered_at, self._clock() + LEASE_S)
+            if report.memory is not None:
+                self._memory.adopt(report.memory)
+        self._memory.generation = max([self._memory.generation, *(one.generation for one in report.models.values())])
+        self._figures_number = max(self._figures_number, report.figures_number)
+        self._table.learn_version(report.directory_version)
+
+    def _end(self, member: str, figures: bytes | None) -> None:
+        """A member has ended, and left its last figures."""
+        record = self._members.get(member)
+        if record is not None:
+            logger.info("%s has left", record.title)
+            self._table.end(member)
+            if figures is None:
+                self._lost(record)
+        if figures is not None and self._memory.ended.end(member, figures, exact=True):
+            self._memory.changed()
+            self._table.wake_all()
+        self._placed.expire()
+
+    def _lost(self, record: MemberRecord) -> None:
+        """Its last report counts until better figures come."""
+        if self._memory.ended.end(record.id, record.last_figures(), exact=False):
+            self._memory.changed()
+            self._table.wake_all()
+        self._placed.expire()
+
+    def _look(self, now: float) -> None:
+        if self._recovered_at is not None and now >= self._recovered_at:
+            self._recover()
+        if self._recovered_at is None:
+            self._rollout.review()
+
+    def _recover(self) -> None:
+        """All that can still report has; from here on this controller decides."""
+        self._recovered_at = None
+        for member in self._members:
+            self._memory.ended.revive(member)
+        self._begin()
+        self._table.is_public = True
+        self._table.changed()
+        self._table.wake_all()
+
+    def _begin(self) -> None:
+        """Of a new cluster: serve the models of the start, once a member knows the repository."""
+        if self._memory.models is not None:
+            return
+        offered = {name for record in self._members.values() for name in record.report.models}
+        if offered:
+            self._memory.begin(offered if self._options.models is None else self._options.models)
+            self._placed.expire()
+            self._table.wake_all()
+
+    # What members are told.
+
+    def _orders(self, record: MemberRecord) -> Orders:
+        if self._recovered_at is not None:
+            kept = {
+                name: carried_out(model.generation)
+                for name, model in record.report.models.items()
+                if model.is_served or model.generation
+            }
+            return Orders(controller=self.id, models=kept)
+        memory, version = self._memory, self._table.version
+        keeps = record.given.memory != memory.number and record.id in self._keepers()
+        return Orders(
+            controller=self.id,
+            models=self._rollout.orders(record),
+            directory=self._table.directory if self._table.directory and record.report.directory_version != version else None,
+            figures_number=self._figures_number,
+            drain=record.drains,
+            memory=memory.to_bytes() if keeps else None,
+        )
+
+    def _keepers(self) -> Iterable[str]:
+        if len(self._members) <= KEEPERS:
+            return self._members
+        return list(islice(self._members, KEEPERS))
+
+    # What the cluster answers.
+
+    async def _load_request(self, request: pb.RepositoryModelLoadRequest) -> Message:
+        data = request.SerializeToString()
+        if len(data) > UPLOAD_BYTES:
+            raise InvalidArgumentError(
+                f"the request brings {len(data)} bytes of a model along, expected at most {UPLOAD_BYTES}, as every machine "
+                "keeps them in memory; put the model into the repository"
+            )
+        await self._rollout.load(request.model_name, data)
+        return pb.RepositoryModelLoadResponse()
+
+    async def _unload_request(self, request: pb.RepositoryModelUnloadRequest) -> Message:
+        for name in request.parameters:
+            if name != "unload_dependents":
+                raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'unload_dependents'")
+        await self._rollout.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def _index(self, request: pb.RepositoryIndexRequest) -> Message:
+        return cluster_index(list(self._members.values()), self._memory.loaded, self._placed.has, ready_only=request.ready)
+
+    async def _model_ready(self, request: pb.ModelReadyRequest) -> Message:
+        models = [one.model(request.name) for one in self._members.values() if not one.is_leaving]
+        ready = any(one.is_served and (not request.version or request.version in one.versions) for one in models)
+        return pb.ModelReadyResponse(ready=ready)
+
+    async def _statistics(self, request: pb.ModelStatisticsRequest) -> Message:
+        answer = (await self._figures()).statistics
+        if not request.name:
+            return answer
+        found = [one for one in answer.model_stats if one.name == request.name and request.version in {"", one.version}]
+        if not found:
+            what = f"model {request.name!r}" + (f" version {request.version!r}" if request.version else "")
+            raise NotFoundError(f"{what} is not served; RepositoryIndex lists what is")
+        return pb.ModelStatisticsResponse(model_stats=found)
+
+    async def _figures(self) -> Figures:
+        """The sum of all members, as of after the call.
+
+        Raises:
+            UnavailableError: a member did not answer in time.
+        """
+        self._figures_number += 1
+        number = self._figures_number
+        asked = set(self._members)
+        self._table.wake_all()
+
+        def missing() -> list[MemberRecord]:
+            return [one for one in self._members.values() if one.id in asked and one.figures_number < number]
+
+        if not await self._table.until(lambda: not missing(), FIGURES_S):
+            raise UnavailableError(
+                f"{missing()[0].title} has not reported its figures within {FIGURES_S:g} s; ask again in a moment",
+                retry_after_s=1.0,
+            )
+        living = [record.figures for record in self._members.values() if record.figures is not None]
+        # On a thread, as members wait for their orders meanwhile.
+        return await asyncio.to_thread(added, *self._memory.ended.all(), *living)

@@ -1,0 +1,122 @@
+"""Carries out what the controller orders a member to serve: loads and unloads, one at a time for each model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.cluster.reports import ModelOrder
+from halfserve.serve.cluster.server_link import ServerLink
+from halfserve.serve.engine.errors import InferenceError, NotFoundError, UnavailableError
+from halfserve.serve.members.cluster_service import LOAD, UNLOAD
+from halfserve.serve.protocol.status import status_name
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0  # before an order that could not be carried out for now (its repository is away) is tried again
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedOut:
+    """What became of the last order to load a model.
+
+    Attributes:
+        generation: of the order.
+        error: why it failed; "" if it did not.
+        status: name of the gRPC status of that failure; "" if it did not fail.
+        retry_s: when to try it again, on time.monotonic()'s clock; None: never.
+    """
+
+    generation: int
+    error: str = ""
+    status: str = ""
+    retry_s: float | None = None
+
+
+class ModelOrders:
+    """The orders to one server. Lives on the event loop.
+
+    Attributes:
+        done: of each model that was ordered, and is not unloaded.
+    """
+
+    def __init__(self, server: ServerLink, changed: Callable[[], None]) -> None:
+        """No orders yet; `changed` is called whenever `done` has changed."""
+        self.done: dict[str, CarriedOut] = {}
+        self._server = server
+        self._changed = changed
+        self._wanted: Mapping[str, ModelOrder] = {}
+        self._busy: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def are_carried_out(self) -> bool:
+        """Whether nothing is left to do, but for what has failed."""
+        return not self._busy
+
+    def follow(self, wanted: Mapping[str, ModelOrder]) -> None:
+        """Serve exactly these models from now on, by name."""
+        # The request comes once: an order that is known comes without it.
+        known = self._wanted
+        self._wanted = {
+            name: known[name] if name in known and known[name].generation == order.generation else order
+            for name, order in wanted.items()
+        }
+        for name in {*wanted, *self.done}:
+            self._go_on(name)
+
+    def close(self) -> None:
+        """Carry out nothing more; what the server has begun it finishes."""
+        self._wanted = {}
+        for task in self._busy.values():
+            task.cancel()
+
+    def _go_on(self, name: str) -> None:
+        if name in self._busy:
+            return
+        order, done = self._wanted.get(name), self.done.get(name)
+        if order is None:
+            if done is not None:
+                self._begin(name, partial(self._unload, name))
+        elif order.request and (done is None or done.generation != order.generation or self._is_due(done)):
+            self._begin(name, partial(self._load, name, order))
+
+    @staticmethod
+    def _is_due(done: CarriedOut) -> bool:
+        return done.retry_s is not None and time.monotonic() >= done.retry_s
+
+    def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        async def carry_out() -> None:
+            try:
+                await work()
+            finally:
+                del self._busy[name]
+            self._go_on(name)  # what was ordered meanwhile
+            self._changed()
+
+        self._busy[name] = asyncio.create_task(carry_out())
+
+    async def _load(self, name: str, order: ModelOrder) -> None:
+        done = CarriedOut(generation=order.generation)
+        try:
+            await self._server.call(LOAD, order.request, None)
+        except InferenceError as error:
+            later = time.monotonic() + RETRY_S if isinstance(error, UnavailableError) else None
+            done = replace(done, error=str(error), status=status_name(error), retry_s=later)
+            logger.warning("model %s cannot be loaded: %s", name, done.error, extra={"model": name})
+        self.done[name] = done
+
+    async def _unload(self, name: str) -> None:
+        request = pb.RepositoryModelUnloadRequest(model_name=name)
+        request.parameters["unload_dependents"].bool_param = True  # the steps of an ensemble, if it was loaded with them
+        try:
+            await self._server.call(UNLOAD, request.SerializeToString(), None)
+        except NotFoundError:  # its load had failed
+            pass
+        except InferenceError as error:
+            logger.warning("model %s cannot be unloaded: %s", name, error, extra={"model": name})
+        self.done.pop(name, None)

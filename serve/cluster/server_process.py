@@ -1,0 +1,219 @@
+"""The server that an agent starts: its ports, and its process, which ends with this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from halfserve.serve.supervisor.handover import GRPC, HTTP, METRICS, VARIABLE, Handover
+from halfserve.serve.supervisor.launch import SERVE_ROOT
+from halfserve.serve.supervisor.supervisor import in_words
+from halfserve.serve.transports.listening import Address, BindError, close, listen
+
+ROWS = 32  # of ports, that are tried
+LAST_LINES = 20  # of the server's log
+
+
+class AgentError(Exception):
+    """The server cannot be started, or has ended; the text is one line that says why."""
+
+
+class Ports:
+    """The sockets that a server listens on."""
+
+    def __init__(self, host: str, first: int, names: Sequence[str]) -> None:
+        """Listen on a row of free ports, one for each name.
+
+        Args:
+            host: to listen on.
+            first: port of the first row; 0 takes any free ports.
+            names: of the ports, in order.
+
+        Raises:
+            AgentError: none of the rows is free, or the host is not this machine's.
+        """
+        for row in range(ROWS):
+            opened: dict[str, list[socket.socket]] = {}
+            try:
+                for number, name in enumerate(names):
+                    port = first + row * len(names) + number if first else 0
+                    opened[name] = listen(Address(host, port, "first port"))
+            except BindError as error:
+                for sockets in opened.values():
+                    close(sockets)
+                refused = error
+            else:
+                self.sockets: Mapping[str, Sequence[socket.socket]] = opened
+                return
+        raise AgentError(f"no {len(names)} ports in a row are free from {first} on, in {ROWS} rows: {refused}")
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.sockets[name][0].getsockname()[1]) if name in self.sockets else 0
+
+    def close(self) -> None:
+        """Close this process's copies."""
+        for sockets in self.sockets.values():
+            close(sockets)
+
+
+class ServerProcess:
+    """A running `halfserve serve`. Lives on the event loop.
+
+    Attributes:
+        pid: 0 before it is started.
+        code: how it ended: an exit code, or a negative signal number; None before.
+        ended: set at its end.
+    """
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.code: int | None = None
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._starting: asyncio.Future[None] | None = None  # of the process
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._held = -1  # end of the pipe by whose end the server notices that this process is gone
+
+    async def start(self, path: str, arguments: Sequence[str], host: str, ports: Ports, folder: Path, member: str) -> None:
+        """Start it, and return once it is ready.
+
+        Args:
+            path: of the repository.
+            arguments: further options of `halfserve serve`.
+            host: that the ports are of.
+            ports: to listen on; they are closed here.
+            folder: for what server and agent share.
+            member: id of the server.
+
+        Raises:
+            AgentError: it cannot be started, or has ended before it was ready.
+        """
+        self._starting = started = self._loop.create_future()
+        lifeline, held = os.pipe()
+        ready_file, ready = os.pipe()
+        self._held = held
+        handover = Handover(
+            sockets={name: [one.fileno() for one in sockets] for name, sockets in ports.sockets.items()},
+            lifeline=lifeline,
+            ready=ready,
+            restarts=0,
+            folder=str(folder),
+            member=member,
+            parent=os.getpid(),
+        )
+        given = [*(one.fileno() for sockets in ports.sockets.values() for one in sockets), lifeline, ready]
+        command = [*_program(), "serve", path, "--model-control", "explicit", "--host", host, *_ports(ports), *arguments]
+        if "--lame-duck-seconds" not in arguments:  # for all clients to see it leave
+            command += ["--lame-duck-seconds", "1"]
+        environment = {**os.environ, VARIABLE: handover.to_text()}
+        # The system kills the server when the thread that started it ends: this one lives as long as the server.
+        threading.Thread(
+            target=self._live, args=(command, environment, given, started), name="halfserve server", daemon=True
+        ).start()
+        try:
+            await asyncio.shield(started)
+        except OSError as error:
+            os.close(held)
+            os.close(ready_file)
+            raise AgentError(f"the server cannot be started: {error.strerror}") from None
+        finally:
+            ports.close()
+            os.close(lifeline)
+            os.close(ready)
+        if not await self._is_ready(ready_file):
+            await self.ended.wait()
+            raise AgentError(f"the server cannot serve {path}: {self.why()}")
+
+    def why(self) -> str:
+        """How it ended, and the last line of its log where that says why."""
+        code = self.code or 0
+        last = next((line for line in reversed(self._lines) if line), "") if code > 0 else ""
+        return last or in_words(code)
+
+    def terminate(self) -> None:
+        """Have it drain, and end."""
+        if self.code is None and self.pid:
+            os.kill(self.pid, signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """Have it end, whether it was started, or its start has failed or is given up; return when it has ended."""
+        if self._starting is None:
+            return
+        await asyncio.wait([self._starting])
+        if self._starting.exception() is None:
+            self.terminate()
+            await self.ended.wait()
+
+    def _live(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        given: Sequence[int],
+        started: asyncio.Future[None],
+    ) -> None:
+        """Start the process and wait for its end; on a thread of its own."""
+        try:
+            # In a process group of its own: Ctrl-C in a terminal is for the agent, which drains it.
+            process = subprocess.Popen(command, env=environment, pass_fds=given, stderr=subprocess.PIPE, process_group=0)
+        except OSError as error:
+            self._tell(started.set_exception, error)
+            return
+        self.pid = process.pid
+        self._tell(started.set_result, None)
+        reader = threading.Thread(target=self._read_log, args=(process.stderr,), name="halfserve server log", daemon=True)
+        reader.start()
+        code = process.wait()
+        reader.join(1.0)  # a child of the server may hold the other end
+        self._tell(self._has_ended, code)
+
+    def _read_log(self, log: IO[bytes]) -> None:
+        with log:
+            for line in log:
+                text = line.decode(errors="replace")
+                self._lines.append(text.strip())
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
+
+    def _tell(self, call: object, *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]  # what comes is called with what it takes
+
+    def _has_ended(self, code: int) -> None:
+        self.code = code
+        os.close(self._held)
+        self.ended.set()
+
+    async def _is_ready(self, ready_file: int) -> bool:
+        """Wait for the server; False: it has ended."""
+        readable: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(ready_file, lambda: None if readable.done() else readable.set_result(None))
+        try:
+            await readable
+            return bool(os.read(ready_file, 1))
+        finally:
+            self._loop.remove_reader(ready_file)
+            os.close(ready_file)
+
+
+def _program() -> list[str]:
+    # -P: modules in the current folder must not hide ours, unless it is the folder that ours are in.
+    safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
+    return [sys.executable, *safe, "-m", "halfserve"]
+
+
+def _ports(ports: Ports) -> list[str]:
+    options = ["--grpc-port", str(ports[GRPC])]
+    if HTTP in ports.sockets:
+        options += ["--http-port", str(ports[HTTP]), "--metrics-port", str(ports[METRICS])]
+    return options

@@ -1,0 +1,160 @@
+"""A server that is a member of a cluster: an agent beside it has started it, reads its figures and speaks for the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import empty_pb2, wrappers_pb2
+from google.protobuf.message import Message
+
+from halfserve.protos.agent_pb2 import MemberState
+from halfserve.protos.cluster_pb2 import Directory
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.resource_limits import memory_limit_bytes
+from halfserve.serve.members.agent_questions import AgentQuestions
+from halfserve.serve.members.cluster_service import ClusterService
+from halfserve.serve.members.elsewhere import Elsewhere
+from halfserve.serve.members.lasting_counters import LastingCounters
+from halfserve.serve.members.siblings import Siblings
+from halfserve.serve.members.whole_service import FIGURES
+from halfserve.serve.protocol.rpcs import one_message
+from halfserve.serve.protocol.service import Service, StreamMethod
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.supervisor.handover import Handover
+from halfserve.serve.transports.listener import ConnectionLimit, LogThrottle
+from halfserve.serve.transports.transport import Transport, TransportName, make_transport
+
+logger = logging.getLogger(__name__)
+
+SOCKET = "server"  # its name in the folder, without the suffix
+STATE, PUBLISH = "/halfserve.Member/State", "/halfserve.Member/Publish"
+KEEP_S = 5.0  # between two writings of counters that are not exact at any time anyway
+LIST_S = 5.0  # between two looks at the repository, which may lie in object storage
+CLOSE_S = 0.5
+AGENT_BYTES = 2**32  # of messages of the agent: models' files
+
+
+class ClusterMember:
+    """A server and its agent share a folder for this server alone. Lives on the event loop."""
+
+    def __init__(self, given: Handover, core: InferenceCore, *, is_encrypted: bool) -> None:
+        """A member that listens to no agent yet; for `is_encrypted` see `Elsewhere`."""
+        self._folder = Path(given.folder)
+        # The lock tells other agents that this server lives, and systemd-tmpfiles that the folder is in use.
+        self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+        self._core = core
+        self._slots = 0 if core.slots is None else core.slots.free  # all of them, as there are no models yet
+        self._counters = LastingCounters(self._folder, core)
+        self._agent = AgentQuestions()
+        self._elsewhere = Elsewhere(given.member, core, is_encrypted=is_encrypted)
+        self._cluster = ClusterService(self._agent, self._elsewhere)
+        self._sockets = Siblings(self._folder, SOCKET)
+        self._transport: Transport | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sizes: dict[Model, int] = {}
+        core.figures.readings["processes"] = lambda: 1  # added up
+
+    def connections(self, most: float, reason: str) -> ConnectionLimit:
+        return ConnectionLimit(most, reason)
+
+    async def join(self, service: Service) -> None:
+        """Let the agent in, and have the service answer for the cluster; see `Membership.join`."""
+        own = Service(self._core, server_version=service.server_version, beside=service)
+        own.streams[FIGURES] = StreamMethod(empty_pb2.Empty, one_message(self._figures))
+        own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
+        own.streams[PUBLISH] = StreamMethod(Directory, one_message(self._cluster.publish), is_large=True)
+        self._agent.add_to(own)
+        guard, budget = PortSecurity(socket=self._folder), MemoryBudget(AGENT_BYTES)
+        self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, [self._sockets.listen()], budget=budget)
+        await self._transport.start()
+        self._follow()
+        self._core.on_change(self._follow)
+        service.spread = self._cluster.spread
+        service.spread(service)
+        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._list_models())]
+
+    async def all_here(self) -> None: ...
+
+    def retire(self) -> None:
+        """Send watchers to other members."""
+        self._cluster.close()
+
+    async def leave(self) -> None:
+        """Leave the counters behind."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+            with contextlib.suppress(OSError):  # the folder is gone with the agent
+                await self._counters.write()
+        self._agent.close()
+        await self._elsewhere.close()
+        await self._sockets.close()
+        if self._transport is not None:
+            await self._transport.stop(CLOSE_S)
+        os.close(self._held)
+
+    def _follow(self) -> None:
+        self._counters.follow()
+        self._sizes = {model: self._sizes.get(model) or _size(model) for model in self._core.models()}
+
+    async def _figures(self, _: Any) -> Message:
+        return wrappers_pb2.BytesValue(value=(await self._counters.figures()).to_bytes())
+
+    async def _state(self, _: Any) -> MemberState:
+        core = self._core
+        state = MemberState(
+            is_ready=core.is_ready,
+            directory_version=self._cluster.directory_version,
+            compute_slots=self._slots or max((len(model.backends) for model in core.models()), default=1) or 1,
+            memory_size=memory_limit_bytes() or 0,
+        )
+        sums = self._counters.sums()
+        for name in {*core.loadable, *sums}:
+            model = state.models[name]
+            model.is_served = bool(core.served(name)) and core.is_model_ready(name)
+            model.versions.extend(str(one.version) for one in core.served(name))
+            model.size = sum(self._sizes.get(one, 0) for one in core.served(name))
+            if name in sums:
+                counted = sums[name]
+                model.requests, model.rows = counted.requests, counted.rows
+                model.failures, model.refusals = counted.failures, counted.refusals
+                model.queue_ns, model.compute_ns = max(0, counted.queue_ns), max(0, counted.compute_ns)
+        return state
+
+    async def _list_models(self) -> None:
+        while True:
+            await self._core.refresh()
+            await asyncio.sleep(LIST_S)
+
+    async def _keep(self) -> None:
+        throttle = LogThrottle(logger.warning)
+        before: dict[str, object] = {}
+        while True:
+            await asyncio.sleep(KEEP_S)
+            now: dict[str, object] = dict(self._counters.sums())
+            if now != before:
+                before = now
+                try:
+                    await self._counters.write()
+                except OSError as error:
+                    throttle.say("the figures cannot be kept for the cluster: %s", error)
+
+
+def _size(model: Model) -> int:
+    """Bytes of a version's files: what it takes in memory, about."""
+    if model.path is None:
+        return 0
+    try:
+        return sum(file.stat().st_size for file in model.path.parent.rglob("*") if file.is_file())
+    except OSError:
+        return 0

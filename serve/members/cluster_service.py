@@ -1,0 +1,171 @@
+"""The RPCs that concern the whole cluster, as every member answers them: the agent beside it asks the controller.
+
+Inference of models that are served here knows nothing of it, and goes on when neither agent nor controller can be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from google.protobuf import empty_pb2
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.cluster_pb2 import Directory, WatchRequest
+from halfserve.serve.engine.errors import NotFoundError, UnavailableError
+from halfserve.serve.members.agent_questions import AgentQuestions
+from halfserve.serve.members.elsewhere import Elsewhere
+from halfserve.serve.members.whole_service import INDEX, READY, STATISTICS, Local, local_method, request_class
+from halfserve.serve.protocol.rpcs import Health, one_message
+from halfserve.serve.protocol.service import SERVICE, Headers, LimitedService, Service, StreamMethod
+
+WATCH = "/halfserve.Cluster/Watch"
+LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
+DESCRIPTIONS: dict[str, type[Message]] = {
+    f"/{SERVICE}/ModelMetadata": pb.ModelMetadataResponse,
+    f"/{SERVICE}/ModelConfig": pb.ModelConfigResponse,
+}
+HealthResponse = health_pb2.HealthCheckResponse
+OF_MODEL = re.compile(rb'[{,]model="((?:[^"\\]|\\.)*)"')  # a label of a metric
+
+
+class ClusterService:
+    """Makes services answer for the whole cluster. Lives on the event loop."""
+
+    def __init__(self, agent: AgentQuestions, elsewhere: Elsewhere) -> None:
+        self._agent = agent
+        self._elsewhere = elsewhere
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    @property
+    def directory_version(self) -> int:
+        """Of the present directory; 0 before the first."""
+        return int(self._elsewhere.directory.version)
+
+    async def publish(self, directory: Directory) -> Message:
+        """Answer watchers with this directory from now on."""
+        self._elsewhere.directory = directory
+        self._wake()
+        return empty_pb2.Empty()
+
+    def close(self) -> None:
+        """End all watches: clients go on with another member."""
+        self._is_over = True
+        self._wake()
+
+    def spread(self, service: Service) -> None:
+        """Have a service answer for all members."""
+        self._replace(service, LOAD, self._load)
+        self._replace(service, UNLOAD, self._unload)
+        self._replace(service, STATISTICS, self._statistics)
+        self._replace(service, INDEX, self._index)
+        self._replace(service, READY, self._model_ready)
+        self._replace(service, Health.CHECK_PATH, self._check_health)
+        for path in DESCRIPTIONS:
+            described = partial(self._describe, service, path, local_method(service, path))
+            method = StreamMethod(request_class(service, path), one_message(partial(described, {})))
+            service.unary.pop(path)
+            service.streams[path] = replace(method, with_headers=partial(_with_headers, method, described))
+        service.streams[WATCH] = StreamMethod(WatchRequest, partial(self._watch, service))
+        service.exposition = partial(self._exposition, service)
+        service.inference_with = partial(self._elsewhere.inference, service)
+
+    def _replace(self, service: Service, path: str, answer: Callable[[Service, Local, Any], Awaitable[Message]]) -> None:
+        """Have `answer` answer a method; it gets the service, its own method, and the request."""
+        request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
+        whole = one_message(partial(answer, service, local_method(service, path)))
+        service.unary.pop(path, None)
+        service.streams[path] = StreamMethod(request, whole, is_large=is_large)
+
+    async def _load(self, service: Service, _: Local, request: pb.RepositoryModelLoadRequest) -> Message:
+        if not service.may_see(request.model_name):
+            raise NotFoundError(f"the repository has no model {request.model_name!r}; RepositoryIndex lists what it has")
+        return await self._agent.ask(LOAD, request, pb.RepositoryModelLoadResponse)
+
+    async def _unload(self, service: Service, _: Local, request: pb.RepositoryModelUnloadRequest) -> Message:
+        if not service.may_see(request.model_name):
+            raise NotFoundError(f"model {request.model_name!r} is not loaded; RepositoryIndex lists what is")
+        return await self._agent.ask(UNLOAD, request, pb.RepositoryModelUnloadResponse)
+
+    async def _statistics(self, service: Service, _: Local, request: pb.ModelStatisticsRequest) -> Message:
+        if request.name and not service.may_see(request.name):
+            raise NotFoundError(f"model {request.name!r} is not served here; RepositoryIndex lists what is")
+        answer = await self._agent.ask(STATISTICS, request, pb.ModelStatisticsResponse)
+        return pb.ModelStatisticsResponse(model_stats=[one for one in answer.model_stats if service.may_see(one.name)])
+
+    async def _index(self, service: Service, _: Local, request: pb.RepositoryIndexRequest) -> Message:
+        answer = await self._agent.ask(INDEX, request, pb.RepositoryIndexResponse)
+        return pb.RepositoryIndexResponse(models=[one for one in answer.models if service.may_see(one.name)])
+
+    async def _model_ready(self, service: Service, _: Local, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
+        if not service.may_see(request.name):
+            return pb.ModelReadyResponse(ready=False)
+        return await self._agent.ask(READY, request, pb.ModelReadyResponse)
+
+    async def _check_health(self, service: Service, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
+        if request.service in {"", SERVICE}:
+            return await local(request)  # type: ignore[no-any-return]  # grpc_health ships no types
+        if not self._elsewhere.serving(request.service) or not service.may_see(request.service):
+            await local(request)  # a name that is unknown is NOT_FOUND
+        ready = await self._model_ready(service, local, pb.ModelReadyRequest(name=request.service))
+        return HealthResponse(status=HealthResponse.SERVING if ready.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
+
+    async def _describe(self, service: Service, path: str, local: Local, headers: Headers, request: Any) -> Message:
+        try:
+            answer: Message = await local(request)
+        except (NotFoundError, UnavailableError):
+            if service.core.served(request.name) or not service.may_see(request.name):
+                raise
+            there = await self._elsewhere.call(request.name, path, request, DESCRIPTIONS[path], headers)
+            if there is None:
+                raise
+            return there
+        return answer
+
+    async def _watch(self, service: Service, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
+        async for _ in requests:
+            sent = 0
+            while not self._is_over:
+                changed = self._changed
+                if self.directory_version != sent:
+                    sent = self.directory_version
+                    yield _visible(self._elsewhere.directory, service)
+                await changed.wait()
+            return
+
+    async def _exposition(self, service: Service) -> tuple[bytes, str]:
+        text, content_type = await self._agent.metrics()
+        if not isinstance(service, LimitedService):
+            return text, content_type
+        lines = (line for line in text.splitlines(keepends=True) if _is_visible(line, service))
+        return b"".join(lines), content_type
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _with_headers(method: StreamMethod, described: Callable[..., Awaitable[Message]], headers: Headers) -> StreamMethod:
+    return replace(method, answer=one_message(partial(described, headers)), with_headers=None)
+
+
+def _visible(directory: Directory, service: Service) -> Directory:
+    shown = Directory()
+    shown.CopyFrom(directory)
+    for member in shown.members:
+        names = [name for name in member.models if service.may_see(name)]
+        del member.models[:]
+        member.models.extend(names)
+    return shown
+
+
+def _is_visible(line: bytes, service: Service) -> bool:
+    found = OF_MODEL.search(line)
+    return found is None or service.may_see(found[1].decode("unicode_escape"))

@@ -1,0 +1,162 @@
+"""The counters of a server that is part of a cluster: they never begin again while it runs, and outlive it.
+
+A cluster's sums count what every model has answered, also the versions that were replaced since. The files of a server lie in
+a folder of its own: a ledger for each version that it serves or is about to let go, the statistics of those it has let go, and
+all other counters as of some seconds ago.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import Totals
+from halfserve.serve.members.figures import Figures
+from halfserve.serve.members.ledger import SUFFIX as LEDGER
+from halfserve.serve.members.ledger import Ledger, Ledgers, read_ledger
+from halfserve.serve.members.merging import counters_of, with_statistics
+from halfserve.serve.observability.metrics import guard_metrics, model_metrics, sequence_metrics, triton_metrics
+from halfserve.serve.protocol.rpcs import model_statistics
+
+logger = logging.getLogger(__name__)
+
+OWN = "server"  # in the names of ledgers
+FIGURES, LET_GO = "figures", "let-go"
+REFUSALS = ("queue_full", "overloaded", "rate_limited")
+
+
+@dataclass(kw_only=True)
+class ModelSums:
+    """All versions of a model together, since the server's start; for the fields see `ModelReport`."""
+
+    requests: int = 0
+    rows: int = 0
+    failures: int = 0
+    refusals: int = 0
+    queue_ns: int = 0
+    compute_ns: int = 0
+
+    def add(self, totals: Totals) -> None:
+        self.requests += totals.success.count
+        self.rows += totals.rows
+        self.failures += totals.fail.count
+        self.refusals += sum(totals.failures.get(reason, 0) for reason in REFUSALS)
+        self.queue_ns += totals.queue.ns
+        self.compute_ns += sum(size.compute_infer.ns for size in totals.by_batch_size.values())
+
+
+class LastingCounters:
+    """Lives on the event loop."""
+
+    def __init__(self, folder: Path, core: InferenceCore) -> None:
+        """Counters of a server without models; `folder` is for their files alone."""
+        self._folder = folder
+        self._core = core
+        self._ledgers = Ledgers(folder, OWN, core, self._lets_go)
+        self._leaving: dict[Model, Ledger | None] = {}
+        self._counted: list[Ledger] = []  # whose models are let go
+        self._let_go = Figures()
+        self._sums: dict[str, ModelSums] = {}  # of what was let go
+        self._changes = 0
+
+    def follow(self) -> None:
+        """Count what is served now; to be called whenever that changes."""
+        self._changes += 1
+        self._ledgers.follow()
+
+    def sums(self) -> dict[str, ModelSums]:
+        """Of each model that was ever served."""
+        found = {name: ModelSums(**vars(sums)) for name, sums in self._sums.items()}
+        for model in (*self._core.models(), *self._leaving):
+            found.setdefault(model.name, ModelSums()).add(model.statistics.totals)
+        return found
+
+    async def figures(self) -> Figures:
+        """All counters, exact as of the end of this call, and the present gauges."""
+        while True:
+            before = self._changes
+            figures = await Figures.of(self._core)
+            if self._changes == before:  # else a model may be counted twice or not at all
+                break
+        for model in self._leaving:
+            figures.add(_figures_of(model))
+        figures.add(self._let_go)
+        figures.metrics = with_statistics(figures.metrics, figures.statistics)
+        return figures
+
+    async def write(self) -> None:
+        """Leave all counters behind, as they are now.
+
+        Raises:
+            OSError: the folder is full, or gone.
+        """
+        _write(self._folder / FIGURES, (await self.figures()).to_bytes())
+
+    def _lets_go(self, model: Model, ledger: Ledger | None) -> None:
+        self._leaving[model] = ledger
+        leaving = self._core.leaving(model)
+        if leaving is None:
+            self._has_left(model)
+        else:
+            leaving.add_done_callback(lambda _: self._has_left(model))
+
+    def _has_left(self, model: Model) -> None:
+        """A model has answered its last request: keep its counters, and not its memory."""
+        self._changes += 1
+        ledger = self._leaving.pop(model)
+        self._let_go.add(_figures_of(model))
+        self._sums.setdefault(model.name, ModelSums()).add(model.statistics.totals)
+        if ledger is not None:
+            self._counted.append(ledger)
+        # By the names the ledgers count no more, should this process end before they are removed.
+        names = json.dumps([one.path.name for one in self._counted]).encode()
+        try:
+            _write(self._folder / LET_GO, names + b"\n" + self._let_go.statistics.SerializeToString())
+        except OSError as error:
+            logger.warning("what %s has counted may be lost with this process: %s", model.name, error.strerror)
+            return
+        for one in self._counted:
+            one.close()
+        self._counted.clear()
+
+
+def left_figures(folder: Path) -> Figures:
+    """The counters of a server that has ended: the statistics exactly, however it ended; others may lack some seconds.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    figures, total, counted = Figures(), Figures(), list[str]()
+    if (folder / FIGURES).exists():
+        figures = Figures.from_bytes((folder / FIGURES).read_bytes())
+    if (folder / LET_GO).exists():
+        names, _, statistics = (folder / LET_GO).read_bytes().partition(b"\n")
+        counted = json.loads(names)
+        total.statistics.ParseFromString(statistics)
+    for path in sorted(folder.glob(f"*{LEDGER}")):
+        of_model = None if path.name in counted else read_ledger(path)
+        if of_model is not None:
+            total.add(Figures(statistics=pb.ModelStatisticsResponse(model_stats=[of_model])))
+    return Figures(statistics=total.statistics, metrics=counters_of(with_statistics(figures.metrics, total.statistics)))
+
+
+def _figures_of(model: Model) -> Figures:
+    metrics: Iterable[Metric] = (
+        metric for read in (triton_metrics, model_metrics, guard_metrics, sequence_metrics) for metric in read([model])
+    )
+    statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model)])
+    return Figures(statistics=statistics, metrics=counters_of(metrics))
+
+
+def _write(path: Path, data: bytes) -> None:
+    hidden = path.with_name(f".{path.name}")
+    hidden.write_bytes(data)
+    hidden.rename(path)
