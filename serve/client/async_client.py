@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AsyncClient(ClientBase, AsyncRunner):
-    """A connection to one server, for asyncio: `(await client.infer("mlp", {"x": array}))["y"]`.
+    """A connection to a server or a cluster, for asyncio: `(await client.infer("mlp", {"x": array}))["y"]`.
 
     Arguments, results and errors are those of Client. It may be made outside of an event loop; it connects at the first call
     and belongs to that call's loop. Cancelling a task cancels its call on the server too.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Client(ClientBase, SyncRunner):
-    """A connection to one server: `Client("127.0.0.1:8001").infer("mlp", {"x": array})["y"]`.
+    """A connection to a server, or to all members of a cluster: `Client("127.0.0.1:8001").infer("mlp", {"x": array})["y"]`.
 
     It connects at the first call, may be used by many threads at once, and reconnects to a server that restarts. After a fork,
     each call in the child raises an error that says so. Every error of the server or the request is raised as a ClientError or

@@ -20,6 +20,7 @@ GRPC, HTTP = "grpc", "http"
 # 30 to 44 us of processor time for a request, and the server 102 to 154; one thread 18 to 22, and the server 68 to 91.
 CORES_A_THREAD = 4
 RUNTIME_S = 10.0  # for an answer of the runtime socket; it takes milliseconds
+LOST = "observe layer4 error-limit 1 on-error mark-down"  # a refused connection tells at once, and a check when it is back
 HAS_NONE = "no member of the cluster takes requests now"
 REGISTERED, DELETED = "New server registered.", "Server deleted."
 NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_.-]")
@@ -200,7 +201,7 @@ class Servers:
                 except (OSError, ValueError) as error:
                     troubles.append(f"{server.address}: {error}")
                     continue
-                text = f"add server {name} {address} {protocol} check inter 1s fall 3 rise 1"
+                text = f"add server {name} {address} {protocol} check inter 1s fall 3 rise 1 {LOST}"
                 answer = self._runtime.ask(f"{text}; enable health {name}")
                 if not answer.startswith(REGISTERED):
                     troubles.append(f"{server.address}: {answer or 'no answer'}")

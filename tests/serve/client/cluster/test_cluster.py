@@ -108,7 +108,7 @@ def test_a_drain_that_the_directory_does_not_tell_is_unseen(cluster: Cluster) ->
 
 @contextmanager
 def server_process(repository: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--grpc-port", "0", "--cpu", "--json"]
+    command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--grpc-port", "0", "--no-http", "--cpu", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
@@ -148,14 +148,26 @@ def test_a_kill_is_unseen_under_load(cluster: Cluster, repository: Path) -> None
         asking.result(WAIT_S)
 
 
-def test_a_machine_that_falls_silent_is_unseen(cluster: Cluster, repository: Path, connect: Connect) -> None:
-    with server_process(repository) as (process, address):
-        cluster.board.publish(*(member(one) for one in (address, cluster.servers[0].address)))
-        client = connect(cluster.address, keepalive_s=0.2)
-        until(lambda: answered_at(address) > 0, lambda: client.infer("mlp", {"x": X}))
-        process.send_signal(signal.SIGSTOP)
+@pytest.fixture(scope="module")
+def machine(repository: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process that may be stopped, and goes on after the test."""
+    with server_process(repository) as running:
+        yield running
+
+
+def test_a_machine_that_falls_silent_is_unseen(
+    cluster: Cluster, machine: tuple[subprocess.Popen[str], str], connect: Connect
+) -> None:
+    process, address = machine
+    cluster.board.publish(*(member(one) for one in (address, cluster.servers[0].address)))
+    client, before = connect(cluster.address, keepalive_s=0.2), answered_at(address)
+    until(lambda: answered_at(address) > before, lambda: client.infer("mlp", {"x": X}))
+    process.send_signal(signal.SIGSTOP)
+    try:
         for _ in range(20):
             np.testing.assert_allclose(client.infer("mlp", {"x": X})["y"], exact(X), atol=0.02)
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def test_the_directory_is_asked_elsewhere_when_its_member_is_lost(cluster: Cluster, connect: Connect) -> None:
