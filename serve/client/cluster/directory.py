@@ -18,7 +18,7 @@ from halfserve.serve.client.errors import Cancelled, Repeat, ServerUnavailable, 
 WATCH = "/halfserve.Cluster/Watch"
 FIRST_ANSWER_S = 5.0  # a member that has not answered by then is passed over
 PAUSES_S = (0.1, 2.0)  # first and longest bound of the pause after all known addresses were asked
-LASTING_S = 1.0  # a Watch that broke earlier is no reason to ask the same members again without a pause
+LASTING_S = FIRST_ANSWER_S + 1.0  # a Watch that broke earlier is no reason to ask the same members without a pause
 
 
 class DirectoryWatch:
@@ -105,7 +105,7 @@ class DirectoryWatch:
                 self._follow(address)
             except Exception as error:  # noqa: BLE001  (raised where a caller waits for the directory)
                 failures.append(error)
-            if time.monotonic() - began_s > LASTING_S + FIRST_ANSWER_S:
+            if time.monotonic() - began_s > LASTING_S:
                 asked, failures, pause_s = {address}, [], PAUSES_S[0]
         self.failure = self.failure or Cancelled("this client is closed; make a new one")
         self._settle()
