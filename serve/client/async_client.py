@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import grpc
 
 from halfserve.serve.client.base import AsyncRunner, CallSettings, ClientBase, ClientOperation
+from halfserve.serve.client.cluster.channel import AsyncClusterChannel
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
 from halfserve.serve.client.inference import RequestOptions, close_region, open_region
@@ -77,7 +78,7 @@ class AsyncClient(ClientBase, AsyncRunner):
         session = await self._run(lambda: self._operation(prepared))
         settings, patience_s = self._streaming(timeout_s)
         stream = AsyncStream(session, requests, in_flight)
-        stream.begin(self._stream()(metadata=settings.headers))
+        stream.begin(self._stream(model)(metadata=settings.headers))
         try:
             while (answer := await stream.answer(patience_s)) is not None:
                 yield answer
@@ -152,7 +153,7 @@ class AsyncClient(ClientBase, AsyncRunner):
     def _open_channel(self) -> Any:
         # Not in the constructor: grpc.aio ties a channel to the loop that runs when it is made.
         if self._channel is None:
-            self._channel = self._channel_settings.open(grpc.aio)
+            self._channel = self._new_channel(grpc.aio, AsyncClusterChannel)
         return self._channel
 
 

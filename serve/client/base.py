@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client import management
+from halfserve.serve.client.cluster.channel import ClusterChannel
 from halfserve.serve.client.connection import (
     Balancing,
     ChannelSettings,
@@ -25,6 +26,7 @@ from halfserve.serve.client.connection import (
     Tls,
     Token,
     bearer,
+    check_encrypted,
     checked_balancing,
     compression_named,
     headers_of,
@@ -60,6 +62,7 @@ from halfserve.serve.client.tensors import Array
 if TYPE_CHECKING:
     from halfserve.protos.model_config_pb2 import ModelConfig
 
+RETRIES_IN_CLUSTER = 3
 CLOSING_S = 5.0  # time limit for unregistering shared memory when a client closes
 
 P = ParamSpec("P")
@@ -132,11 +135,12 @@ class ClientBase(ABC):
     """Settings of a client, and its operations.
 
     Args:
-        address: HOST:PORT of the server's gRPC port, where a name may stand for several replicas; "unix:/path" of a socket; or
-            several IP:PORT.
+        address: HOST:PORT of the server's gRPC port, where a name may stand for several replicas; "unix:/path" of a socket;
+            several IP:PORT; or "cluster://HOST:PORT,..." of one or more members of a cluster, from which it learns all others.
         timeout_s: seconds that each call may take when it does not say otherwise, repetitions included, sent to the server as
             the gRPC deadline; None for no limit.
-        retries: how many times a call is made again where that is safe, 0 to 10, or a RetryPolicy.
+        retries: how many times a call is made again where that is safe, 0 to 10, or a RetryPolicy. None for 0, and for 3 in a
+            cluster, where members may end at any time and another one answers.
         tls: certificates, for an encrypted connection.
         token: sent as "authorization: Bearer ..." with each call, or a callable that gives it. Only over TLS, or to this
             machine.
@@ -157,7 +161,7 @@ class ClientBase(ABC):
         address: str | Sequence[str],
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        retries: int | RetryPolicy = 0,
+        retries: int | RetryPolicy | None = None,
         tls: Tls | None = None,
         token: Token | None = None,
         metadata: Mapping[str, HeaderValue] | None = None,
@@ -171,14 +175,14 @@ class ClientBase(ABC):
         self.timeout_s = checked_timeout(timeout_s)
         if keepalive_s is not None and not keepalive_s > 0:
             raise InvalidRequest(f"keepalive_s must be seconds above 0, or None for no pings, not {keepalive_s!r}")
-        if token is not None and tls is None and not server.is_local:
-            raise InvalidRequest(
-                f"a token would go unencrypted to {server.shown}, for all on the way to read; encrypt with tls= (--tls)"
-            )
+        if token is not None:
+            check_encrypted(server, tls)
         compression_named(compression)
         self._channel_settings = ChannelSettings(
             target=server, tls=tls, balancing=checked_balancing(balancing), compression=compression, keepalive_s=keepalive_s
         )
+        if retries is None:
+            retries = RETRIES_IN_CLUSTER if server.members else 0
         self._retry = retries if isinstance(retries, RetryPolicy) else RetryPolicy(retries=retries)
         self._budget = RetryBudget()
         self._token = token
@@ -324,6 +328,13 @@ class ClientBase(ABC):
     @abstractmethod
     def _open_channel(self) -> Any: ...
 
+    def _new_channel(self, library: Any, in_cluster: type[ClusterChannel]) -> Any:
+        if not self._channel_settings.target.members:
+            return self._channel_settings.open(library)
+        # No method of the client, which must be free to end although the directory is watched.
+        headers = partial(_with_token, self._headers, self._token)
+        return in_cluster(self._channel_settings, headers, has_token=self._token is not None)
+
     def _operation(
         self, exchange: Exchange[Answer], settings: CallSettings | None = None, *, retry: bool = True
     ) -> ClientOperation[Answer]:
@@ -367,7 +378,7 @@ class ClientBase(ABC):
         headers = self._headers if metadata is None else self._headers + headers_of(metadata)
         return CallSettings(
             deadline=Deadline.after(self.timeout_s if timeout_s is None else checked_timeout(timeout_s)),
-            headers=headers if self._token is None else headers + bearer(self._token),
+            headers=_with_token(headers, self._token),
             compression=compression_named(compression),
         )
 
@@ -378,8 +389,10 @@ class ClientBase(ABC):
             )
         return self._rpcs[rpc.method]
 
-    def _stream(self) -> Any:
-        return self._open_channel().stream_stream(
+    def _stream(self, model: str) -> Any:
+        channel = self._open_channel()
+        begin = partial(channel.stream, model) if isinstance(channel, ClusterChannel) else channel.stream_stream
+        return begin(
             method_path("ModelStreamInfer"), pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
         )
 
@@ -422,6 +435,10 @@ class ClientBase(ABC):
 
     def _failure(self, error: Any, method: str, settings: CallSettings) -> ClientError:
         return from_rpc_error(error, method=method, address=self.address, timeout_s=settings.deadline.limit_s)
+
+
+def _with_token(headers: Headers, token: Token | None) -> Headers:
+    return headers if token is None else headers + bearer(token)
 
 
 def _outputs_of(exchange: Exchange[InferAnswer]) -> Exchange[dict[str, Array]]:

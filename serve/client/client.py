@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import grpc
 
 from halfserve.serve.client.base import CallSettings, ClientBase, ClientOperation, SyncRunner
+from halfserve.serve.client.cluster.channel import SyncClusterChannel
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
 from halfserve.serve.client.inference import RequestOptions, close_region, open_region
@@ -78,7 +79,7 @@ class Client(ClientBase, SyncRunner):
         prepared = prepare_stream(self._state, model, version, in_flight, options, self.address)
         session = self._run(lambda: self._operation(prepared))
         settings, patience_s = self._streaming(timeout_s)
-        call = self._stream()
+        call = self._stream(model)
         stream = SyncStream(session, requests, in_flight)
         try:
             for answer in stream.answers(lambda sent: call(sent, metadata=settings.headers), patience_s):
@@ -145,7 +146,7 @@ class Client(ClientBase, SyncRunner):
         # Not in the constructor: a client that has not connected may be taken into a forked process.
         with self._opening:
             if self._channel is None:
-                self._channel = self._channel_settings.open(grpc)
+                self._channel = self._new_channel(grpc, SyncClusterChannel)
                 if self._closed:  # by another thread, which may have found nothing to close
                     self._channel.close()
             return self._channel

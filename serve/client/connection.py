@@ -19,6 +19,7 @@ from halfserve.serve.client.errors import InvalidRequest, check_text
 Balancing = Literal["pick_first", "round_robin"]
 BALANCINGS = ("pick_first", "round_robin")
 UNIX = "unix:"
+CLUSTER = "cluster://"
 PEM = b"-----BEGIN "
 GRPC_ROOTS = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"  # the file that gRPC reads itself
 HeaderValue = str | bytes
@@ -29,6 +30,7 @@ _TEXT = re.compile(r"[\x20-\x7e]*")
 _RESERVED = "grpc-"
 _BINARY = "-bin"
 SERVICE = "inference.GRPCInferenceService"
+CONNECTING_S = 5.0  # a supervised server that restarts lets connections wait
 MAX_MESSAGE_BYTES = 2**31 - 1  # protobuf's own limit; grpc's default of 4 MiB is less than a batch of 32 images
 Compression = Literal["gzip", "deflate"]
 _COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
@@ -42,11 +44,13 @@ class ServerAddress:
         uri: in gRPC's notation.
         shown: for error texts.
         is_local: whether no byte leaves this machine.
+        members: HOST:PORT of some members of a cluster, which tell the others; empty for a server.
     """
 
     uri: str
     shown: str
     is_local: bool
+    members: tuple[str, ...] = ()
 
 
 def checked_balancing(balancing: Balancing) -> Balancing:
@@ -61,7 +65,7 @@ def checked_balancing(balancing: Balancing) -> Balancing:
 
 
 def parse_address(address: str | Sequence[str]) -> ServerAddress:
-    """The server's address from HOST:PORT, "unix:/path" or a sequence of IP:PORT.
+    """The server's address from HOST:PORT, "unix:/path", "cluster://HOST:PORT,..." or a sequence of IP:PORT.
 
     A name may stand for several replicas (a headless service): its addresses are found by DNS. A sequence lists replicas
     itself; gRPC takes only IP addresses there.
@@ -75,6 +79,10 @@ def parse_address(address: str | Sequence[str]) -> ServerAddress:
     if isinstance(address, str):
         if address.startswith(UNIX):
             return ServerAddress(address, address, is_local=True)
+        if address.startswith(CLUSTER):
+            members = tuple(address.removeprefix(CLUSTER).split(","))
+            hosts = [_split(member)[0] for member in members]
+            return ServerAddress(address, address, is_local=all(map(_is_loopback, hosts)), members=members)
         host, _ = _split(address)
         return ServerAddress(address, address, is_local=_is_loopback(host))
     if not address:
@@ -91,6 +99,18 @@ def parse_address(address: str | Sequence[str]) -> ServerAddress:
     else:
         uri = "ipv6:" + ",".join(f"[{ip}]:{port}" for ip, port in resolved)
     return ServerAddress(uri, ", ".join(address), is_local=all(ip.is_loopback for ip, _ in resolved))
+
+
+def check_encrypted(server: ServerAddress, tls: Tls | None) -> None:
+    """Refuse to send a token that others could read.
+
+    Raises:
+        InvalidRequest: the server is on another machine, and the connection unencrypted.
+    """
+    if tls is None and not server.is_local:
+        raise InvalidRequest(
+            f"a token would go unencrypted to {server.shown}, for all on the way to read; encrypt with tls= (--tls)"
+        )
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -235,12 +255,15 @@ def compression_named(name: str | None) -> Any:
     return _COMPRESSIONS[name]
 
 
-def channel_options(*, balancing: Balancing = "pick_first", keepalive_s: float | None = None) -> list[tuple[str, int | str]]:
+def channel_options(
+    *, balancing: Balancing = "pick_first", keepalive_s: float | None = None, connecting_s: float = CONNECTING_S
+) -> list[tuple[str, int | str]]:
     """Options for grpc.insecure_channel and grpc.aio.insecure_channel.
 
     Args:
         balancing: how calls are spread over a target's addresses.
         keepalive_s: seconds of silence after which the server is pinged while calls wait for it; None for never.
+        connecting_s: seconds that one attempt to connect may take, with TLS and HTTP/2's handshake.
     """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -250,13 +273,18 @@ def channel_options(*, balancing: Balancing = "pick_first", keepalive_s: float |
         # Reconnect to a restarted server within a second instead of two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # Time for one attempt with TLS and HTTP/2's handshake: a supervised server that restarts lets connections wait.
-        ("grpc.min_reconnect_backoff_ms", 5000),
+        ("grpc.min_reconnect_backoff_ms", round(connecting_s * 1000)),
         ("grpc.service_config", json.dumps({"loadBalancingConfig": [{balancing: {}}]})),
     ]
     if keepalive_s is not None:
         milliseconds = max(1, round(keepalive_s * 1000))
-        options += [("grpc.keepalive_time_ms", milliseconds), ("grpc.keepalive_timeout_ms", milliseconds)]
+        options += [
+            ("grpc.keepalive_time_ms", milliseconds),
+            ("grpc.keepalive_timeout_ms", milliseconds),
+            # gRPC's own limit of a ping is a minute, and it pings once a minute after two pings without data.
+            ("grpc.http2.ping_timeout_ms", milliseconds),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
     return options
 
 
@@ -269,7 +297,7 @@ class ChannelSettings:
         tls: certificates; None for an unencrypted connection.
         balancing: how calls are spread over the target's addresses.
         compression: of messages, where a call does not say otherwise.
-        keepalive_s: see `channel_options`.
+        keepalive_s, connecting_s: see `channel_options`.
     """
 
     target: ServerAddress
@@ -277,10 +305,11 @@ class ChannelSettings:
     balancing: Balancing
     compression: str | None
     keepalive_s: float | None
+    connecting_s: float = CONNECTING_S
 
     def open(self, library: Any) -> Any:
         """A channel of `library`, which is grpc or grpc.aio; it connects at the first call."""
-        options = channel_options(balancing=self.balancing, keepalive_s=self.keepalive_s)
+        options = channel_options(balancing=self.balancing, keepalive_s=self.keepalive_s, connecting_s=self.connecting_s)
         compression = compression_named(self.compression)
         if self.tls is None:
             return library.insecure_channel(self.target.uri, options=options, compression=compression)

@@ -57,9 +57,11 @@ class ClientError(Exception):
             would have given.
         retry_after_s: seconds after which the server asks to be tried again; None when it gave no hint.
         repeat: whether the call may be made again.
+        elsewhere: whether another member of a cluster may answer at once, so that a repetition need not wait.
     """
 
     code = "UNKNOWN"
+    elsewhere = False
 
     def __init__(
         self, message: str, *, code: str | None = None, retry_after_s: float | None = None, repeat: Repeat = Repeat.NO

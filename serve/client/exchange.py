@@ -122,7 +122,7 @@ class RetryPolicy:
     server is overloaded and says when to come back; and, if the call is idempotent, when the connection broke and it is unknown
     how far the server got. The pause before the n-th repetition is drawn evenly between 0 and `initial_backoff_s` *
     `multiplier`^n, at most `max_backoff_s` (full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/);
-    the server's own hint is waited for in addition.
+    the server's own hint is waited for in addition. In a cluster another member is asked, without a pause if there is one.
 
     Attributes:
         retries: repetitions of one call, 0 to 10; waiting for a server takes none of them.
@@ -215,7 +215,7 @@ def _attempts(rpc: UnaryRpc, policy: RetryPolicy, budget: RetryBudget, deadline:
         try:
             answer: object = yield rpc
         except ClientError as error:
-            pause_s = policy.pause_s(attempt, error.retry_after_s)
+            pause_s = 0.0 if error.elsewhere else policy.pause_s(attempt, error.retry_after_s)
             spent += policy.spends(error)
             if spent > policy.retries or not is_safe(error, idempotent=rpc.idempotent) or not deadline.allows(pause_s):
                 raise

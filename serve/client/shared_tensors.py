@@ -12,7 +12,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferResponse
-from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat
+from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
 from halfserve.serve.client.management import register_region, unregister_region
 from halfserve.serve.client.messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
@@ -271,6 +271,11 @@ def ask_sharing(
             raise
         yield from _register_again(sharing)
         response = yield call
+    except Unsupported:  # in a cluster: no member on this machine serves the model any more
+        if pool is None or not pool.is_on:
+            raise
+        pool.is_on = False
+        raise SharingRefused from None
     check(response)
     return answer_of(response, _outputs(sharing, response))
 

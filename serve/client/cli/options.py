@@ -120,9 +120,17 @@ class Credentials:
 class Connection:
     """Options of a client's connection."""
 
-    address: Annotated[str, _connection(help="HOST:PORT of the server's gRPC port, or unix:/path of its socket.")] = ADDRESS
+    address: Annotated[
+        str,
+        _connection(
+            help="HOST:PORT of the server's gRPC port, unix:/path of its socket, or cluster://HOST:PORT,... of a cluster's members."
+        ),
+    ] = ADDRESS
     timeout: Annotated[float, _connection(help="Seconds to wait for an answer.", min=0.001)] = 10.0
-    retries: Annotated[int, _connection(help="Ask again, where that is safe, so many times.", min=0, max=10)] = 0
+    retries: Annotated[
+        int | None,
+        _connection(help="Ask again, where that is safe, so many times; by default 0, in a cluster 3.", min=0, max=10),
+    ] = None
     credentials: Credentials
 
     def client(self, **options: Any) -> Client:

@@ -1,0 +1,1 @@
+"""Calls to a cluster: its directory, the choice of a member for each call, and channels that stand for all members."""

@@ -1,0 +1,259 @@
+"""Channels to a cluster, in place of grpc's and grpc.aio's to one server: each call goes to a member that is picked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from halfserve.protos.shared_memory_parameters import REGION
+from halfserve.serve.client.cluster.directory import DirectoryWatch
+from halfserve.serve.client.cluster.members import Member, Members
+from halfserve.serve.client.connection import ChannelSettings, Headers, check_encrypted, parse_address
+from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+KEEPALIVE_S = 2.0  # without pings, calls to a machine that is lost would wait for their deadlines
+CONNECTING_S = 2.0  # another member can be asked instead
+# The requests that name a model which the member must have; management concerns the whole cluster, and any member answers.
+MODEL_FIELDS = {"ModelInfer": "model_name", "ModelMetadata": "name", "ModelConfig": "name"}
+Serializer = Callable[[Any], bytes]
+Deserializer = Callable[[bytes], Any]
+
+
+class ClusterChannel(ABC):
+    """What both kinds of channel share.
+
+    Args:
+        settings: with the cluster's addresses as the target.
+        headers: metadata for Watch, which is asked over connections of its own: calls share theirs with nothing.
+        has_token: whether calls carry a token, which leaves this machine only encrypted.
+    """
+
+    def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
+        open_member = partial(_open, settings, has_token)
+        self._shown = settings.target.shown
+        self._members = Members(partial(open_member, self._library()), self._closer())
+        self._watch = DirectoryWatch(settings.target.members, partial(open_member, grpc), headers, self._members.take)
+        self._watch.start()
+        # The thread has no reference to this channel, so that it ends with a client that is not closed.
+        self._stop = weakref.finalize(self, _stop, self._watch, os.getpid())
+
+    @abstractmethod
+    def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+        """Like the method of a channel to one server."""
+
+    @abstractmethod
+    def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+        """Like `stream_stream` of a channel to one server, for a call that stays with a member that serves the model."""
+
+    @abstractmethod
+    def _library(self) -> Any: ...
+
+    @abstractmethod
+    def _closer(self) -> Callable[[Any], None]: ...
+
+
+class SyncClusterChannel(ClusterChannel):
+    """In place of a grpc.Channel. Thread-safe."""
+
+    def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+        method = Method(path, serialize, deserialize)
+
+        def ask(request: Any, *, timeout: float | None, **sent: Any) -> Any:
+            if not self._watch.has_directory:
+                timeout = self._wait(timeout)
+            with MemberCall(self._members, method, request) as call:
+                return call(request, timeout=timeout, **sent)
+
+        return ask
+
+    def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+        def begin(requests: Any, **sent: Any) -> Any:
+            member = self._members.pick(model)
+            call = member.channel.stream_stream(path, serialize, deserialize)(requests, **sent)
+
+            def ended() -> None:
+                self._members.settle(member, _trouble(call.code()))
+
+            if not call.add_callback(ended):
+                ended()  # it had ended before
+            return call
+
+        return begin
+
+    def close(self) -> None:
+        """Close the channels to all members; calls under way end."""
+        self._stop()
+        self._watch.join()
+        for channel in self._members.take_channels():
+            channel.close()
+
+    def _wait(self, timeout_s: float | None) -> float | None:
+        """Wait for the directory; return the seconds that are left."""
+        began_s = time.monotonic()
+        try:
+            self._watch.settled.result(timeout_s)
+        except TimeoutError:
+            raise deadline_exceeded(method="Watch", address=self._shown, limit_s=None) from None
+        self._watch.check()
+        return timeout_s and timeout_s - (time.monotonic() - began_s)
+
+    def _library(self) -> Any:
+        return grpc
+
+    def _closer(self) -> Callable[[Any], None]:
+        return _close
+
+
+class AsyncClusterChannel(ClusterChannel):
+    """In place of a grpc.aio.Channel, on the event loop that runs when it is made."""
+
+    def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._streams: set[asyncio.Task[None]] = set()
+        super().__init__(settings, headers, has_token=has_token)
+
+    def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+        method = Method(path, serialize, deserialize)
+
+        async def ask(request: Any, *, timeout: float | None, **sent: Any) -> Any:  # noqa: ASYNC109  (as grpc.aio has it)
+            if not self._watch.has_directory:
+                timeout = await self._wait(timeout)
+            with MemberCall(self._members, method, request) as call:
+                return await call(request, timeout=timeout, **sent)
+
+        return ask
+
+    def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+        def begin(**sent: Any) -> Any:
+            member = self._members.pick(model)
+            call = member.channel.stream_stream(path, serialize, deserialize)(**sent)
+
+            async def settle() -> None:
+                self._members.settle(member, _trouble(await call.code()))
+
+            task = self._loop.create_task(settle())
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
+            return call
+
+        return begin
+
+    async def close(self) -> None:
+        """Close the channels to all members; calls under way end."""
+        self._stop()
+        self._watch.join()
+        await asyncio.gather(*(channel.close() for channel in self._members.take_channels()))
+
+    async def _wait(self, timeout_s: float | None) -> float | None:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wrap_future(self._watch.settled)
+        except TimeoutError:
+            raise deadline_exceeded(method="Watch", address=self._shown, limit_s=None) from None
+        self._watch.check()
+        return timeout_s and timeout_s - (time.monotonic() - began_s)
+
+    def _library(self) -> Any:
+        return grpc.aio
+
+    def _closer(self) -> Callable[[Any], None]:
+        return partial(_close_on, self._loop)
+
+
+class Method:
+    """An RPC of one message each way, and what its requests say of the member that they need."""
+
+    def __init__(self, path: str, serialize: Serializer, deserialize: Deserializer) -> None:
+        self._made = (path, serialize, deserialize)
+        self._path = path
+        self.name = path.rpartition("/")[2]
+        self._field = MODEL_FIELDS.get(self.name)
+        self._registers = "SharedMemory" in self.name
+
+    def rpc(self, member: Member) -> Any:
+        """The member's."""
+        found = member.rpcs.get(self._path)
+        if found is None:
+            found = member.rpcs[self._path] = member.channel.unary_unary(*self._made)
+        return found
+
+    def model(self, request: Any) -> str:
+        """The name of the model that the member must serve; "" for none."""
+        name: str = "" if self._field is None else getattr(request, self._field)
+        return name
+
+    def is_shared(self, request: Any) -> bool:
+        """Whether the request is about memory that this client shares with a member."""
+        if self.name != "ModelInfer":
+            return self._registers
+        return any(REGION in tensor.parameters for tensors in (request.inputs, request.outputs) for tensor in tensors)
+
+
+class MemberCall:
+    """One call to a member, from the choice of it to its answer.
+
+    Raises:
+        ServerUnavailable: the member cannot be reached, or takes no requests.
+        Overloaded: it is too busy.
+    """
+
+    def __init__(self, members: Members, method: Method, request: Any) -> None:
+        self._members = members
+        self._method = method
+        self._model = method.model(request)
+        # Requests are searched for shared memory only once there is some.
+        is_shared = (members.is_sharing or method.name != "ModelInfer") and method.is_shared(request)
+        self._member = members.pick(self._model, shared=is_shared)
+
+    def __enter__(self) -> Any:
+        return self._method.rpc(self._member)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        failure = None
+        if isinstance(error, grpc.RpcError):
+            failure = from_rpc_error(error, method=self._method.name, address=self._member.address, timeout_s=None)
+        if not isinstance(failure, ServerUnavailable | Overloaded):
+            self._members.settle(self._member)
+            return  # the member has answered, or the caller gave up: as with one server
+        self._members.settle(self._member, failure)
+        failure.elsewhere = self._members.has_other(self._model)
+        raise failure from None
+
+
+def _open(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:
+    target = parse_address(address)
+    if has_token:
+        check_encrypted(target, settings.tls)
+    keepalive_s = settings.keepalive_s or KEEPALIVE_S
+    return replace(settings, target=target, keepalive_s=keepalive_s, connecting_s=CONNECTING_S).open(library)
+
+
+def _trouble(code: Any) -> ServerUnavailable | None:
+    return ServerUnavailable("the stream broke") if code is grpc.StatusCode.UNAVAILABLE else None
+
+
+def _stop(watch: DirectoryWatch, process: int) -> None:
+    if os.getpid() == process:  # gRPC does not survive a fork
+        watch.stop()
+
+
+def _close(channel: Any) -> None:
+    channel.close()
+
+
+def _close_on(loop: asyncio.AbstractEventLoop, channel: Any) -> None:
+    if not loop.is_closed():
+        asyncio.run_coroutine_threadsafe(channel.close(), loop)

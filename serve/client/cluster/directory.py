@@ -1,0 +1,186 @@
+"""The members of a cluster, learned from any one of them and followed from then on."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
+from halfserve.serve.client.connection import Headers
+from halfserve.serve.client.errors import Cancelled, Repeat, ServerUnavailable, Unsupported, from_rpc_error
+
+WATCH = "/halfserve.Cluster/Watch"
+FIRST_ANSWER_S = 5.0  # a member that has not answered by then is passed over
+PAUSES_S = (0.1, 2.0)  # first and longest bound of the pause after all known addresses were asked
+LASTING_S = 1.0  # a Watch that broke earlier is no reason to ask the same members again without a pause
+
+
+class DirectoryWatch:
+    """Follows the directory on a thread of its own, so that callers on threads and on event loops have the same one.
+
+    It asks one member at a time. When that one stops answering or drains, it asks another: a member of the last directory, or
+    an address given at the start. The last directory stays valid meanwhile.
+
+    Args:
+        addresses: HOST:PORT of some members.
+        open_channel: makes a grpc channel to an address.
+        headers: metadata for each Watch call.
+        take: called with each new directory, on the thread.
+
+    Attributes:
+        settled: done when there is a directory, or all addresses were asked in vain.
+        failure: why there is no directory.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        open_channel: Callable[[str], Any],
+        headers: Callable[[], Headers],
+        take: Callable[[Directory], None],
+    ) -> None:
+        self._given = tuple(addresses)
+        self._open_channel = open_channel
+        self._headers = headers
+        self._take = take
+        self._directory: Directory | None = None
+        self._call: Any = None
+        self._stopped = threading.Event()
+        self.settled: Future[None] = Future()
+        self.settled.set_running_or_notify_cancel()  # so that a caller that gives up does not cancel it for the others
+        self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="cluster directory", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Have the Watch call and the thread end; waits for neither, and may be called on any thread."""
+        self._stopped.set()
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def join(self) -> None:
+        """Wait for the thread, after `stop`."""
+        self._thread.join()
+
+    @property
+    def has_directory(self) -> bool:
+        return self._directory is not None
+
+    def check(self) -> None:
+        """Refuse to go on without a directory.
+
+        Raises:
+            Unsupported: a server at an address is no member of a cluster.
+            ServerUnavailable: none of the addresses answers.
+            Exception: as the first member answered, or as the token's function raised.
+        """
+        if self._directory is None and self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def _run(self) -> None:
+        asked: set[str] = set()
+        failures: list[Exception] = []
+        pause_s, longest_s = PAUSES_S
+        while not self._stopped.is_set():
+            address = next((one for one in self._addresses() if one not in asked), None)
+            if address is None:
+                self.failure = _most_telling(failures, self._given)
+                self._settle()
+                self._stopped.wait(random.uniform(pause_s / 2, pause_s))  # noqa: S311  (spreads clients over time)
+                pause_s = min(longest_s, 2 * pause_s)
+                asked, failures = set(), []
+                continue
+            asked.add(address)
+            began_s = time.monotonic()
+            try:
+                self._follow(address)
+            except Exception as error:  # noqa: BLE001  (raised where a caller waits for the directory)
+                failures.append(error)
+            if time.monotonic() - began_s > LASTING_S + FIRST_ANSWER_S:
+                asked, failures, pause_s = {address}, [], PAUSES_S[0]
+        self.failure = self.failure or Cancelled("this client is closed; make a new one")
+        self._settle()
+
+    def _addresses(self) -> Iterable[str]:
+        """Members that serve, then the given addresses; in random order, so that the watchers of a lost member are spread."""
+        listed = self._directory.members if self._directory is not None else ()
+        serving = [member.grpc_address for member in listed if member.state == Member.SERVING]
+        return [*random.sample(serving, len(serving)), *random.sample(self._given, len(self._given))]
+
+    def _follow(self, address: str) -> None:
+        """Take the directories of one member, until it stops or drains."""
+        channel = self._open_channel(address)
+        too_late = threading.Event()
+        try:
+            watch = channel.unary_stream(WATCH, WatchRequest.SerializeToString, Directory.FromString)
+            call = self._call = watch(WatchRequest(), metadata=self._headers())
+            if self._stopped.is_set():
+                call.cancel()
+
+            def give_up() -> None:
+                too_late.set()
+                call.cancel()
+
+            limit = threading.Timer(FIRST_ANSWER_S, give_up)
+            limit.daemon = True
+            limit.start()
+            try:
+                for directory in call:
+                    limit.cancel()
+                    self._accept(directory)
+                    if self._is_draining(address):
+                        return
+            finally:
+                limit.cancel()
+                call.cancel()
+        except grpc.RpcError as error:
+            if too_late.is_set():
+                text = f"{address} did not say within {FIRST_ANSWER_S:g} s who the members of the cluster are"
+                raise ServerUnavailable(text, repeat=Repeat.SAFE) from None
+            failure = from_rpc_error(error, method="Watch", address=address, timeout_s=None)
+            if isinstance(failure, Unsupported):
+                text = f"the server at {address} is no member of a cluster; write its address without cluster://"
+                raise Unsupported(text) from None
+            raise failure from None
+        finally:
+            self._call = None
+            channel.close()
+
+    def _accept(self, directory: Directory) -> None:
+        """Take a directory, unless it is older: another member may be behind. A cluster that began again counts from 1."""
+        known = self._directory
+        if known is not None and directory.version <= known.version:
+            ids = {member.id for member in known.members}
+            if not ids.isdisjoint(member.id for member in directory.members):
+                return
+        self._directory = directory
+        self._take(directory)
+        self._settle()
+
+    def _is_draining(self, address: str) -> bool:
+        """Whether the member that is watched is about to leave: it should not have to wait for its watchers."""
+        listed = self._directory.members if self._directory is not None else ()
+        return any(member.grpc_address == address and member.state == Member.DRAINING for member in listed)
+
+    def _settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+
+def _most_telling(failures: Sequence[Exception], addresses: Sequence[str]) -> Exception:
+    """Why no address gave a directory: what an answer said, rather than that there was none."""
+    answered = (error for error in failures if not isinstance(error, ServerUnavailable))
+    first = next(answered, None) or next(iter(failures), None)
+    if isinstance(first, ServerUnavailable) and len(addresses) > 1:
+        text = f"none of the cluster's addresses answers ({', '.join(addresses)}): {first}"
+        return ServerUnavailable(text, repeat=Repeat.SAFE)
+    return first or ServerUnavailable("no member of the cluster said who the members are", repeat=Repeat.SAFE)

@@ -1,0 +1,187 @@
+"""The choice of a member for each call: the less loaded of two drawn at random, among those that serve the model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from random import random
+from typing import Any
+
+from halfserve.protos import cluster_pb2
+from halfserve.serve.client.errors import ClientError, Overloaded, Repeat, ServerUnavailable, Unsupported
+
+AVOIDED_S = (0.25, 4.0)  # a member that failed gets nothing for so long; doubled each time in a row, up to the second
+
+
+class Member:
+    """A member, as this client uses it.
+
+    Attributes:
+        address: HOST:PORT.
+        channel: to it; None before the first call.
+        rpcs: the channel's methods, by path.
+        models: that it serves.
+        outstanding: calls that it has not answered.
+        avoided_until_s: on the monotonic clock.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel: Any = None
+        self.rpcs: dict[str, Any] = {}
+        self.models: Sequence[str] = ()
+        self.is_serving = False
+        self.outstanding = 0
+        self.avoided_until_s = 0.0
+        self.avoided_s = AVOIDED_S[0]
+        self._is_here: bool | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine."""
+        if self._is_here is None:
+            host = self.address.rpartition(":")[0].strip("[]")
+            self._is_here = _is_of_this_machine(host)
+        return self._is_here
+
+
+class Members:
+    """All members of a cluster. Thread-safe.
+
+    Args:
+        open_channel: makes a channel to an address; called for the first call to a member.
+        close_channel: closes the channel of a member that has left and has answered all calls. Called on any thread.
+    """
+
+    def __init__(self, open_channel: Callable[[str], Any], close_channel: Callable[[Any], None]) -> None:
+        self._open_channel = open_channel
+        self._close_channel = close_channel
+        self._lock = threading.Lock()
+        self._members: dict[str, Member] = {}
+        self._leaving: set[Member] = set()  # no longer listed, and with calls to answer
+        self._serving: Sequence[Member] = ()
+        self._of_model: dict[str, list[Member]] = {}
+        self._avoiding_until_s = 0.0
+        self._sharing: Member | None = None
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether a member may have shared memory of this client."""
+        return self._sharing is not None
+
+    def take(self, directory: cluster_pb2.Directory) -> None:
+        """Go on with the members of a new directory."""
+        with self._lock:
+            known, self._members = self._members, {}
+            of_model: dict[str, list[Member]] = {}
+            for entry in directory.members:
+                member = known.pop(entry.id) if entry.id in known else Member(entry.grpc_address)
+                self._members[entry.id] = member
+                member.is_serving = entry.state == cluster_pb2.Member.SERVING
+                member.models = entry.models
+                for model in entry.models if member.is_serving else ():
+                    of_model.setdefault(model, []).append(member)
+            self._serving = [member for member in self._members.values() if member.is_serving]
+            self._of_model = of_model
+            for member in known.values():
+                member.is_serving = False
+                self._leaving.add(member)
+                self._close_if_done(member)
+
+    def pick(self, model: str, *, shared: bool = False) -> Member:
+        """The member for a call, which must be given back to `settle`.
+
+        A model that no member has in the directory may have been loaded a moment ago: then any member is asked, and says.
+
+        Args:
+            model: that the member should serve; "" for any member.
+            shared: whether the call is about shared memory of this client: all of these go to one member, on this machine.
+
+        Raises:
+            ServerUnavailable: no member takes requests.
+            Unsupported: no member on this machine serves the model.
+        """
+        with self._lock:
+            serving = self._of_model.get(model, self._serving) if model else self._serving
+            if not serving:
+                draining = f"; {len(self._members)} are about to leave" if self._members else ""
+                raise ServerUnavailable(f"no member of the cluster takes requests now{draining}", repeat=Repeat.SAFE)
+            member = self._with_shared_memory(serving, model) if shared else self._less_loaded(serving)
+            if member.channel is None:
+                member.channel = self._open_channel(member.address)
+            member.outstanding += 1
+            return member
+
+    def settle(self, member: Member, failure: ClientError | None = None) -> None:
+        """Note that a call has ended. A member that refused it or was not there is avoided for a moment."""
+        with self._lock:
+            member.outstanding -= 1
+            if isinstance(failure, ServerUnavailable | Overloaded):
+                self._avoid(member, failure.retry_after_s)
+            elif member.avoided_s != AVOIDED_S[0] and failure is None:
+                member.avoided_s = AVOIDED_S[0]
+            self._close_if_done(member)
+
+    def has_other(self, model: str) -> bool:
+        """Whether a call that a member has failed can be made at once at another one."""
+        now_s = time.monotonic()
+        with self._lock:
+            return any(member.avoided_until_s <= now_s for member in self._of_model.get(model, self._serving))
+
+    def take_channels(self) -> list[Any]:
+        """Hand all open channels over to be closed; there are no members any more."""
+        with self._lock:
+            members = [*self._members.values(), *self._leaving]
+            self._members, self._serving, self._of_model = {}, (), {}
+            self._leaving.clear()
+            return [member.channel for member in members if member.channel is not None]
+
+    def _less_loaded(self, members: Sequence[Member]) -> Member:
+        if self._avoiding_until_s and (now_s := time.monotonic()) < self._avoiding_until_s:
+            members = [member for member in members if member.avoided_until_s <= now_s] or members
+        count = len(members)
+        if count == 1:
+            return members[0]
+        one = int(random() * count)  # noqa: S311  (spreads load)
+        other = int(random() * (count - 1))  # noqa: S311
+        first, second = members[one], members[other + (other >= one)]
+        return first if first.outstanding <= second.outstanding else second
+
+    def _with_shared_memory(self, serving: Sequence[Member], model: str) -> Member:
+        if self._sharing is None or self._sharing not in serving:
+            here = [member for member in serving if member.is_here]
+            if not here:
+                what = f" that serves model {model!r}" if model else ""
+                raise Unsupported(
+                    f"shared memory needs a member of the cluster{what} on this machine, and there is none; send the tensors"
+                )
+            self._sharing = self._less_loaded(here)
+        return self._sharing
+
+    def _avoid(self, member: Member, hint_s: float | None) -> None:
+        now_s = time.monotonic()
+        if member.avoided_until_s > now_s:
+            return  # one of several calls that failed together
+        longest_s = AVOIDED_S[1]
+        member.avoided_until_s = now_s + min(longest_s, hint_s or member.avoided_s)
+        member.avoided_s = min(longest_s, 2 * member.avoided_s)
+        self._avoiding_until_s = max(self._avoiding_until_s, member.avoided_until_s)
+
+    def _close_if_done(self, member: Member) -> None:
+        if member in self._leaving and not member.outstanding:
+            self._leaving.remove(member)
+            if member.channel is not None:
+                self._close_channel(member.channel)
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether a socket can be bound to the host's first address."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
