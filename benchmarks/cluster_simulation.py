@@ -10,7 +10,7 @@ Members and their models are simulated; the policy, the placement and the contro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from benchmarks.cluster_simulating.metering import Meter, MeteredLink, MeteredLo
 from benchmarks.cluster_simulating.traffic import Traffic, zipf
 from benchmarks.cluster_simulating.virtual_time import run_virtually
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.cluster.autoscaling import ScalingOptions, wanted_members
 from halfserve.serve.cluster.controller import Controller, ControllerOptions
 from halfserve.serve.cluster.reports import LEASE_S
 from halfserve.serve.protocol.service import SERVICE
@@ -64,6 +65,7 @@ class Phase:
     Attributes:
         name: what happens.
         answered, lost: requests in it.
+        longest_s: until a member was found for a request.
         loads: of models, at all members.
         largest: bytes of models at the member with the most, at any time.
         counted: whether ModelStatistics has exactly what was answered so far, of each model.
@@ -72,6 +74,7 @@ class Phase:
     name: str
     answered: int
     lost: int
+    longest_s: float
     loads: int
     largest: int
     counted: bool
@@ -91,8 +94,9 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
         everyone: list[SimulatedMember] = []
         phases: list[Phase] = []
 
-        def add(name: str) -> None:
+        def add(name: str, left: Mapping[str, bytes] | None = None) -> None:
             members[name] = member = SimulatedMember(controller, name, sizes, memory_size=(per_member + 1) * 50 * MIB)
+            member.left = dict(left or {})
             everyone.append(member)
             member.start()
 
@@ -102,10 +106,15 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
         traffic = Traffic(members, zipf(names, 2000.0))
         sending = asyncio.create_task(traffic.run())
 
+        def moves() -> int:
+            return sum(member.moves for member in everyone)
+
+        before = 0, 0, moves()
+
         async def play(title: str) -> None:
-            tally = traffic.tally
-            before = tally.answered, tally.lost, sum(member.moves for member in everyone)
+            nonlocal before
             await asyncio.sleep(phase_s)
+            tally = traffic.tally
             answer = await controller.call(f"/{SERVICE}/ModelStatistics", b"")
             counted = {
                 one.name: one.inference_stats.success.count for one in pb.ModelStatisticsResponse.FromString(answer).model_stats
@@ -115,11 +124,13 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
                     name=title,
                     answered=tally.answered - before[0],
                     lost=tally.lost - before[1],
-                    loads=sum(member.moves for member in everyone) - before[2],
+                    longest_s=tally.longest_s,
+                    loads=moves() - before[2],
                     largest=max(member.largest for member in everyone),
                     counted=counted == traffic.by_model,
                 )
             )
+            before, tally.longest_s = (tally.answered, tally.lost, moves()), 0.0
 
         await play("load begins")
         await play("steady")
@@ -130,6 +141,10 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
         leaving = members.pop("b")
         await leaving.end()
         await play("a member drained and left")
+        killed = members.pop("c")
+        await killed.kill()
+        add("f", left={"c": killed.figures()})
+        await play("a member killed and replaced")
         traffic.rates = zipf(names[::-1], 2000.0)
         await play("hot models become cold, and cold ones hot")
         await play("steady again")
@@ -144,10 +159,11 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
 @app.command()
 def placement() -> None:
     """Show the placement of 100 models over 4 members under Zipf load."""
-    table = Table("what happens", "answered", "lost", "loads of models", "most MiB at a member", "statistics exact")
+    table = Table("what happens", "answered", "lost", "longest wait, s", "loads", "most MiB", "sums exact")
     for phase in place_models():
         counted = "yes" if phase.counted else "NO"
-        table.add_row(phase.name, f"{phase.answered}", f"{phase.lost}", f"{phase.loads}", f"{phase.largest // MIB}", counted)
+        figures = phase.answered, phase.lost, f"{phase.longest_s:.1f}", phase.loads, phase.largest // MIB, counted
+        table.add_row(phase.name, *(str(one) for one in figures))
     Console().print(table)
 
 
@@ -162,6 +178,7 @@ class Cost:
         start: processor seconds until all members that start at once know each other.
         directory: bytes of one directory.
         statistics: processor seconds of one ModelStatistics.
+        policy: processor seconds of one decision on the number of members.
     """
 
     members: int
@@ -170,6 +187,7 @@ class Cost:
     start: float
     directory: int
     statistics: float
+    policy: float
 
 
 def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: int = 0) -> Cost:
@@ -185,7 +203,8 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
     meter = Meter()
 
     async def main(clock: Callable[[], float]) -> Cost:
-        link = MeteredLink(Controller(ControllerOptions(models_per_member=per_member), clock), meter)
+        controller = Controller(ControllerOptions(models_per_member=per_member), clock)
+        link = MeteredLink(controller, meter)
         members = [SimulatedMember(link, f"{i:04}", sizes) for i in range(count)]
         for member in members:
             member.start()
@@ -201,6 +220,8 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
         changing = meter.take() / seconds
         await link.call(f"/{SERVICE}/ModelStatistics", b"")
         statistics = meter.take()
+        meter.run(lambda: wanted_members(controller.loads().values(), count, ScalingOptions(most=count), {}, clock()))
+        policy = meter.take()
         directory = members[0].directory
         for member in members:
             await member.kill()
@@ -211,6 +232,7 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
             start=start,
             directory=directory.ByteSize(),
             statistics=statistics,
+            policy=policy,
         )
 
     return run_virtually(main, lambda: MeteredLoop(meter))
@@ -230,6 +252,7 @@ def size(
         "start, ms",
         "directory, KiB",
         "ModelStatistics, ms",
+        "decision, ms",
     )
     for count in members or [10, 100, 1000]:
         cost = measure(count, models=models, per_member=per_member)
@@ -239,6 +262,7 @@ def size(
             *(f"{seconds * 1000:.1f}" for seconds in figures),
             f"{cost.directory / 1024:.1f}",
             f"{cost.statistics * 1000:.1f}",
+            f"{cost.policy * 1000:.1f}",
         )
     Console().print(table)
 

@@ -11,6 +11,7 @@ from benchmarks.cluster_simulating.members import SimulatedMember
 
 STEP_S = 0.1
 COMPUTE_S = 0.002  # of one request
+PATIENCE_S = 10.0  # of a client
 
 
 def zipf(models: Sequence[str], requests_s: float, exponent: float = 1.0) -> dict[str, float]:
@@ -25,15 +26,17 @@ class Tally:
 
     Attributes:
         answered: requests.
-        lost: requests for which no member was found that serves the model.
+        lost: requests for which no member was found within their time.
+        longest_s: the longest time until a member was found.
     """
 
     answered: int = 0
     lost: int = 0
+    longest_s: float = 0.0
 
 
 class Traffic:
-    """Requests at random times. A client looks for the model in the directory of any member, as ours do."""
+    """Requests at random times. A client looks for the model in the directory of any member, and tries again, as ours do."""
 
     def __init__(self, members: Mapping[str, SimulatedMember], rates: Mapping[str, float], seed: int = 1) -> None:
         """Traffic to members, which may come and go; `rates`: requests a second of each model, which may change."""
@@ -45,21 +48,28 @@ class Traffic:
 
     async def run(self) -> None:
         """Send until it is cancelled."""
+        waiting: list[tuple[str, int, float]] = []
         while True:
-            for model, rate in self.rates.items():
-                count = int(rate * STEP_S + self._chance.random())
-                if count:
-                    self._send(model, count)
+            came = [(model, int(rate * STEP_S + self._chance.random()), 0.0) for model, rate in self.rates.items()]
+            waiting = [
+                (model, count, waited_s + STEP_S)
+                for model, count, waited_s in [*waiting, *came]
+                if count and not self._send(model, count, waited_s)
+            ]
             await asyncio.sleep(STEP_S)
 
-    def _send(self, model: str, count: int) -> None:
+    def _send(self, model: str, count: int, waited_s: float) -> bool:
+        """Returns whether it is over: answered or lost."""
         knows = self._chance.choice(list(self.members.values()))
         listed = [one.id for one in knows.directory.members if model in one.models]
         serving = [self.members[one] for one in listed if one in self.members and self.members[one].serves(model)]
         if not serving:
+            if waited_s < PATIENCE_S:
+                return False
             self.tally.lost += count
-            return
-        member = self._chance.choice(serving)
-        member.count(model, count, compute_s=count * COMPUTE_S)
+            return True
+        self._chance.choice(serving).count(model, count, compute_s=count * COMPUTE_S)
         self.tally.answered += count
+        self.tally.longest_s = max(self.tally.longest_s, waited_s)
         self.by_model[model] += count
+        return True

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 HOLD = 2.0  # a copy that exists counts this many times as much as a new one
 WORTH = 0.05  # batches that compute at once, per copy: less is not worth another copy
+WORTH_SECOND = 0.001  # but a second one, as a model that is used shall outlive a member
 UNEVEN = 1.5  # times the mean load of members: above, a model moves from the busiest
 MOVES = 2  # for even loads, in one decision
 
@@ -73,6 +74,10 @@ class _Shelf:
         return len(self.models) > self.most or bool(self.room.memory_size and self.size > self.room.memory_size)
 
 
+def _idleness(shelf: _Shelf) -> tuple[float, int, int]:
+    return shelf.load, len(shelf.models), shelf.order
+
+
 class _Placing:
     def __init__(self, models: Sequence[ModelDemand], members: Sequence[MemberRoom], most: int) -> None:
         self.models = {model.name: model for model in models}
@@ -96,10 +101,10 @@ class _Placing:
         shelf.size -= self.models[name].size
         shelf.load -= self.share(name)
 
-    def best(self, name: str, most: int | None = None) -> _Shelf | None:
-        """The member with room for a model that has the least to do."""
+    def best(self, name: str, count: int = 1, most: int | None = None) -> list[_Shelf]:
+        """The members with room for a model that have the least to do, at most `count`."""
         fitting = [shelf for shelf in self.shelves if shelf.fits(self.models[name], most)]
-        return min(fitting, key=lambda shelf: (shelf.load, len(shelf.models), shelf.order), default=None)
+        return sorted(fitting, key=_idleness)[:count]
 
 
 def place(models: Iterable[ModelDemand], members: Sequence[MemberRoom], models_per_member: int) -> Placement:
@@ -141,10 +146,8 @@ def _copies(wanted: Sequence[ModelDemand], members: Sequence[MemberRoom], budget
     left = budget - len(wanted)
     while queue and left > 0:
         value, i = heapq.heappop(queue)
-        if -value < WORTH:
-            break
         name = wanted[i].name
-        if copies[name] < len(members):
+        if -value >= (WORTH_SECOND if copies[name] == 1 else WORTH) and copies[name] < len(members):
             copies[name] += 1
             left -= 1
             heapq.heappush(queue, (-worth(wanted[i]), i))
@@ -155,7 +158,7 @@ def _keep(placing: _Placing) -> None:
     """Leave copies where they are: where a model has too many, at the members with the least to do."""
     for name, count in placing.copies.items():
         holding = [shelf for shelf in placing.shelves if name in shelf.room.serves and name not in shelf.room.refuses]
-        for shelf in sorted(holding, key=lambda shelf: (shelf.load, len(shelf.models), shelf.order))[:count]:
+        for shelf in sorted(holding, key=_idleness)[:count]:
             placing.put(name, shelf)
 
 
@@ -172,14 +175,13 @@ def _house(placing: _Placing) -> None:
     """Find a place for each model that has none: the largest first, as they fit in few places."""
     homeless = [name for name, holders in placing.holders.items() if not holders]
     for name in sorted(homeless, key=lambda name: (-placing.models[name].size, -placing.share(name), name)):
-        shelf = placing.best(name) or _vacated(placing, name) or placing.best(name, most=len(placing.models))
-        if shelf is not None:
+        for shelf in placing.best(name) or _vacated(placing, name) or placing.best(name, most=len(placing.models)):
             placing.put(name, shelf)
 
 
-def _vacated(placing: _Placing, name: str) -> _Shelf | None:
+def _vacated(placing: _Placing, name: str) -> list[_Shelf]:
     """A member that has room once it gives up copies of models that others serve too; those with the least to do."""
-    for shelf in sorted(placing.shelves, key=lambda shelf: (shelf.load, shelf.order)):
+    for shelf in sorted(placing.shelves, key=_idleness):
         if name in shelf.room.refuses:
             continue
         spare = sorted(
@@ -188,28 +190,26 @@ def _vacated(placing: _Placing, name: str) -> _Shelf | None:
         for i, one in enumerate(spare):
             placing.take(one, shelf)
             if shelf.fits(placing.models[name]):
-                return shelf
+                return [shelf]
             if i + 1 == len(spare):
                 for given in spare:
                     placing.put(given, shelf)
-    return None
+    return []
 
 
 def _replicate(placing: _Placing) -> None:
     """Place the further copies, as far as there is room."""
     for name, count in placing.copies.items():
-        while len(placing.holders[name]) < count:
-            shelf = placing.best(name)
-            if shelf is None:
-                break
-            placing.put(name, shelf)
+        if len(placing.holders[name]) < count:
+            for shelf in placing.best(name, count - len(placing.holders[name])):
+                placing.put(name, shelf)
 
 
 def _level(placing: _Placing) -> None:
     """Move models from the busiest member to the least busy one, as long as that helps clearly."""
     for _ in range(MOVES):
         busiest = max(placing.shelves, key=lambda shelf: (shelf.load, -shelf.order))
-        idlest = min(placing.shelves, key=lambda shelf: (shelf.load, len(shelf.models), shelf.order))
+        idlest = min(placing.shelves, key=_idleness)
         mean = sum(shelf.load for shelf in placing.shelves) / len(placing.shelves)
         if busiest.load <= UNEVEN * mean or busiest.load - mean < WORTH:
             return

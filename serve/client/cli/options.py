@@ -123,7 +123,7 @@ class Connection:
     address: Annotated[
         str,
         _connection(
-            help="HOST:PORT of the server's gRPC port, unix:/path of its socket, or cluster://HOST:PORT,... of a cluster's members."
+            help="HOST:PORT of the server's gRPC port, unix:/path of its socket, or cluster://HOST:PORT,... of a cluster."
         ),
     ] = ADDRESS
     timeout: Annotated[float, _connection(help="Seconds to wait for an answer.", min=0.001)] = 10.0
