@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -33,8 +34,8 @@ SHUTDOWN_S = 60.0  # for a server that drains; then Ray Serve kills the replica
 class ScalingHook:
     """Ray Serve's hook: how many replicas the load needs, by `autoscaling.py`."""
 
-    def __init__(self, latency_target_s: float) -> None:
-        self._latency_target_s = latency_target_s
+    def __init__(self, queue_s: float, look_back_s: float) -> None:
+        self._options = ScalingOptions(queue_s=queue_s, look_back_s=look_back_s)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Decide; Ray Serve asks some ten times a second, and keeps the state."""
@@ -43,11 +44,8 @@ class ScalingHook:
             MemberLoad(busy=busy, queue_s=figures["queue_s"][replica], refused=figures["refused"][replica])
             for replica, busy in figures.get("busy", {}).items()
         ]
-        options = ScalingOptions(
-            least=context.capacity_adjusted_min_replicas,
-            most=context.capacity_adjusted_max_replicas,
-            queue_s=self._latency_target_s,
-        )
+        least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+        options = replace(self._options, least=least, most=most)
         return wanted_members(loads, context.target_num_replicas, options, context.policy_state, context.current_time)
 
 
@@ -137,7 +135,8 @@ def build(given: Mapping[str, Any]) -> Application:
             look_back_period_s=3 * PUSH_S,
             metrics_interval_s=PUSH_S,  # only checked against look_back_period_s; the variable above is what counts
             policy=AutoscalingPolicy(
-                policy_function=ScalingHook, policy_kwargs={"latency_target_s": arguments.latency_target_ms / 1000}
+                policy_function=ScalingHook,
+                policy_kwargs={"queue_s": arguments.latency_target_ms / 1000, "look_back_s": arguments.scale_down_seconds},
             ),
         ),
         health_check_period_s=0.5,

@@ -30,6 +30,7 @@ class ClusterArguments:
         gpus: of each server.
         models_per_member: how many models one server may hold, those with most load on most servers; 0 puts all on all.
         latency_target_ms: time in the queue above which more servers are started, in milliseconds.
+        scale_down_seconds: a server is ended if it was not needed for so long.
         host: address to listen on; "" is the one by which Ray knows the machine.
         first_port: of the row of ports that a server takes: gRPC, HTTP, metrics.
         server: further options of `halfserve serve`.
@@ -41,6 +42,7 @@ class ClusterArguments:
     gpus: float = 0.0
     models_per_member: int = 0
     latency_target_ms: float = 50.0
+    scale_down_seconds: float = 300.0
     host: str = ""
     first_port: int = 8001
     server: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class ClusterArguments:
         _check("gpus", self.gpus, 0 <= self.gpus < math.inf, "0 or more")
         _check("models_per_member", self.models_per_member, self.models_per_member >= 0, "0 for all, or a number of models")
         _check("latency_target_ms", self.latency_target_ms, 0 < self.latency_target_ms < math.inf, "milliseconds above 0")
+        _check("scale_down_seconds", self.scale_down_seconds, 0 < self.scale_down_seconds < math.inf, "seconds above 0")
         _check("first_port", self.first_port, 0 <= self.first_port <= 65000, "a port up to 65000, or 0 for any free ones")
         for option in self.server:
             if option.partition("=")[0] in NOT_HERE:
@@ -159,6 +162,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "gpus": _number,
     "models_per_member": _whole,
     "latency_target_ms": _number,
+    "scale_down_seconds": _number,
     "host": _text,
     "first_port": _whole,
     "server": _options,

@@ -91,6 +91,9 @@ def run(
     latency_target_ms: Annotated[
         float, typer.Option(help="Milliseconds in the queue above which more servers are started.")
     ] = ClusterArguments.latency_target_ms,
+    scale_down_seconds: Annotated[
+        float, typer.Option(help="A server is ended if it was not needed for so long.")
+    ] = ClusterArguments.scale_down_seconds,
     host: Annotated[
         str, typer.Option(help="Address to listen on; by default the one by which Ray knows the machine.", show_default=False)
     ] = ClusterArguments.host,
@@ -122,6 +125,7 @@ def run(
         gpus=gpus,
         models_per_member=models_per_member,
         latency_target_ms=latency_target_ms,
+        scale_down_seconds=scale_down_seconds,
         host=host,
         first_port=first_port,
         server=tuple(server or ()),

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import yaml
 
+from benchmarks.clustering.machines import WAIT_S, machines, processes_of, until
 from halfserve import Client, cli
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments
 from tests.models import save_mlp
-from tests.serve.cluster.on_ray.machines import WAIT_S, machines, processes_of, until
 
 Run = Callable[..., tuple[int, str, str]]
 X = np.ones((1, 64), np.float16)
