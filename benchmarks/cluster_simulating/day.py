@@ -54,7 +54,8 @@ class Outcome:
         missed: that were refused, or waited longer than their deadline.
         changes: how often the number of members was changed.
         largest: the most members.
-        rise_s: seconds from a burst's begin until no request missed its deadline any more, for each burst.
+        rise_s: for each burst, seconds from its begin until the last half second in which one request of a hundred missed its
+            deadline.
     """
 
     member_hours: float = 0.0
@@ -139,9 +140,9 @@ def simulate(policy: Policy, *, hours: float = 24.0, seed: int = 1) -> Outcome:
     return outcome
 
 
-def ours(options: ScalingOptions | None = None) -> Policy:
-    """The policy of `halfserve cluster`, asked once a second."""
-    options = options or ScalingOptions(most=MOST, queue_s=DEADLINE_S / 2)
+def ours(busy: float = 0.7) -> Policy:
+    """The policy of `halfserve cluster`, asked once a second; `busy`: share of time in which models shall compute."""
+    options = ScalingOptions(most=MOST, queue_s=DEADLINE_S / 2, busy=busy)
     state: dict[str, Any] = {}
 
     def decide(sight: Sight) -> int:
@@ -154,17 +155,16 @@ def ours(options: ScalingOptions | None = None) -> Policy:
     return decide
 
 
-def rays(target_ongoing: float | None = None) -> Policy:
+def rays(target_ongoing: float = 2.0) -> Policy:
     """Ray Serve's default policy, with perfect request counts in place of what it would gather.
 
-    `target_ongoing`: requests per replica in place of its default.
+    `target_ongoing`: requests per replica.
     """
     from ray.serve import autoscaling_policy  # noqa: PLC0415  (the extra "ray")
     from ray.serve._private.common import DeploymentID  # noqa: PLC0415  (as above)
     from ray.serve.config import AutoscalingConfig, AutoscalingContext  # noqa: PLC0415  (as above)
 
-    given = {} if target_ongoing is None else {"target_ongoing_requests": target_ongoing}
-    config = AutoscalingConfig(min_replicas=1, max_replicas=MOST, **given)
+    config = AutoscalingConfig(min_replicas=1, max_replicas=MOST, target_ongoing_requests=target_ongoing)
     seen = deque[float](maxlen=round(config.look_back_period_s / STEP_S))
     state: dict[str, Any] = {}
 
@@ -203,7 +203,8 @@ def _mean_wait(rate: float, members: int) -> float:
     """Mean time in the queue by chance alone, by Sakasegawa's formula for M/D/c."""
     slots = members * SLOTS
     use = min(rate * COMPUTE_S / slots, 0.99)
-    return COMPUTE_S / 2 * use ** (math.sqrt(2 * (slots + 1)) - 1) / (slots * (1 - use))
+    waits: float = use ** (math.sqrt(2 * (slots + 1)) - 1)
+    return COMPUTE_S / 2 * waits / (slots * (1 - use))
 
 
 def _late_share(wait_s: float, rate: float, members: int) -> float:
@@ -212,5 +213,5 @@ def _late_share(wait_s: float, rate: float, members: int) -> float:
         return 1.0
     slots = members * SLOTS
     use = min(rate * COMPUTE_S / slots, 0.99)
-    waits = use ** (math.sqrt(2 * (slots + 1)) - 1)
-    return float(waits * math.exp(-2 * slots / COMPUTE_S * (1 - use) * (DEADLINE_S - wait_s)))
+    waits: float = use ** (math.sqrt(2 * (slots + 1)) - 1)
+    return waits * math.exp(-2 * slots / COMPUTE_S * (1 - use) * (DEADLINE_S - wait_s))

@@ -57,6 +57,7 @@ class SimulatedMember:
         largest: the most bytes of models that it has served at once.
         moves: how many loads it has begun.
         mute: it does not report, as if its network were cut.
+        answered: the number of the last question for figures that it has answered.
         answers_figures: whether it reports figures when asked.
     """
 
@@ -81,7 +82,7 @@ class SimulatedMember:
         self._controller = ""
         self._is_new_controller = False
         self._asked = 0
-        self._answered = 0
+        self.answered = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -148,9 +149,9 @@ class SimulatedMember:
         return await self.link.exchange(self._report())
 
     def _report(self, *, has_ended: bool = False) -> Report:
-        with_figures = has_ended or (self._asked > self._answered and self.answers_figures)
+        with_figures = has_ended or (self._asked > self.answered and self.answers_figures)
         if with_figures:
-            self._answered = self._asked
+            self.answered = self._asked
         left, self.left = self.left, {}
         return Report(
             member=self.id,
@@ -160,7 +161,7 @@ class SimulatedMember:
             models={name: self._model_report(name) for name in self.sizes},
             memory_size=self._memory_size,
             figures=self.figures() if with_figures else None,
-            figures_number=self._answered,
+            figures_number=self.answered,
             has_ended=has_ended,
             left=left,
             directory_version=self.directory.version,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -15,13 +16,13 @@ from google.protobuf.message import DecodeError, Message
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.cluster.autoscaling import MemberLoad
-from halfserve.serve.cluster.cluster_index import cluster_index, cluster_status
-from halfserve.serve.cluster.cluster_memory import ClusterMemory
-from halfserve.serve.cluster.ended_figures import added
-from halfserve.serve.cluster.member_record import MemberRecord
-from halfserve.serve.cluster.member_table import MemberTable
-from halfserve.serve.cluster.model_rollout import ModelRollout, carried_out
-from halfserve.serve.cluster.placed_models import PlacedModels
+from halfserve.serve.cluster.control.cluster_index import cluster_index, cluster_status
+from halfserve.serve.cluster.control.cluster_memory import ClusterMemory
+from halfserve.serve.cluster.control.ended_figures import added
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_table import MemberTable
+from halfserve.serve.cluster.control.model_rollout import ModelRollout, carried_out
+from halfserve.serve.cluster.control.placed_models import PlacedModels
 from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Orders, Report
 from halfserve.serve.engine.errors import (
     InvalidArgumentError,
@@ -73,7 +74,9 @@ class Controller:
         self._rollout = ModelRollout(self._table, self._memory, self._placed)
         self._recovered_at: float | None = clock() + LEASE_S  # None: it has
         self._follows = False  # another controller, as reports show
+        self._ended_early: list[tuple[str, bytes, bool]] = []  # member, figures, whether they are exact
         self._figures_number = 0
+        self._sums: deque[asyncio.Task[Figures]] = deque()  # the one that is being made, and the next one
         self._calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
             f"/{SERVICE}/RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
             f"/{SERVICE}/RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load_request),
@@ -193,7 +196,7 @@ class Controller:
             return None
         if self._memory.ended.has(report.member):  # a report that took longer than its successor
             return None
-        if self._memory.ended.revive(report.member):
+        if self._recovered_at is None and self._memory.ended.revive(report.member):
             self._memory.changed()
         record, has_changed = self._table.take(report)
         if has_changed:
@@ -221,14 +224,17 @@ class Controller:
             self._table.end(member)
             if figures is None:
                 self._lost(record)
-        if figures is not None and self._memory.ended.end(member, figures, exact=True):
-            self._memory.changed()
-            self._table.wake_all()
-        self._placed.expire()
+        if figures is not None:
+            self._count_ended(member, figures, exact=True)
 
     def _lost(self, record: MemberRecord) -> None:
         """Its last report counts until better figures come."""
-        if self._memory.ended.end(record.id, record.last_figures(), exact=False):
+        self._count_ended(record.id, record.last_figures(), exact=False)
+
+    def _count_ended(self, member: str, figures: bytes, *, exact: bool) -> None:
+        if self._recovered_at is not None:  # the memory of the last controller may still come
+            self._ended_early.append((member, figures, exact))
+        elif self._memory.ended.end(member, figures, exact=exact):
             self._memory.changed()
             self._table.wake_all()
         self._placed.expire()
@@ -242,6 +248,9 @@ class Controller:
     def _recover(self) -> None:
         """All that can still report has; from here on this controller decides."""
         self._recovered_at = None
+        ended, self._ended_early = self._ended_early, []
+        for member, figures, exact in ended:
+            self._count_ended(member, figures, exact=exact)
         for member in self._members:
             self._memory.ended.revive(member)
         self._begin()
@@ -323,11 +332,25 @@ class Controller:
         return pb.ModelStatisticsResponse(model_stats=found)
 
     async def _figures(self) -> Figures:
-        """The sum of all members, as of after the call.
+        """The sum of all members, as of after the call; calls at the same time share one.
 
         Raises:
             UnavailableError: a member did not answer in time.
         """
+        if len(self._sums) < 2:
+            before = self._sums[-1] if self._sums else None
+            self._sums.append(asyncio.get_running_loop().create_task(self._sum(before)))
+            self._sums[-1].add_done_callback(self._forget_sum)
+        return await asyncio.shield(self._sums[-1])
+
+    def _forget_sum(self, task: asyncio.Task[Figures]) -> None:
+        self._sums.remove(task)
+        if not task.cancelled():
+            task.exception()  # all that asked may be gone
+
+    async def _sum(self, before: asyncio.Task[Figures] | None) -> Figures:
+        if before is not None:
+            await asyncio.wait({before})
         self._figures_number += 1
         number = self._figures_number
         asked = set(self._members)

@@ -20,6 +20,7 @@ from halfserve.serve.protocol.status import error_of
 
 M = TypeVar("M", bound=Message)
 QUERY_S = 2.0  # for what takes the server some milliseconds
+FIGURES_S = 10.0  # for what takes it some milliseconds for each model
 
 
 class ServerLink:
@@ -35,7 +36,7 @@ class ServerLink:
 
     async def figures(self) -> bytes:
         """All its counters, as `Figures.to_bytes`."""
-        answer = wrappers_pb2.BytesValue.FromString(await self.call(FIGURES, b"", QUERY_S))
+        answer = wrappers_pb2.BytesValue.FromString(await self.call(FIGURES, b"", FIGURES_S))
         return bytes(answer.value)
 
     async def publish(self, directory: bytes) -> None:

@@ -80,6 +80,7 @@ class ServerProcess:
         self.code: int | None = None
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._starting: asyncio.Future[None] | None = None  # of the process
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._held = -1  # end of the pipe by whose end the server notices that this process is gone
 
@@ -97,7 +98,7 @@ class ServerProcess:
         Raises:
             AgentError: it cannot be started, or has ended before it was ready.
         """
-        started: asyncio.Future[None] = self._loop.create_future()
+        self._starting = started = self._loop.create_future()
         lifeline, held = os.pipe()
         ready_file, ready = os.pipe()
         self._held = held
@@ -120,7 +121,7 @@ class ServerProcess:
             target=self._live, args=(command, environment, given, started), name="halfserve server", daemon=True
         ).start()
         try:
-            await started
+            await asyncio.shield(started)
         except OSError as error:
             os.close(held)
             os.close(ready_file)
@@ -143,6 +144,15 @@ class ServerProcess:
         """Have it drain, and end."""
         if self.code is None and self.pid:
             os.kill(self.pid, signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """Have it end, whether it was started, or its start has failed or is given up; return when it has ended."""
+        if self._starting is None:
+            return
+        await asyncio.wait([self._starting])
+        if self._starting.exception() is None:
+            self.terminate()
+            await self.ended.wait()
 
     def _live(
         self,

@@ -77,7 +77,8 @@ class InferRoute:
 
     async def _asked(self, request: Request) -> RestRequest:
         name, version = _named(request)
-        self._core.model(name, version)  # fails before the body is read
+        if self._service.inference_with is None:  # else another server may have it
+            self._core.model(name, version)  # fails before the body is read
         body = await self._bodies.read(request)
         json_bytes = header_length(request, len(body))
         if json_bytes == 0:
@@ -137,13 +138,14 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     """The entry for the inference requests of one HTTP request: as its token permits, and observed."""
     observer = service.observability.observer
     given: AccessGrant | None = request.scope.get(GRANT)
-    inference: WatchableInference = service.inference
+    headers = dict(request.scope["headers"])
+    inference: WatchableInference = service.inference if service.inference_with is None else service.inference_with(headers)
     if given is not None:
         inference = given.inference(inference, peer_of(request.scope), is_charged=True)
     if observer is None:
         return inference
     holder = "" if given is None else given.holder
-    return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]), holder)
+    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder)
 
 
 def _named(request: Request) -> tuple[str, str]:

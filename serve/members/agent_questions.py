@@ -28,7 +28,7 @@ class AgentQuestions:
     """Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[Question] | None = None  # None while no agent takes them
+        self._asked: asyncio.Queue[Question | None] | None = None  # None while no agent takes them
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count(1)
 
@@ -60,6 +60,11 @@ class AgentQuestions:
         answer = await self._ask(METRICS, b"")
         return answer.answer, answer.text
 
+    def close(self) -> None:
+        """Ask nothing more."""
+        if self._asked is not None:
+            self._asked.put_nowait(None)
+
     async def _ask(self, path: str, request: bytes) -> Answer:
         if self._asked is None:
             raise _gone()
@@ -77,10 +82,10 @@ class AgentQuestions:
     async def _take(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         async for _ in requests:
             break
-        asked = self._asked = asyncio.Queue[Question]()
+        asked = self._asked = asyncio.Queue[Question | None]()
         try:
-            while True:
-                yield await asked.get()
+            while (question := await asked.get()) is not None:
+                yield question
         finally:
             if self._asked is asked:
                 self._asked = None

@@ -96,6 +96,7 @@ class ClusterMember:
             await asyncio.wait(self._tasks)
             with contextlib.suppress(OSError):  # the folder is gone with the agent
                 await self._counters.write()
+        self._agent.close()
         await self._elsewhere.close()
         await self._sockets.close()
         if self._transport is not None:

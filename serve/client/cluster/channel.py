@@ -41,10 +41,10 @@ class ClusterChannel(ABC):
     """
 
     def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
-        open_member = partial(_open, settings, has_token)
+        opened = partial(open_member, settings, has_token)
         self._shown = settings.target.shown
-        self._members = Members(partial(open_member, self._library()), self._closer())
-        self._watch = DirectoryWatch(settings.target.members, partial(open_member, grpc), headers, self._members.take)
+        self._members = Members(partial(opened, self._library()), self._closer())
+        self._watch = DirectoryWatch(settings.target.members, partial(opened, grpc), headers, self._members.take)
         self._watch.start()
         # The thread has no reference to this channel, so that it ends with a client that is not closed.
         self._stop = weakref.finalize(self, _stop, self._watch, os.getpid())
@@ -233,7 +233,12 @@ class MemberCall:
         raise failure from None
 
 
-def _open(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:
+def open_member(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:
+    """A channel of `library` to a member.
+
+    Raises:
+        InvalidRequest: the address is malformed, or a token would go there unencrypted.
+    """
     target = parse_address(address)
     if has_token:
         check_encrypted(target, settings.tls)

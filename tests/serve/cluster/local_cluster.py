@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+
+import grpc
 
 from halfserve import Client, RetryPolicy
+from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.cluster.agent import Agent, AgentOptions
 from halfserve.serve.cluster.controller import Controller, ControllerOptions
 from halfserve.serve.cluster.reports import Orders, Report
@@ -42,6 +45,10 @@ class Link:
         return self.controller
 
 
+def agent_options(folder: Path, repository: Path, *arguments: str, name: str = "test") -> AgentOptions:
+    return AgentOptions(path=str(repository), cluster=name, arguments=(*OPTIONS, *arguments), first_port=0, folder=folder)
+
+
 class LocalCluster:
     """Agents and controller live on an event loop of their own thread.
 
@@ -61,23 +68,19 @@ class LocalCluster:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
-    def start(self, count: int = 1, *arguments: str) -> list[Agent]:
-        """Start agents together, which serve what they shall."""
+    def start(self, count: int = 1, *arguments: str, name: str = "test") -> list[Agent]:
+        """Start agents together, which serve what they shall; `name` is the cluster's."""
 
         async def start() -> list[Agent]:
             if not self.agents:
                 self.link = Link(Controller(self._options))
-            started = [Agent(self.agent_options(*arguments), self.link) for _ in range(count)]
+            options = agent_options(self._folder, self._repository, *arguments, name=name)
+            started = [Agent(options, self.link) for _ in range(count)]
             self.agents += started
             await asyncio.gather(*(agent.start() for agent in started))
             return started
 
         return self.run(start())
-
-    def agent_options(self, *arguments: str) -> AgentOptions:
-        return AgentOptions(
-            path=str(self._repository), cluster="test", arguments=(*OPTIONS, *arguments), first_port=0, folder=self._folder
-        )
 
     def stop(self, *agents: Agent) -> None:
         async def stop() -> None:
@@ -105,6 +108,30 @@ class LocalCluster:
         for client in self._clients.values():
             client.close()
         self.stop(*self.agents)
+
+
+class Watch:
+    """What a member says of all members, now and at each change."""
+
+    def __init__(self, agent: Agent, token: str = "") -> None:
+        self._channel = grpc.insecure_channel(agent.address)
+        watch = self._channel.unary_stream("/halfserve.Cluster/Watch", WatchRequest.SerializeToString, Directory.FromString)
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        self._directories = watch(WatchRequest(), timeout=WAIT_S, metadata=metadata)
+
+    def until(self, reached: Callable[[dict[str, set[str]]], bool]) -> dict[str, set[str]]:
+        """The models by the address of a member that serves them, once that is as expected."""
+        for directory in self._directories:
+            found = {one.grpc_address: set(one.models) for one in directory.members if one.state == 0}
+            if reached(found):
+                return found
+        raise AssertionError("the watch has ended")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
 
 
 @contextmanager

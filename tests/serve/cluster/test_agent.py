@@ -1,4 +1,4 @@
-"""Three members, each a real server with its agent, and a real controller."""
+"""Members, each a real server with its agent, and a real controller."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ import signal
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
-import grpc
 import numpy as np
 import pytest
 
 from halfserve import Client, ModelNotFound, ServerUnavailable
-from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.cluster.agent import Agent, AgentError
 from tests.models import save_mlp, save_picky
-from tests.serve.cluster.local_cluster import ONCE, WAIT_S, LocalCluster, local_cluster
+from tests.serve.cluster.local_cluster import ONCE, WAIT_S, LocalCluster, Watch, local_cluster
 
 T = TypeVar("T")
 X = np.ones((1, 64), np.float16)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     repository = tmp_path_factory.mktemp("repository")
     save_mlp(repository / "mlp" / "1" / "model.onnx")
     save_picky(repository / "picky" / "1" / "model.onnx")
-    # A short path: it has room for the name of a Unix socket.
-    with local_cluster(tmp_path_factory.mktemp("c"), repository) as made:
-        made.start(3)
+    with local_cluster(folder, repository) as made:
+        made.start(2)
         yield made
 
 
@@ -65,52 +63,32 @@ def metric(agent: Agent, name: str) -> float:
         return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", answer.read().decode(), re.MULTILINE)))
 
 
-class Watch:
-    """What a member says of all members, now and at each change."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._channel = grpc.insecure_channel(agent.address)
-        watch = self._channel.unary_stream("/halfserve.Cluster/Watch", WatchRequest.SerializeToString, Directory.FromString)
-        self._directories = watch(WatchRequest(), timeout=WAIT_S)
-
-    def until(self, reached: Callable[[dict[str, set[str]]], bool]) -> dict[str, set[str]]:
-        """The models by the address of a member that serves them, once that is as expected."""
-        for directory in self._directories:
-            found = {one.grpc_address: set(one.models) for one in directory.members if one.state == 0}
-            if reached(found):
-                return found
-        raise AssertionError("the watch has ended")
-
-    def close(self) -> None:
-        self._channel.close()
-
-
 def test_every_member_answers_for_all(cluster: LocalCluster) -> None:
     before = agree(cluster, rows)
     infer(cluster, 2)
-    assert agree(cluster, rows) == before + 6
-    assert metric(cluster.agents[0], "nv_inference_count") >= before + 6
-    assert metric(cluster.agents[1], "halfserve_processes") == 3
+    assert agree(cluster, rows) == before + 4
+    assert metric(cluster.agents[0], "nv_inference_count") >= before + 4
+    assert metric(cluster.agents[1], "halfserve_processes") == 2
     assert agree(cluster, states) == {"mlp": "READY", "picky": "READY"}
     assert not agree(cluster, lambda client: client.is_ready("nothing"))
 
 
 def test_a_model_is_unloaded_and_loaded_everywhere_and_its_counters_go_on(cluster: LocalCluster) -> None:
-    first, second, third = (cluster.client(agent) for agent in cluster.agents)
+    first, second = (cluster.client(agent) for agent in cluster.agents)
     infer(cluster, 1, "picky")
     before = agree(cluster, lambda client: rows(client, "picky"))
     first.unload_model("picky")
     assert agree(cluster, states) == {"mlp": "READY", "picky": "UNAVAILABLE"}
-    for client in (first, second, third):
+    for client in (first, second):
         assert not client.is_ready("picky")
         with pytest.raises(ModelNotFound, match="'picky' is not served"):
             client.infer("picky", {"i": np.zeros((1, 1), np.int64)})
     second.load_model("picky")
     second.load_model("picky")
     infer(cluster, 1, "picky")
-    assert agree(cluster, lambda client: rows(client, "picky")) == before + 3
+    assert agree(cluster, lambda client: rows(client, "picky")) == before + 2
     with pytest.raises(ModelNotFound, match="no model 'nothing'"):
-        third.load_model("nothing")
+        first.load_model("nothing")
 
 
 def test_requests_in_flight_count_when_their_model_is_loaded_again(cluster: LocalCluster) -> None:
@@ -138,35 +116,32 @@ def test_requests_in_flight_count_when_their_model_is_loaded_again(cluster: Loca
 
 
 def test_a_server_that_is_killed_leaves_the_directory_and_its_counters_stay(cluster: LocalCluster) -> None:
-    infer(cluster, 2)
     before = agree(cluster, rows)
-    watch = Watch(cluster.agents[0])
-    killed = cluster.agents[-1]
-    assert set(watch.until(lambda found: len(found) == 3)) == {agent.address for agent in cluster.agents}
-    cluster.client(killed).infer("mlp", {"x": X})
-    os.kill(killed.pid, signal.SIGKILL)
-    watch.until(lambda found: killed.address not in found)
+    with Watch(cluster.agents[0]) as watch:
+        (killed,) = cluster.start(1)
+        found = watch.until(lambda found: found.get(killed.address) == {"mlp", "picky"})
+        assert set(found) == {agent.address for agent in cluster.agents}
+        infer(cluster, 2)
+        assert agree(cluster, rows) == before + 6
+        cluster.client(killed).infer("mlp", {"x": X})
+        os.kill(killed.pid, signal.SIGKILL)
+        watch.until(lambda found: killed.address not in found)
     with pytest.raises(AgentError, match="has ended: SIGKILL"):
         killed.check()
     cluster.stop(killed)
-    assert agree(cluster, rows) == before + 1
-    (added,) = cluster.start(1)
-    watch.until(lambda found: found.get(added.address) == {"mlp", "picky"})
-    assert agree(cluster, rows) == before + 1
-    watch.close()
+    assert agree(cluster, rows) == before + 7
 
 
-def test_a_member_that_is_stopped_drains_unseen_and_its_counters_stay(cluster: LocalCluster) -> None:
+def test_a_member_that_is_stopped_drains_and_its_counters_stay(cluster: LocalCluster) -> None:
+    (leaving,) = cluster.start(1)
     infer(cluster, 2)
     before = agree(cluster, rows)
-    watch = Watch(cluster.agents[0])
-    leaving = cluster.agents[-1]
-    watch.until(lambda found: leaving.address in found)
-    cluster.stop(leaving)
-    watch.until(lambda found: leaving.address not in found)
+    with Watch(cluster.agents[0]) as watch:
+        watch.until(lambda found: leaving.address in found)
+        cluster.stop(leaving)
+        watch.until(lambda found: leaving.address not in found)
     assert agree(cluster, rows) == before
-    cluster.start(1)
-    watch.close()
+    assert metric(cluster.agents[0], "halfserve_processes") == 2
 
 
 def test_inference_goes_on_without_a_controller_and_its_successor_knows_all(cluster: LocalCluster) -> None:
@@ -180,5 +155,5 @@ def test_inference_goes_on_without_a_controller_and_its_successor_knows_all(clus
     assert client.is_ready()
     cluster.replace_controller()
     assert cluster.link.controller is not old
-    assert agree(cluster, rows) == before + 6
+    assert agree(cluster, rows) == before + 4
     assert agree(cluster, states) == {"mlp": "READY", "picky": "READY"}

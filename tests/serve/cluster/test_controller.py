@@ -223,6 +223,32 @@ def test_a_new_controller_knows_what_the_last_one_decided() -> None:
     run(scene, "a", "b", "c")
 
 
+def test_a_member_that_ends_while_a_new_controller_learns_is_counted() -> None:
+    async def scene(cluster: Cluster) -> None:
+        for name in "abc":
+            cluster.members[name].count("digits", 1)
+        await cluster.members.pop("a").end()
+        await asyncio.sleep(1)
+        cluster.replace_controller()
+        await cluster.members.pop("b").end()  # before the new controller knows of "a"
+        assert await cluster.counted() == {"digits": 3, "words": 0}
+
+    run(scene, "a", "b", "c")
+
+
+def test_questions_at_the_same_time_are_answered_together() -> None:
+    async def scene(cluster: Cluster) -> None:
+        first = asyncio.ensure_future(cluster.counted())
+        await asyncio.sleep(0)
+        cluster.members["a"].count("digits", 3)
+        later = await asyncio.gather(*(cluster.counted() for _ in range(50)))
+        await first
+        assert later == [{"digits": 3, "words": 0}] * 50
+        assert cluster.members["a"].answered < 5
+
+    run(scene, "a", "b")
+
+
 def test_a_draining_member_is_shown_as_such_until_it_leaves() -> None:
     async def scene(cluster: Cluster) -> None:
         cluster.controller.drain("a")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.serve.cluster.placement import MemberRoom, ModelDemand, Placement, moves, place
+from halfserve.serve.cluster.control.placement import MemberRoom, ModelDemand, Placement, moves, place
 
 
 def models(*demands: float, size: int = 0) -> list[ModelDemand]:

@@ -20,8 +20,8 @@ from tests.serve.running_server import RunningServer, running_server
 SERVING, DRAINING = Member.SERVING, Member.DRAINING
 
 
-def member(address: str, state: Member.State = SERVING, models: Sequence[str] = ("mlp",)) -> Member:
-    return Member(id=f"id of {address}", grpc_address=address, state=state, models=models)
+def member(address: str, state: Member.State = SERVING, models: Sequence[str] = ("mlp",), *, http_address: str = "") -> Member:
+    return Member(id=f"id of {address}", grpc_address=address, http_address=http_address, state=state, models=models)
 
 
 class Board:

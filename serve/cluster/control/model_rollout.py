@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
-from halfserve.serve.cluster.cluster_memory import ClusterMemory
-from halfserve.serve.cluster.member_record import MemberRecord
-from halfserve.serve.cluster.member_table import MemberTable
-from halfserve.serve.cluster.placed_models import PlacedModels
+from halfserve.serve.cluster.control.cluster_memory import ClusterMemory
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_table import MemberTable
+from halfserve.serve.cluster.control.placed_models import PlacedModels
 from halfserve.serve.cluster.reports import ModelOrder
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
@@ -104,8 +104,13 @@ class ModelRollout:
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the client may be gone
 
     async def _load(self, name: str, request: bytes) -> None:
         async with self._lock(name):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.member_record import MemberRecord, ModelLoad
+from halfserve.serve.cluster.control.member_record import MemberRecord, ModelLoad
 from halfserve.serve.cluster.reports import ModelOrder
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.members.merging import STATES

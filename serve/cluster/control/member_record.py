@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from halfserve.protos import cluster_pb2
 from halfserve.serve.cluster.autoscaling import MemberLoad
-from halfserve.serve.cluster.ended_figures import estimate
+from halfserve.serve.cluster.control.ended_figures import estimate
 from halfserve.serve.cluster.reports import ModelReport, Orders, Report
 
 WINDOW_S = 2.0  # loads are means over at least so long

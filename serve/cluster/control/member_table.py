@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from halfserve.protos import cluster_pb2
-from halfserve.serve.cluster.member_record import MemberRecord
+from halfserve.serve.cluster.control.member_record import MemberRecord
 from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Report
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from halfserve.serve.cluster.member_record import MemberRecord
-from halfserve.serve.cluster.placement import MemberRoom, ModelDemand, Placement, place
+from halfserve.serve.cluster.control.member_record import MemberRecord
+from halfserve.serve.cluster.control.placement import MemberRoom, ModelDemand, Placement, place
 from halfserve.serve.cluster.reports import ModelOrder
 
 REVIEW_S = 5.0  # between two decisions, where no member and no model has come or gone

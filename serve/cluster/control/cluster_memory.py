@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.ended_figures import EndedFigures
+from halfserve.serve.cluster.control.ended_figures import EndedFigures
 from halfserve.serve.cluster.reports import ModelOrder
 
 

@@ -1,0 +1,1 @@
+"""Parts of the controller: the members and their leases, what they shall serve, and what the cluster remembers."""

