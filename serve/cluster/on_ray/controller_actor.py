@@ -23,10 +23,17 @@ class ControllerActor:
 
     def __init__(self, cluster: str, options: ControllerOptions) -> None:
         self._cluster = cluster
+        self._options = options
         self._controller = Controller(options)
 
-    async def cluster(self) -> str:
-        """What tells this cluster from others, and from one of the same name before it."""
+    async def join(self, options: ControllerOptions) -> str:
+        """What tells this cluster from others, and from one of the same name before it.
+
+        Other options than the present ones, of replicas that take the place of others, make another controller: it learns from
+        the agents, as after a crash.
+        """
+        if options != self._options:
+            self._options, self._controller = options, Controller(options)
         return self._cluster
 
     async def exchange(self, report: Report) -> Orders:
@@ -89,7 +96,7 @@ class RayLink:
         Raises:
             ConnectionError: there is none now, and none can be started.
         """
-        self.cluster = await self._ask(STARTS_S, "cluster")
+        await self._ask(STARTS_S, "status")
 
     async def exchange(self, report: Report) -> Orders:
         orders: Orders = await self._ask(REPORT_S + LEASE_S, "exchange", report)
@@ -105,10 +112,12 @@ class RayLink:
 
     async def _ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         try:
-            if self._handle is None:
-                # On a thread: it asks Ray's head, which may be out of reach.
-                self._handle = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
             async with asyncio.timeout(limit_s):
+                if self._handle is None:
+                    # On a thread: it asks Ray's head, which may be out of reach.
+                    handle = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
+                    self.cluster = await handle.join.remote(self._options)
+                    self._handle = handle
                 return await getattr(self._handle, method).remote(*arguments)
         except RayTaskError as error:  # the controller's answer
             raise error.cause from None
