@@ -98,6 +98,7 @@ class Agent:
         }
         self._reporting = reporting = Reporting(report, self._link, server, process, folders)
         self._reports = asyncio.create_task(reporting.run())
+        self._reports.add_done_callback(_log_failure)
         self._answer_soon(self._answer_questions(server, process))
         await first_of(reporting.settled, process.ended)
         self.check()
@@ -110,8 +111,10 @@ class Agent:
         """
         if self._process is not None and self._process.code is not None:
             raise AgentError(f"the server of member {self.member} has ended: {self._process.why()}")
-        if self._reporting is None:
+        if self._reporting is None or self._reports is None:
             return
+        if self._reports.done():
+            raise AgentError(f"the agent of member {self.member} reports no more; its log says why")
         silent_s = time.monotonic() - self._reporting.heard_s
         if silent_s > STUCK_S:
             raise AgentError(f"the server of member {self.member} has not answered for {silent_s:.0f} s")
@@ -167,3 +170,8 @@ class Agent:
         task = asyncio.create_task(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the reports to the controller have ended", exc_info=task.exception())

@@ -230,7 +230,9 @@ class Reporting:
                     try:
                         await self._link.exchange(report)
                         is_known = True
-                    except ConnectionError:
+                    except Exception as error:  # noqa: BLE001  (the counters are kept, whatever the controller does)
+                        if not isinstance(error, ConnectionError):
+                            self._throttle.say("the controller does not take the last report: %s", error)
                         await asyncio.sleep(AGAIN_S)
         if not is_known:
             logger.warning("the controller does not know what this server has counted; the next agent here will tell it")

@@ -21,6 +21,7 @@ from halfserve.serve.supervisor.supervisor import in_words
 from halfserve.serve.transports.listening import Address, BindError, close, listen
 
 ROWS = 32  # of ports, that are tried
+LEAVE = ("--lame-duck-seconds", "1")  # for all clients to see it leave; further options may say otherwise
 LAST_LINES = 20  # of the server's log
 
 
@@ -112,9 +113,18 @@ class ServerProcess:
             parent=os.getpid(),
         )
         given = [*(one.fileno() for sockets in ports.sockets.values() for one in sockets), lifeline, ready]
-        command = [*_program(), "serve", path, "--model-control", "explicit", "--host", host, *_ports(ports), *arguments]
-        if "--lame-duck-seconds" not in arguments:  # for all clients to see it leave
-            command += ["--lame-duck-seconds", "1"]
+        command = [
+            *_program(),
+            "serve",
+            path,
+            "--model-control",
+            "explicit",
+            "--host",
+            host,
+            *_ports(ports),
+            *LEAVE,
+            *arguments,
+        ]
         environment = {**os.environ, VARIABLE: handover.to_text()}
         # The system kills the server when the thread that started it ends: this one lives as long as the server.
         threading.Thread(

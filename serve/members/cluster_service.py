@@ -51,7 +51,7 @@ class ClusterService:
 
     async def publish(self, directory: Directory) -> Message:
         """Answer watchers with this directory from now on."""
-        self._elsewhere.directory = directory
+        await self._elsewhere.follow(directory)
         self._wake()
         return empty_pb2.Empty()
 

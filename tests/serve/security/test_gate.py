@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.members.cluster_service import WATCH
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.options import ClientLimits, SecurityOptions
@@ -308,7 +309,7 @@ def test_a_request_that_is_cancelled_or_refused_gives_its_place_back(transport: 
 def test_every_method_has_a_role_of_its_own() -> None:
     with guarded_server(SecurityOptions()) as (server, _):
         served = {*server.service.unary, *server.service.streams, INFER_PATH, INFER_STREAM_PATH}
-    assert served == OPEN_METHODS | ROLES.keys()
+    assert served | {WATCH} == OPEN_METHODS | ROLES.keys()  # members of a cluster serve it
     assert {path for path, role in ROLES.items() if role is Role.ADMIN} == {
         f"/{SERVICE}/{name}" for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
     }
