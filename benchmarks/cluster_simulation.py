@@ -253,11 +253,11 @@ def size(
     """Show what members cost the controller."""
     table = Table(
         "members",
-        "calm, ms per second",
-        "one replaced a second, ms per second",
+        "calm, ms/s",
+        "changing, ms/s",
         "start, ms",
         "directory, KiB",
-        "ModelStatistics, ms",
+        "statistics, ms",
         "decision, ms",
     )
     for count in members or [10, 100, 1000]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Executor
 from contextvars import Context
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -43,7 +44,7 @@ class Meter:
 
 
 class MeteredLoop(VirtualLoop):
-    """Meters the controller's timers."""
+    """Meters the controller's timers, and what it has a thread do."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -55,6 +56,9 @@ class MeteredLoop(VirtualLoop):
         if getattr(callback, "__module__", "").startswith("halfserve.serve.cluster"):
             return super().call_at(when, lambda: self._meter.run(lambda: callback(*args)), context=context)
         return super().call_at(when, callback, *args, context=context)
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        return super().run_in_executor(executor, lambda: self._meter.run(lambda: func(*args)))
 
 
 class MeteredLink:

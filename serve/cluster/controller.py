@@ -36,7 +36,7 @@ from halfserve.serve.protocol.service import SERVICE
 
 logger = logging.getLogger(__name__)
 
-FIGURES_S = 5.0  # for the figures of all members; longer than a lease, so that none is waited for that has ended
+FIGURES_S = 3.0  # for the figures of all members, on top of a lease, so that none is waited for that has ended
 UPLOAD_BYTES = 2**24  # of a model that a request brings along, as all agents keep it in memory
 KEEPERS = 32  # agents that keep the memory: those that have been there longest
 
@@ -86,9 +86,10 @@ class Controller:
         }
 
     async def exchange(self, report: Report) -> Orders:
-        """Take a member's report and answer with its orders: at once if they are news to it, else within REPORT_S.
+        """Take a member's report and answer with its orders: at once if they are news to it, else after `report_s`.
 
-        A later report of the same member ends the wait of an earlier one.
+        A later report of the same member ends the wait of an earlier one. More than 100 members report less often than every
+        REPORT_S, and have longer leases: at most 2 s and 8 s.
         """
         self._table.look_regularly()
         record = self._take(report)
@@ -98,7 +99,7 @@ class Controller:
             return Orders(controller=self.id)
         orders = self._orders(record)
         if report.controller == self.id and not record.is_news(orders, self._table.version):
-            if not await record.wait(REPORT_S):
+            if not await record.wait(self._table.report_s):
                 return orders
             orders = self._orders(record)
         record.tell(orders, directory=self._table.version, memory=self._memory.number)
@@ -359,9 +360,10 @@ class Controller:
         def missing() -> list[MemberRecord]:
             return [one for one in self._members.values() if one.id in asked and one.figures_number < number]
 
-        if not await self._table.until(lambda: not missing(), FIGURES_S):
+        limit_s = self._table.lease_s + FIGURES_S
+        if not await self._table.until(lambda: not missing(), limit_s):
             raise UnavailableError(
-                f"{missing()[0].title} has not reported its figures within {FIGURES_S:g} s; ask again in a moment",
+                f"{missing()[0].title} has not reported its figures within {limit_s:g} s; ask again in a moment",
                 retry_after_s=1.0,
             )
         living = [record.figures for record in self._members.values() if record.figures is not None]

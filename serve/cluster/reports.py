@@ -117,7 +117,7 @@ class ControllerLink(Protocol):
     """How an agent reaches the controller; a launcher makes it. Methods raise ConnectionError where it is not there now."""
 
     async def exchange(self, report: Report) -> Orders:
-        """Report, and have orders: at once where there are new ones, else within REPORT_S."""
+        """Report, and have orders: at once where there are new ones, else within 4 * REPORT_S."""
 
     async def call(self, path: str, request: bytes) -> bytes:
         """Ask for the whole cluster: a management method of the gRPC API, by path, from serialized message to message.
@@ -130,5 +130,7 @@ class ControllerLink(Protocol):
         """The Prometheus metrics of the whole cluster, and their content type."""
 
 
-REPORT_S = 0.5  # an agent reports at least this often
+REPORT_S = (
+    0.5  # an agent reports at least this often; less often in a cluster of more than 100, as the controller answers later
+)
 LEASE_S = 2.0  # a member that has not reported for so long is in the directory no more

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1  # between two looks at leases
 STALL_S = 1.0  # a look that is so late says that the controller stood still, and no member is to blame
+FREQUENT = 100  # members that report every REPORT_S; more report less often, as a report costs a Ray actor 1.7 ms
+SELDOM = 4.0  # times REPORT_S, at most
 PUBLISH_S = 0.05  # between two directories, at least
 DIRECTORY_BYTES_S = 50e6  # of directories that all members are sent; large clusters have fewer, later ones
 
@@ -51,6 +53,16 @@ class MemberTable:
         self._looked_at = 0.0
         self._looking: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
+
+    @property
+    def report_s(self) -> float:
+        """How long a member may wait for news before it reports again, in seconds."""
+        return REPORT_S * min(max(1.0, len(self.members) / FREQUENT), SELDOM)
+
+    @property
+    def lease_s(self) -> float:
+        """A member that has not reported for so long is none any more; LEASE_S up to FREQUENT members."""
+        return self.report_s * LEASE_S / REPORT_S
 
     def take(self, report: Report) -> tuple[MemberRecord, bool]:
         """Have a report. Returns the member, and whether what matters to others has changed."""
@@ -123,13 +135,14 @@ class MemberTable:
     def _look(self) -> None:
         now = self.clock()
         late, self._looked_at = now - self._looked_at - TICK_S, now
+        lease_s = self.lease_s
         self._looking = None
         self._look_outside(now)
         for record in list(self.members.values()):
             if late > STALL_S:
                 record.reported_at = now
-            elif now - record.reported_at > LEASE_S:
-                logger.warning("%s has not reported for %g s, and is a member no more", record.title, LEASE_S)
+            elif now - record.reported_at > lease_s:
+                logger.warning("%s has not reported for %g s, and is a member no more", record.title, lease_s)
                 self.end(record.id)
                 self._lost(record)
         if self.members or not self.is_public:

@@ -78,10 +78,11 @@ class ModelRollout:
         if name not in self._memory.loaded:
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
 
-    def review(self) -> None:
-        """Place the models again if it is time."""
+    def review(self, *, at_once: bool = False) -> None:
+        """Place the models again if it is time, or at once."""
         models: dict[str, ModelOrder | None] = dict.fromkeys(self._coming)
-        if self._placed.review(self._members.values(), models | self._memory.loaded, self._table.clock()):
+        wanted = models | self._memory.loaded
+        if self._placed.review(self._members.values(), wanted, self._table.clock(), at_once=at_once):
             self._table.wake_all()
 
     def orders(self, record: MemberRecord) -> dict[str, ModelOrder]:
@@ -117,8 +118,7 @@ class ModelRollout:
             order = self._memory.order(name, request)
             self._coming.add(name)
             try:
-                self._placed.expire()
-                self.review()
+                self.review(at_once=True)
                 await self._try(name, order)
             finally:
                 self._coming.discard(name)

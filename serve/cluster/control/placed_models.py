@@ -9,6 +9,7 @@ from halfserve.serve.cluster.control.placement import MemberRoom, ModelDemand, P
 from halfserve.serve.cluster.reports import ModelOrder
 
 REVIEW_S = 5.0  # between two decisions, where no member and no model has come or gone
+PLACES_S = 1e5  # members times models that are decided on in a second; large clusters decide less often
 RISE, FALL = 0.5, 0.1  # how much of a change of demand one review believes: models become hot at once, and cool down slowly
 
 
@@ -22,26 +23,32 @@ class PlacedModels:
         self._demand: dict[str, float] = {}
         self._refused: dict[tuple[str, str], int] = {}  # member, model: the generation that it could not load
         self._review_at = 0.0
+        self._may_review_at = 0.0
         self._is_stale = True
 
     def expire(self) -> None:
         """A member or a model has come or gone, or a load has failed: decide again."""
         self._is_stale = True
 
-    def review(self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None], now: float) -> bool:
+    def review(
+        self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None], now: float, *, at_once: bool = False
+    ) -> bool:
         """Decide again if it is time. Returns whether anything changes.
 
         Args:
             members: all; those that are leaving serve nothing new.
             models: all that shall be served, with their orders; None for one that is being tried.
             now: in seconds.
+            at_once: whether or not it is time.
         """
-        if not self._most or not (self._is_stale or now >= self._review_at):
+        is_due = now >= self._review_at or (self._is_stale and now >= self._may_review_at)
+        if not self._most or not (is_due or at_once):
             return False
         if now >= self._review_at:
             self._measure(members, models)
             self._review_at = now + REVIEW_S
         self._is_stale = False
+        self._may_review_at = now + len(members) * len(models) / PLACES_S
         staying = [record for record in members if not record.is_leaving]
         self._remember_refusals(staying, models)
         wanted = [ModelDemand(name=name, demand=self._demand.get(name, 0.0), size=largest(members, name)) for name in models]
