@@ -19,6 +19,7 @@ from halfserve.serve.client.cluster.directory import DirectoryWatch
 from halfserve.serve.client.cluster.members import Member, Members
 from halfserve.serve.client.connection import ChannelSettings, Headers, check_encrypted, parse_address
 from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
+from halfserve.serve.client.messages import SEQUENCE_ID, is_stateful
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -181,7 +182,7 @@ class Method:
         self._path = path
         self.name = path.rpartition("/")[2]
         self._field = MODEL_FIELDS.get(self.name)
-        self._registers = "SharedMemory" in self.name
+        self.is_inference = self.name == "ModelInfer"
 
     def rpc(self, member: Member) -> Any:
         """The member's."""
@@ -197,8 +198,8 @@ class Method:
 
     def is_shared(self, request: Any) -> bool:
         """Whether the request is about memory that this client shares with a member."""
-        if self.name != "ModelInfer":
-            return self._registers
+        if not self.is_inference:
+            return "SharedMemory" in self.name
         return any(REGION in tensor.parameters for tensors in (request.inputs, request.outputs) for tensor in tensors)
 
 
@@ -215,8 +216,13 @@ class MemberCall:
         self._method = method
         self._model = method.model(request)
         # Requests are searched for shared memory only once there is some.
-        is_shared = (members.is_sharing or method.name != "ModelInfer") and method.is_shared(request)
-        self._member = members.pick(self._model, shared=is_shared)
+        is_shared = (members.is_sharing or not method.is_inference) and method.is_shared(request)
+        if method.is_inference and is_stateful(request) and not is_shared:
+            sequence = request.parameters[SEQUENCE_ID].SerializeToString()
+            starts, ends = (_is_set(request, flag) for flag in ("sequence_start", "sequence_end"))
+            self._member = members.pick_for_sequence(self._model, sequence, starts=starts, ends=ends)
+        else:
+            self._member = members.pick(self._model, shared=is_shared)
 
     def __enter__(self) -> Any:
         return self._method.rpc(self._member)
@@ -231,6 +237,11 @@ class MemberCall:
         self._members.settle(self._member, failure)
         failure.elsewhere = self._members.has_other(self._model)
         raise failure from None
+
+
+def _is_set(request: Any, flag: str) -> bool:
+    # Reading a parameter that is not there would add it.
+    return flag in request.parameters and bool(request.parameters[flag].bool_param)
 
 
 def open_member(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from halfserve.protos import cluster_pb2
 from halfserve.serve.client.errors import ClientError, Overloaded, Repeat, ServerUnavailable, Unsupported
 
+MAX_SEQUENCES = 10_000  # of which a client remembers the members; of those that are never ended, the oldest are forgotten
 AVOIDED_S = (0.25, 4.0)  # a member that failed gets nothing for so long; doubled each time in a row, up to the second
 
 
@@ -22,17 +23,16 @@ class Member:
         address: HOST:PORT.
         channel: to it; None before the first call.
         rpcs: the channel's methods, by path.
-        models: that it serves.
         outstanding: calls that it has not answered.
         avoided_until_s: on the monotonic clock.
+        is_listed: whether the last directory has it.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.channel: Any = None
         self.rpcs: dict[str, Any] = {}
-        self.models: Sequence[str] = ()
-        self.is_serving = False
+        self.is_listed = True
         self.outstanding = 0
         self.avoided_until_s = 0.0
         self.avoided_s = AVOIDED_S[0]
@@ -63,8 +63,9 @@ class Members:
         self._leaving: set[Member] = set()  # no longer listed, and with calls to answer
         self._serving: Sequence[Member] = ()
         self._of_model: dict[str, list[Member]] = {}
-        self._avoiding_until_s = 0.0
+        self._suspects: set[Member] = set()  # their last call failed
         self._sharing: Member | None = None
+        self._of_sequence: dict[tuple[str, bytes], Member] = {}
 
     @property
     def is_sharing(self) -> bool:
@@ -75,18 +76,19 @@ class Members:
         """Go on with the members of a new directory."""
         with self._lock:
             known, self._members = self._members, {}
+            serving: list[Member] = []
             of_model: dict[str, list[Member]] = {}
             for entry in directory.members:
                 member = known.pop(entry.id) if entry.id in known else Member(entry.grpc_address)
                 self._members[entry.id] = member
-                member.is_serving = entry.state == cluster_pb2.Member.SERVING
-                member.models = entry.models
-                for model in entry.models if member.is_serving else ():
-                    of_model.setdefault(model, []).append(member)
-            self._serving = [member for member in self._members.values() if member.is_serving]
-            self._of_model = of_model
+                if entry.state == cluster_pb2.Member.SERVING:
+                    serving.append(member)
+                    for model in entry.models:
+                        of_model.setdefault(model, []).append(member)
+            self._serving, self._of_model = serving, of_model
+            self._suspects.difference_update(known.values())
             for member in known.values():
-                member.is_serving = False
+                member.is_listed = False
                 self._leaving.add(member)
                 self._close_if_done(member)
 
@@ -114,13 +116,41 @@ class Members:
             member.outstanding += 1
             return member
 
+    def pick_for_sequence(self, model: str, sequence: bytes, *, starts: bool, ends: bool) -> Member:
+        """The member for one step of a sequence, whose state only the member of its first step has.
+
+        Args:
+            model: that has the state.
+            sequence: the sequence's id, serialized.
+            starts: whether the step is the first.
+            ends: whether it is the last.
+
+        Raises:
+            ServerUnavailable: no member takes requests.
+        """
+        key = (model, sequence)
+        with self._lock:
+            member = self._of_sequence.pop(key, None)
+            if member is not None and member.is_listed and not starts:
+                member.outstanding += 1
+            else:
+                member = None
+        member = member or self.pick(model)
+        if not ends:
+            with self._lock:
+                self._of_sequence[key] = member
+                if len(self._of_sequence) > MAX_SEQUENCES:
+                    del self._of_sequence[next(iter(self._of_sequence))]
+        return member
+
     def settle(self, member: Member, failure: ClientError | None = None) -> None:
         """Note that a call has ended. A member that refused it or was not there is avoided for a moment."""
         with self._lock:
             member.outstanding -= 1
             if isinstance(failure, ServerUnavailable | Overloaded):
                 self._avoid(member, failure.retry_after_s)
-            elif member.avoided_s != AVOIDED_S[0] and failure is None:
+            elif member in self._suspects:
+                self._suspects.remove(member)
                 member.avoided_s = AVOIDED_S[0]
             self._close_if_done(member)
 
@@ -128,7 +158,7 @@ class Members:
         """Whether a call that a member has failed can be made at once at another one."""
         now_s = time.monotonic()
         with self._lock:
-            return any(member.avoided_until_s <= now_s for member in self._of_model.get(model, self._serving))
+            return any(self._is_usable(member, now_s) for member in self._of_model.get(model, self._serving))
 
     def take_channels(self) -> list[Any]:
         """Hand all open channels over to be closed; there are no members any more."""
@@ -139,8 +169,9 @@ class Members:
             return [member.channel for member in members if member.channel is not None]
 
     def _less_loaded(self, members: Sequence[Member]) -> Member:
-        if self._avoiding_until_s and (now_s := time.monotonic()) < self._avoiding_until_s:
-            members = [member for member in members if member.avoided_until_s <= now_s] or members
+        if self._suspects:
+            now_s = time.monotonic()
+            members = [member for member in members if self._is_usable(member, now_s)] or members
         count = len(members)
         if count == 1:
             return members[0]
@@ -148,6 +179,10 @@ class Members:
         other = int(random() * (count - 1))  # noqa: S311
         first, second = members[one], members[other + (other >= one)]
         return first if first.outstanding <= second.outstanding else second
+
+    def _is_usable(self, member: Member, now_s: float) -> bool:
+        # One call at a time finds out whether a suspect is back: it has the fewest outstanding, and would get all others.
+        return member not in self._suspects or (member.avoided_until_s <= now_s and not member.outstanding)
 
     def _with_shared_memory(self, serving: Sequence[Member], model: str) -> Member:
         if self._sharing is None or self._sharing not in serving:
@@ -167,7 +202,8 @@ class Members:
         longest_s = AVOIDED_S[1]
         member.avoided_until_s = now_s + min(longest_s, hint_s or member.avoided_s)
         member.avoided_s = min(longest_s, 2 * member.avoided_s)
-        self._avoiding_until_s = max(self._avoiding_until_s, member.avoided_until_s)
+        if member.is_listed:
+            self._suspects.add(member)
 
     def _close_if_done(self, member: Member) -> None:
         if member in self._leaving and not member.outstanding:

@@ -91,7 +91,10 @@ def inputs(library: Any) -> list[Any]:
 @needs_haproxy
 def test_members_come_and_go_unseen_by_tritons_clients(cluster: Cluster) -> None:
     with ExitStack() as stack:
-        rest = {s.address: stack.enter_context(running_http(s, HttpOptions(port=0, metrics_port=None))).port for s in cluster.servers}
+        rest = {
+            s.address: stack.enter_context(running_http(s, HttpOptions(port=0, metrics_port=None))).port
+            for s in cluster.servers
+        }
         members = [member(address, http_address=f"127.0.0.1:{port}") for address, port in rest.items()]
         cluster.board.publish(*members)
         running = stack.enter_context(running_proxy(cluster))

@@ -142,7 +142,7 @@ def test_a_kill_is_unseen_under_load(cluster: Cluster, repository: Path) -> None
                 until(lambda: min(right) > 5, load.wait_for_more)
                 process.kill()
                 before = list(right)
-                until(lambda: min(map(int.__sub__, right, before)) > 20, load.wait_for_more)
+                until(lambda: min(map(int.__sub__, right, before)) > 2, load.wait_for_more)
         finally:
             over.set()
         asking.result(WAIT_S)

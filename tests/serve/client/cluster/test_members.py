@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -22,12 +21,11 @@ def closed() -> list[str]:
 
 
 @pytest.fixture
-def members(closed: list[str]) -> Iterator[Members]:
+def members(closed: list[str]) -> Members:
     """Three members; a channel is stood for by its address."""
     made = Members(str, closed.append)
     made.take(Directory(members=[member(A), member(B), member(C)]))
-    yield made
-    assert Counter(made.take_channels()) <= Counter([A, B, C, ELSEWHERE])
+    return made
 
 
 def picked(members: Members, model: str = "mlp", calls: int = 60) -> Counter[str]:
@@ -75,6 +73,14 @@ def test_a_member_that_failed_is_avoided_while_there_are_others(
     assert members.pick("mlp").address == one.address
 
 
+def test_one_call_at_a_time_finds_out_whether_a_lost_member_is_back(members: Members) -> None:
+    lost = members.pick("mlp")
+    members.settle(lost, Overloaded("full", retry_after_s=1e-9))  # avoided for no time
+    assert picked(members)[lost.address] == 1
+    members.settle(lost)
+    assert picked(members)[lost.address] > 1
+
+
 def test_a_member_that_left_is_closed_once_its_calls_are_answered(members: Members, closed: list[str]) -> None:
     calls = [members.pick("mlp") for _ in range(60)]
     members.take(Directory(members=[member(B)]))
@@ -116,3 +122,27 @@ def test_a_member_that_comes_back_keeps_its_connection(members: Members, closed:
         members.take(Directory(members=[member(address, state) for address in (A, B, C)]))
     assert {members.pick("mlp") for _ in range(60)} == before
     assert closed == []
+
+
+def test_the_steps_of_a_sequence_stay_with_one_member(members: Members) -> None:
+    def step(sequence: bytes, *, starts: bool = False, ends: bool = False) -> str:
+        return members.pick_for_sequence("mlp", sequence, starts=starts, ends=ends).address
+
+    first = {sequence: step(sequence, starts=True) for sequence in (b"%d" % number for number in range(30))}
+    assert set(first.values()) == {A, B, C}
+    members.take(Directory(members=[member(A, DRAINING), member(B), member("127.0.0.1:4")]))
+    for sequence, address in first.items():
+        again = {step(sequence) for _ in range(3)}
+        assert again == {address} if address != C else again <= {B, "127.0.0.1:4"}  # C has left, and the state with it
+    assert A not in {step(sequence, starts=True) for sequence in first}  # which begin again
+
+
+def test_a_sequence_that_has_ended_may_go_anywhere(members: Members) -> None:
+    def steps(*, ends: bool = False) -> set[str]:
+        return {members.pick_for_sequence("mlp", b"%d" % number, starts=False, ends=ends).address for number in range(30)}
+
+    members.take(Directory(members=[member(A)]))
+    assert steps() == {A}
+    members.take(Directory(members=[member(A), member(B)]))
+    assert steps(ends=True) == {A}
+    assert steps() == {B}  # the less loaded
