@@ -69,6 +69,8 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
     """
     for name in ("ray", "ray.serve", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # For the Ray that is started here. By default its workers, and so the servers, give way to all other programs.
+    os.environ.setdefault("RAY_worker_niceness", "0")  # noqa: SIM112  (Ray spells it so)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # As `ray.init` finds it; its "auto" would take the Ray of anybody on this machine.
     found = get_ray_address_from_environment(None, None)
