@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import socket
 import statistics
 import subprocess
@@ -34,8 +35,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.clustering.faults import FAULTS, OPTIONS, cluster_under_load, scale_up
-from benchmarks.clustering.machines import Machines, machines
+from benchmarks.clustering.machines import SERVER, Machines, machines
 from benchmarks.clustering.ray_serve_peer import CONCURRENCY, WIDTH
+from benchmarks.processes import processor_us
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import server_process
 from benchmarks.soaking.tally import Tally
@@ -45,7 +47,7 @@ from halfserve.serve.benchmark.measurement import Measurement, measure
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Rate = tuple[float, float]  # requests/s, 99th percentile in milliseconds
+Rate = tuple[float, float, float]  # requests/s, 99th percentile in ms, the server's processor time for a request in us
 
 
 @app.command()
@@ -61,32 +63,34 @@ def data_path(
         peer = stack.enter_context(_peer(found, Path(folder, "affine", "1", "model.onnx")))  # first: it starts HTTP, we do not
         printed = found.done("run", folder, "--detach", "--first-port", "0", "--", *OPTIONS)
         standalone = stack.enter_context(server_process(Path(folder)))
-        member = printed.strip().rpartition("//")[2]
+        member, member_pid = printed.strip().rpartition("//")[2], found.place(SERVER)[0]
         ways = {
-            "standalone server": stack.enter_context(_Halfserve(standalone.address)).run,
-            "member of a cluster": stack.enter_context(_Halfserve(member)).run,
+            "standalone server": stack.enter_context(_Halfserve(standalone.address, standalone.process.pid)).run,
+            "member of a cluster": stack.enter_context(_Halfserve(member, member_pid)).run,
             "Ray Serve, handle": peer.handle,
             "Ray Serve, HTTP": peer.http,
         }
         rates: dict[str, list[Rate]] = {name: [] for name in ways}
         for _ in track(range(rounds), description="measuring", console=Console(stderr=True)):
-            for name, run in ways.items():
-                rates[name].append(run(seconds))
+            for name in sorted(ways, key=lambda _: random.random()):  # noqa: S311  (no secret: what came before shall not matter)
+                rates[name].append(ways[name](seconds))
     first = next(iter(rates.values()))
     medians = {
         name: {
-            "requests_s": statistics.median(rate for rate, _ in each),
-            "p99_ms": statistics.median(p99 for _, p99 in each),
-            "ratio": statistics.median(rate / other for (rate, _), (other, _) in zip(each, first, strict=True)),
+            "requests_s": statistics.median(one[0] for one in each),
+            "p99_ms": statistics.median(one[1] for one in each),
+            "processor_us": statistics.median(one[2] for one in each),
+            "ratio": statistics.median(one[0] / other[0] for one, other in zip(each, first, strict=True)),
         }
         for name, each in rates.items()
     }
     if as_json:
         print(json.dumps({"medians": medians, "rounds": rates}))
         return
-    table = Table("way", "requests/s", "p99 ms", "against the first")
+    table = Table("way", "requests/s", "p99 ms", "us of the server", "against the first")
     for name, row in medians.items():
-        table.add_row(name, f"{row['requests_s']:,.0f}", f"{row['p99_ms']:.2f}", f"{row['ratio']:.3f}")
+        spent = f"{row['processor_us']:.0f}" if row["processor_us"] else "-"
+        table.add_row(name, f"{row['requests_s']:,.0f}", f"{row['p99_ms']:.2f}", spent, f"{row['ratio']:.3f}")
     Console().print(table)
 
 
@@ -133,12 +137,18 @@ def _print(figures: dict[str, Any], tally: Tally, *, as_json: bool) -> None:
 class _Halfserve(LoadTarget):
     """A load generator that is connected to a server."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, pid: int) -> None:
         super().__init__(address, ["affine"], RequestSettings())
+        self._pid = pid
 
     def run(self, seconds: float) -> Rate:
+        spent_us, answered = processor_us(self._pid), self._answered()
         level = measure(self.bench, Load(concurrency=CONCURRENCY), Measurement(seconds=seconds, warmup_s=0.2, connections=4))
-        return level.requests_per_second, level.percentile_ms(99)
+        spent_us = processor_us(self._pid) - spent_us
+        return level.requests_per_second, level.percentile_ms(99), spent_us / (self._answered() - answered)
+
+    def _answered(self) -> int:
+        return sum(one.inference_stats.success.count for one in self.client.statistics("affine"))
 
 
 class _Peer:
@@ -152,7 +162,7 @@ class _Peer:
         """Ask by a handle in another process, as a deployment that calls another one does."""
         print(seconds, file=self._process.stdin, flush=True)
         count, p99_ms = json.loads(_line(self._process))
-        return count / seconds, p99_ms
+        return count / seconds, p99_ms, 0.0
 
     def http(self, seconds: float) -> Rate:
         """Ask over HTTP, with connections that stay open and raw bytes: no time goes into JSON."""
@@ -163,7 +173,7 @@ class _Peer:
             thread.start()
         for thread in threads:
             thread.join()
-        return len(spent_s) / seconds, float(np.percentile(spent_s, 99)) * 1e3
+        return len(spent_s) / seconds, float(np.percentile(spent_s, 99)) * 1e3, 0.0
 
     def _keep_asking(self, ends_s: float, spent_s: list[float]) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)

@@ -152,7 +152,12 @@ def run(
         typer.echo(f"started Ray on this machine, at {ray_cluster.address()}" + "; end it with `ray stop`" * detach, err=True)
         ray_cluster.check_room(arguments)
     ray_cluster.deploy(name, arguments, wait_s=wait_seconds, say=_say)
-    addresses = [member["grpc_address"] for member in ray_cluster.ask(name, "status")["members"]]
+    found = ray_cluster.ask(name, "status")
+    for model in found["models"]:
+        reasons = [version["reason"] for version in model["versions"] if version["reason"]]
+        if model["is_loaded"] and not model["members"] and reasons:
+            _say(f"model {model['name']!r} is not served: {reasons[0]}")
+    addresses = [member["grpc_address"] for member in found["members"]]
     typer.echo(f"ready: {len(addresses)} servers; clients take cluster://{','.join(addresses)}")
     if detach:
         return

@@ -70,7 +70,7 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
     for name in ("ray", "ray.serve", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # For the Ray that is started here. By default its workers, and so the servers, give way to all other programs.
-    os.environ.setdefault("RAY_worker_niceness", "0")  # noqa: SIM112  (Ray spells it so)
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # As `ray.init` finds it; its "auto" would take the Ray of anybody on this machine.
     found = get_ray_address_from_environment(None, None)
@@ -80,7 +80,6 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
     # A Ray that was killed leaves its address behind.
     is_there = found not in (None, LOCAL) and not error
     if is_there:
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else Ray's core writes to stderr what we report in one line
         # For an address that it finds itself, Ray takes the token that it left there.
         _init(os.environ.get("RAY_ADDRESS") or None)
     elif not start:
@@ -216,11 +215,10 @@ def _wait(name: str, arguments: ClusterArguments, wait_s: float, say: Callable[[
                 raise ClusterError(f"cluster {name!r} cannot run: {now.message}")
             if now.lacks_room and not has_said:
                 has_said = True
-                say(f"{now.running} of {now.wanted} servers run, others wait for room: {_needs(arguments)}")
+                say(f"servers wait for room: {_needs(arguments)}")
         if waited_s > wait_s:
             why = _needs(arguments) if now is not None and now.lacks_room else "their models are not loaded yet"
-            running = 0 if now is None else now.running
-            raise ClusterError(f"{running} of {arguments.bounds[0]} servers run after {wait_s:g} s: {why}")
+            raise ClusterError(f"not all servers run after {wait_s:g} s: {why}; `halfserve cluster status` shows those that do")
         time.sleep(LOOK_S)
 
 

@@ -28,20 +28,21 @@ def print_status(name: str, status: Mapping[str, Any]) -> None:
 
 def _members(members: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("member", "gRPC", "machine", "state"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("member", "gRPC", "state"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("models", "busy\n%", "queue\nms", "refused\n%"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in members:
         load = f"{one['busy'] * 100:.0f}", f"{one['queue_s'] * 1000:.2f}", f"{one['refused'] * 100:.1f}"
-        table.add_row(one["id"], one["grpc_address"], one["machine"], one["state"], str(len(one["models"])), *load)
+        table.add_row(one["id"], one["grpc_address"], one["state"], str(len(one["models"])), *load)
     return table
 
 
 def _models(models: list[dict[str, Any]], members: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("model", "version", "state"):
-        table.add_column(heading, overflow="fold")
+    table.add_column("model", overflow="fold")
+    for heading in ("version", "state"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("members", "req/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
