@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.clustering.faults import FAULTS, OPTIONS, cluster_under_load, scale_up
+from benchmarks.clustering.faults import FAULTS, cluster_under_load, scale_up
 from benchmarks.clustering.machines import SERVER, Machines, machines
 from benchmarks.clustering.ray_serve_peer import CONCURRENCY, WIDTH
 from benchmarks.processes import processor_us
@@ -61,7 +61,7 @@ def data_path(
         save_models(Path(folder))
         found = stack.enter_context(machines([2]))
         peer = stack.enter_context(_peer(found, Path(folder, "affine", "1", "model.onnx")))  # first: it starts HTTP, we do not
-        printed = found.done("run", folder, "--detach", "--first-port", "0", "--", *OPTIONS)
+        printed = found.done("run", folder, "--detach", "--first-port", "0", "--", "--lame-duck-seconds", "0")
         standalone = stack.enter_context(server_process(Path(folder)))
         member, member_pid = printed.strip().rpartition("//")[2], found.place(SERVER)[0]
         ways = {

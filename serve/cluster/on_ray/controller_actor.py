@@ -15,6 +15,8 @@ from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Orders, Report
 
 NAMESPACE = "halfserve"
 CALLS = 4096  # at once: a long poll of each member, and questions of users
+ALONE_S = 600.0  # without a member, which may be long in starting
+LOOK_S = 5.0
 STARTS_S = 30.0  # for an actor that is being started
 
 
@@ -25,6 +27,15 @@ class ControllerActor:
         self._cluster = cluster
         self._options = options
         self._controller = Controller(options)
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def _leave_when_alone(self) -> None:
+        """End for good once the application was deleted, by whatever means: nobody else ends a detached actor."""
+        alone_s = 0.0
+        while alone_s < ALONE_S:
+            await asyncio.sleep(LOOK_S)
+            alone_s = 0.0 if self._controller.status()["members"] else alone_s + LOOK_S
+        ray.kill(ray.get_runtime_context().current_actor)
 
     async def join(self, options: ControllerOptions) -> str:
         """What tells this cluster from others, and from one of the same name before it.
@@ -32,6 +43,7 @@ class ControllerActor:
         Other options than the present ones, of replicas that take the place of others, make another controller: it learns from
         the agents, as after a crash.
         """
+        self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._leave_when_alone())
         if options != self._options:
             self._options, self._controller = options, Controller(options)
         return self._cluster

@@ -29,6 +29,7 @@ LOCAL = "local"  # the address that makes Ray start
 CONNECT_S = 5.0
 CALL_S = 30.0
 LOOK_S = 0.2
+ROOM_S = 30.0  # after which Ray Serve says that replicas wait for room; before, it may speak of earlier ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,7 @@ def _wait(name: str, arguments: ClusterArguments, wait_s: float, say: Callable[[
                 return now
             if now.status == "DEPLOY_FAILED":
                 raise ClusterError(f"cluster {name!r} cannot run: {now.message}")
-            if now.lacks_room and not has_said:
+            if now.lacks_room and waited_s > ROOM_S and not has_said:
                 has_said = True
                 say(f"servers wait for room: {_needs(arguments)}")
         if waited_s > wait_s:

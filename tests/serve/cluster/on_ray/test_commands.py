@@ -122,7 +122,7 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
             assert ready, process.stderr and process.stderr.read()
             with Client(ready[1], timeout_s=WAIT_S) as client:
                 assert client.infer("mlp", {"x": X})["y"].shape == (1, 10)
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
             out, error = process.communicate(timeout=WAIT_S)
         assert (process.returncode, out) == (0, "")
         assert re.fullmatch(r"started Ray on this machine, at \S+\ndraining\n", error)
