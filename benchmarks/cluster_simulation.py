@@ -35,7 +35,7 @@ MIB = 2**20
 
 @app.command()
 def day(
-    days: Annotated[int, typer.Option(help="How many, each with other chances.")] = 5,
+    days: Annotated[int, typer.Option(help="How many, each with other chances.")] = 3,
     hours: Annotated[float, typer.Option(help="Length of a day.")] = 24.0,
 ) -> None:
     """Compare autoscaling policies on the same days' load."""

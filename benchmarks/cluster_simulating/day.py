@@ -1,4 +1,4 @@
-"""A day's load on a cluster whose size a policy decides, in steps of half a second."""
+"""A day's load on a cluster whose size a policy decides, in steps of a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from halfserve.serve.cluster.autoscaling import MemberLoad, ScalingOptions, wanted_members
 
-STEP_S = 0.5
+STEP_S = 1.0
 COMPUTE_S = 0.02  # of one request
 SLOTS = 2  # requests that one member computes at once
 RATE = SLOTS / COMPUTE_S  # requests a second that a member can answer
@@ -54,7 +54,7 @@ class Outcome:
         missed: that were refused, or waited longer than their deadline.
         changes: how often the number of members was changed.
         largest: the most members.
-        rise_s: for each burst, seconds from its begin until the last half second in which one request of a hundred missed its
+        rise_s: for each burst, seconds from its begin until the last second in which one request of a hundred missed its
             deadline.
     """
 
@@ -141,14 +141,12 @@ def simulate(policy: Policy, *, hours: float = 24.0, seed: int = 1) -> Outcome:
 
 
 def ours(busy: float = 0.7) -> Policy:
-    """The policy of `halfserve cluster`, asked once a second; `busy`: share of time in which models shall compute."""
+    """The policy of `halfserve cluster`; `busy`: share of time in which models shall compute."""
     options = ScalingOptions(most=MOST, queue_s=DEADLINE_S / 2, busy=busy)
     state: dict[str, Any] = {}
 
     def decide(sight: Sight) -> int:
         nonlocal state
-        if sight.now % 1.0:
-            return sight.target
         wanted, state = wanted_members([sight.load] * sight.serving, sight.target, options, state, sight.now)
         return wanted
 

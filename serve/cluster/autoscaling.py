@@ -13,6 +13,7 @@ from typing import Any
 
 CONFIRM_S = 2.0  # that models must compute too much, before members are added; queues and refusals need no proof
 DRAIN_S = 5.0  # within which a queue that is too long shall be answered
+GROWTH_S = 1.0  # over which the growth of a queue is measured; loads come in less often than decisions are asked for
 REFUSED = 0.01  # share of requests: more is too much
 HIDDEN = 4.0  # how many times the load that is seen the load may be that is refused or waits
 BUCKETS = 10  # of the time that a decision to remove looks back on
@@ -79,7 +80,8 @@ def wanted_members(
     needed = math.ceil(_offered(busy, queue_s, refused, kept, now, is_late=is_late) / options.busy - 1e-9)
     if is_late:
         needed = max(needed, len(loads) + 1)
-    kept["queue_s"], kept["at"] = queue_s, now
+    if now - kept.get("at", now - GROWTH_S) >= GROWTH_S:
+        kept["queue_s"], kept["at"] = queue_s, now
     needed = _bounded(needed, options)
     most_lately = _most_lately(needed, kept, now, options.look_back_s)
     risen_at = kept.pop("risen_at", now)
@@ -98,8 +100,7 @@ def _offered(busy: float, queue_s: float, refused: float, state: Mapping[str, An
     seen = 1 / max(1 - refused, 1 / HIDDEN)
     if is_late:
         # While a queue grows by g seconds per second, 1 + g times as much comes in as is answered.
-        elapsed_s = now - state.get("at", now)
-        growth = (queue_s - state.get("queue_s", queue_s)) / elapsed_s if elapsed_s > 0 else 0.0
+        growth = (queue_s - state.get("queue_s", queue_s)) / max(now - state.get("at", now), GROWTH_S)
         seen += max(growth, 0.0) + queue_s / DRAIN_S
     return busy * min(seen, HIDDEN)
 

@@ -213,7 +213,9 @@ class Controller:
                 self._follows, self._recovered_at = True, max(self._recovered_at, self._clock() + LEASE_S)
             if report.memory is not None:
                 self._memory.adopt(report.memory)
-        self._memory.generation = max([self._memory.generation, *(one.generation for one in report.models.values())])
+        if report.controller != self.id:
+            generations = [one.generation for one in report.models.values()]
+            self._memory.generation = max([self._memory.generation, *generations])
         self._figures_number = max(self._figures_number, report.figures_number)
         self._table.learn_version(report.directory_version)
 
@@ -237,7 +239,8 @@ class Controller:
             self._ended_early.append((member, figures, exact))
         elif self._memory.ended.end(member, figures, exact=exact):
             self._memory.changed()
-            self._table.wake_all()
+            for keeper in self._keepers():
+                self._members[keeper].wake()
         self._placed.expire()
 
     def _look(self, now: float) -> None:

@@ -29,7 +29,7 @@ def cluster_index(
 
 
 def _versions(name: str, order: ModelOrder | None, members: Sequence[MemberRecord]) -> list[ModelIndex]:
-    staying = [record for record in members if not record.is_leaving]
+    staying = [record for record in members if not record.is_leaving and (order or record.serves(name))]
     versions = sorted({one for record in staying for one in record.model(name).versions}, key=lambda one: (len(one), one))
     found = []
     for version in versions or [""]:
@@ -45,8 +45,8 @@ def _versions(name: str, order: ModelOrder | None, members: Sequence[MemberRecor
 
 def _state(record: MemberRecord, name: str, version: str, order: ModelOrder | None) -> tuple[VersionState, str]:
     model = record.model(name)
-    if order is None:
-        return (VersionState.UNLOADING, "") if model.is_served else (VersionState.UNAVAILABLE, "not loaded")
+    if order is None:  # a model that an ensemble needs is served without an order
+        return (VersionState.UNLOADING if model.generation else VersionState.READY), ""
     if model.is_served and (version in model.versions or not version):
         return VersionState.READY, ""
     if model.generation < order.generation:
@@ -77,7 +77,7 @@ def _member(record: MemberRecord, now: float) -> dict[str, Any]:
         "grpc_address": report.grpc_address,
         "http_address": report.http_address,
         "state": "DRAINING" if record.is_leaving else "SERVING",
-        "models": sorted(name for name, model in report.models.items() if model.is_served),
+        "models": sorted(record.served),
         "busy": load.busy,
         "queue_s": load.queue_s,
         "refused": load.refused,

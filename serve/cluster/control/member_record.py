@@ -52,6 +52,8 @@ class MemberRecord:
         joined_at: when the first one came.
         figures: the last ones that came; None before.
         figures_number: what they answer.
+        served: names of the models that it serves.
+        failed: names of those of which the last order failed.
         profile: what others see of it, to be compared with the one before.
         drains: the member was told to leave.
         given: what it was told.
@@ -62,6 +64,8 @@ class MemberRecord:
         self.joined_at = self.reported_at = now
         self.figures: bytes | None = None
         self.figures_number = 0
+        self.served: frozenset[str] = frozenset()
+        self.failed: frozenset[str] = frozenset()
         self.profile: object = None
         self.drains = False
         self.given = Given(generations={})
@@ -87,14 +91,14 @@ class MemberRecord:
         return self.report.models.get(name, NOTHING)
 
     def serves(self, name: str) -> bool:
-        return self.model(name).is_served
+        return name in self.served
 
     def take(self, report: Report, now: float) -> None:
         """Have a report."""
         self.report, self.reported_at = report, now
-        served = frozenset(name for name, model in report.models.items() if model.is_served)
-        failed = frozenset(name for name, model in report.models.items() if model.error)
-        self.profile = (report.grpc_address, report.http_address, report.is_draining, served, failed)
+        self.served = frozenset(name for name, model in report.models.items() if model.is_served)
+        self.failed = frozenset(name for name, model in report.models.items() if model.error)
+        self.profile = (report.grpc_address, report.http_address, report.is_draining, self.served, self.failed)
         self._history.append((now, report))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
@@ -113,7 +117,7 @@ class MemberRecord:
             grpc_address=self.report.grpc_address,
             http_address=self.report.http_address,
             state=states.DRAINING if self.is_leaving else states.SERVING,
-            models=sorted(name for name, model in self.report.models.items() if model.is_served),
+            models=sorted(self.served),
         )
 
     def load(self) -> MemberLoad:

@@ -25,6 +25,7 @@ from halfserve.serve.engine.errors import (
 
 logger = logging.getLogger(__name__)
 
+SEEN_S = 1.0  # until a report shows what an agent has done
 # How the status of a member's failure is raised again; all others become FailedPreconditionError.
 RAISED: dict[str, Callable[[str], InferenceError]] = {
     "INVALID_ARGUMENT": InvalidArgumentError,
@@ -158,7 +159,7 @@ class ModelRollout:
     async def _decided(self, name: str, order: ModelOrder) -> MemberRecord | None:
         """The member that has carried out an order, or refused it; None if it has ended before."""
         first = next(iter(self._servers(name)), None)
-        if first is None and any(not one.is_leaving for one in self._members.values()):
+        if first is None and self._staying():
             raise FailedPreconditionError(
                 f"no member has the memory for model {name!r}; start members with more, or unload other models"
             )
@@ -176,11 +177,16 @@ class ModelRollout:
             self._placed.expire()
             self._memory.changed()
             self._table.wake_all()
-            await self._table.until(lambda: not any(one.serves(name) for one in self._members.values() if not one.is_leaving))
+            await self._table.until(lambda: not any(one.model(name).generation for one in self._staying()))
+            # One that an ensemble needs is served on.
+            await self._table.until(lambda: not any(one.serves(name) for one in self._staying()), SEEN_S)
+
+    def _staying(self) -> list[MemberRecord]:
+        return [one for one in self._members.values() if not one.is_leaving]
 
     def _servers(self, name: str) -> list[MemberRecord]:
         """The members that shall serve a model: those that do first, then in the order they have joined."""
-        found = [one for one in self._members.values() if not one.is_leaving and self._placed.has(one, name)]
+        found = [one for one in self._staying() if self._placed.has(one, name)]
         return sorted(found, key=lambda one: not one.serves(name))
 
     def _lock(self, name: str) -> asyncio.Lock:

@@ -20,6 +20,7 @@ class PlacedModels:
         """No placement yet; `models_per_member`: 0 for no limit."""
         self._most = models_per_member
         self._placement: Placement = {}
+        self._by_member: dict[str, set[str]] = {}  # the same, by member
         self._demand: dict[str, float] = {}
         self._refused: dict[tuple[str, str], int] = {}  # member, model: the generation that it could not load
         self._review_at = 0.0
@@ -56,31 +57,34 @@ class PlacedModels:
         held = {name for name, holders in self._placement.items() if holders & ids}
         rooms = [self._room(record, models, held) for record in staying]
         before, self._placement = self._placement, place(wanted, rooms, self._most)
+        self._by_member = {record.id: set() for record in staying}
+        for name, holders in self._placement.items():
+            for member in holders:
+                self._by_member[member].add(name)
         return before != self._placement
 
     def has(self, record: MemberRecord, name: str) -> bool:
         """Whether a member shall serve a model."""
         return not self._most or record.id in self._placement.get(name, ())
 
-    def orders(self, record: MemberRecord, names: Iterable[str], members: Mapping[str, MemberRecord]) -> list[str]:
+    def orders(self, record: MemberRecord, names: Mapping[str, object], members: Mapping[str, MemberRecord]) -> list[str]:
         """The models that a member shall serve now: those placed there, and those that wait for their new place.
 
         A model that does not fit beside what waits has to wait itself.
         """
         if not self._most:
             return list(names)
-        placed = {name for name in names if self.has(record, name)}
-        waiting = [
-            name for name in names if name not in placed and record.serves(name) and not self._is_elsewhere(name, members)
-        ]
-        served = {name for name, model in record.report.models.items() if model.is_served}
+        served = record.served
+        placed = names.keys() & self._by_member.get(record.id, ())
+        waiting = [name for name in served if name in names and name not in placed and not self._is_elsewhere(name, members)]
         if not record.report.memory_size or served <= placed:
             return [*placed, *waiting]
         used = sum(record.model(name).size for name in served)
         found = [*(placed & served), *waiting]
         for name in sorted(placed - served, key=lambda name: (name not in record.given.generations, name)):
-            used += largest(members.values(), name)
-            if used <= record.report.memory_size:
+            size = largest(members.values(), name)
+            if used + size <= record.report.memory_size:
+                used += size
                 found.append(name)
         return found
 
@@ -89,17 +93,20 @@ class PlacedModels:
         placed = [members[one] for one in self._placement.get(name, ()) if one in members]
         return bool(placed) and all(one.serves(name) for one in placed)
 
-    def _room(self, record: MemberRecord, models: Iterable[str], held: Collection[str]) -> MemberRoom:
+    def _room(self, record: MemberRecord, models: Mapping[str, object], held: set[str]) -> MemberRoom:
         """A member, with the models placed there; it may also have what was placed by an earlier controller."""
         return MemberRoom(
             id=record.id,
             memory_size=record.report.memory_size,
-            serves=frozenset(name for name in models if (self.has(record, name) if name in held else record.serves(name))),
-            refuses=frozenset(name for name in models if (record.id, name) in self._refused),
+            serves=frozenset((self._by_member.get(record.id, set()) & held | record.served - held) & models.keys()),
+            refuses=frozenset(name for member, name in self._refused if member == record.id),
         )
 
     def _measure(self, members: Collection[MemberRecord], models: Iterable[str]) -> None:
-        measured = {name: sum(record.model_load(name).compute for record in members) for name in models}
+        measured = dict.fromkeys(models, 0.0)
+        for record in members:
+            for name in record.served & measured.keys():
+                measured[name] += record.model_load(name).compute
         for name, demand in measured.items():
             before = self._demand.get(name, demand)
             measured[name] = before + (RISE if demand > before else FALL) * (demand - before)
@@ -114,11 +121,19 @@ class PlacedModels:
             if member in ids and ordered.get(name) == generation
         }
         for record in members:
-            for name, generation in ordered.items():
-                model = record.model(name)
-                if model.error and not model.is_served and model.generation == generation:
-                    found[record.id, name] = generation
+            for name in record.failed - record.served:
+                if ordered.get(name) == record.model(name).generation:
+                    found[record.id, name] = ordered[name]
         self._refused = found
+
+
+def _sizes(members: Collection[MemberRecord], models: Iterable[str]) -> dict[str, int]:
+    """Bytes of each model, by those that serve it, or else by what others say."""
+    found: dict[str, int] = {}
+    for record in members:
+        for name in record.served:
+            found[name] = max(found.get(name, 0), record.model(name).size)
+    return {name: found[name] if name in found else largest(members, name) for name in models}
 
 
 def largest(members: Iterable[MemberRecord], name: str) -> int:

@@ -40,6 +40,17 @@ def test_a_queue_adds_members_at_once() -> None:
     assert targets[9:11] == [4, 10]  # 4 that compute, half as much that makes the queue grow, and what waits
 
 
+def test_asking_more_often_changes_no_decision() -> None:
+    loads = [MemberLoad(busy=1.0, queue_s=0.2)] * 4
+    state: dict[str, Any] = {}
+    for tenth in range(20):
+        wanted, state = wanted_members([busy(2.5, 4)] * 4, 4, OPTIONS, state, 10 + tenth / 10)
+    often, _ = wanted_members(loads, 4, OPTIONS, state, 12.0)
+    _, state = wanted_members([busy(2.5, 4)] * 4, 4, OPTIONS, {}, 11.0)
+    seldom, _ = wanted_members(loads, 4, OPTIONS, state, 12.0)
+    assert (wanted, often, seldom) == (4, 8, 8)
+
+
 def test_refusals_count_as_load() -> None:
     targets = play(lambda now, members: MemberLoad(busy=1.0, refused=0.5) if now == 10 else busy(2.5, members), 12)
     assert targets[9:11] == [4, 12]
