@@ -132,6 +132,11 @@ class Load:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.refused) >= count, WAIT_S)
 
+    @property
+    def answers(self) -> int:
+        """How many right answers have come."""
+        return self._answers
+
     def stop(self) -> None:
         self._stop.set()
 
