@@ -51,9 +51,8 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _commands() -> str:
     parts = ["# Commands\n\nWritten from the code; `halfserve COMMAND --help` prints the same.\n"]
-    for name, stage in cli.STAGES.items():
-        command = cli.command_of(name)
-        parts.append(f"\n## halfserve {name}\n\n```text\n{inspect.cleandoc(command.help or stage.help)}\n```\n\n")
+    for name, command in cli.commands():
+        parts.append(f"\n## halfserve {name}\n\n```text\n{inspect.cleandoc(command.help)}\n```\n\n")
         parts.append(_table(("argument or option", "default", "meaning"), _parameters(command)))
     return "".join(parts)
 

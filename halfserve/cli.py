@@ -37,7 +37,8 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 class Stage:
     """Where a command lives, its line in `halfserve --help`, and the extra that installs what it imports.
 
-    Its options may come from the environment and a config file if it is `configurable`.
+    The function may be a group of commands, a `typer.Typer`. The options of one that is `configurable` may come from the
+    environment and a config file.
     """
 
     module: str
@@ -86,6 +87,12 @@ STAGES = {
     "serve": Stage(
         module="halfserve.serve.cli", function="serve", help="Serve models over gRPC in batches.", configurable=True
     ),
+    "cluster": Stage(
+        module="halfserve.serve.cluster.on_ray.cli",
+        function="cluster",
+        help="Serve models on many machines with Ray.",
+        extra="ray",
+    ),
     "token": Stage(module="halfserve.serve.security.cli", function="token", help="Make a bearer token for a server."),
     "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction."),
@@ -128,6 +135,10 @@ def command_of(name: str) -> Any:
     stage = STAGES[name]
     single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     function = getattr(stage.load(), stage.function)
+    if isinstance(function, typer.Typer):
+        for command in function.registered_commands:
+            command.cls = StageCommand
+        return typer.main.get_command(function)
     told = function.__doc__ or stage.help  # python -OO takes docstrings away
     kind, epilog = StageCommand, None
     if stage.configurable:
@@ -138,6 +149,15 @@ def command_of(name: str) -> Any:
         )
     single.command(name, cls=kind, help=told, epilog=epilog)(function)
     return typer.main.get_command(single)
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by its words: "serve", "cluster run"; a group comes before its commands."""
+    for name in STAGES:
+        command = command_of(name)
+        yield name, command
+        for word, member in getattr(command, "commands", {}).items():
+            yield f"{name} {word}", member
 
 
 class LazyGroup(TyperGroup):

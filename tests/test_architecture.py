@@ -68,6 +68,7 @@ BELOW = {
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
 }
+RAY = "serve/cluster/on_ray"
 # Where torch may be imported at all.
 TORCH = {"amp_core", "export"}
 TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing imports before a torch program is served
@@ -137,6 +138,11 @@ def test_protos_needs_protobuf_and_numpy_alone() -> None:
     # ml_dtypes gives numpy its bfloat16, and fsspec opens object storage; they are imported when such a tensor or URL is met.
     ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec"}
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
+
+
+def test_ray_is_needed_by_one_room_only() -> None:
+    for path in files("serve"):
+        assert path.parent == ROOT / RAY or not any(under(m, {"ray"}) for m in imported(path)), path
 
 
 def test_torch_stays_where_it_belongs() -> None:

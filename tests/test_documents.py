@@ -42,8 +42,8 @@ def test_links_lead_to_what_is_there(document: str) -> None:
 
 def options_of_all_commands() -> set[str]:
     found: set[str] = set()
-    for name in cli.STAGES:
-        for parameter in cli.command_of(name).params:
+    for _, command in cli.commands():
+        for parameter in command.params:
             found |= {*parameter.opts, *parameter.secondary_opts}
     return found
 

@@ -1,0 +1,211 @@
+"""What a cluster costs on its way, how fast it grows, and what clients notice of faults.
+
+    python -m benchmarks.cluster data-path
+    python -m benchmarks.cluster scaling
+    python -m benchmarks.cluster faults --times 20
+
+Ray runs on this machine, as several machines where that matters; all share its cores, with the clients too. The data path: a
+standalone server and a member of a cluster are loaded in turn, A B A B ..., and beside them the same model in Ray Serve's own
+ways, over HTTP and by handles. Shown are medians, and of the ratio within a round. Faults: clients ask one thing after the
+other, check each answer, and retry as `Client("cluster://...")` does; the time is until as many members serve as before.
+Exits with 1 when a client saw an error or a wrong answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.clustering.faults import FAULTS, cluster_under_load, scale_up
+from benchmarks.clustering.machines import SERVER, Machines, machines
+from benchmarks.clustering.ray_serve_peer import CONCURRENCY, WIDTH
+from benchmarks.processes import processor_us
+from benchmarks.soaking.models import save_models
+from benchmarks.soaking.server_process import server_process
+from benchmarks.soaking.tally import Tally
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Rate = tuple[float, float, float]  # requests/s, 99th percentile in ms, the server's processor time for a request in us
+
+
+@app.command()
+def data_path(
+    rounds: Annotated[int, typer.Option(min=1, help="Loads of each.")] = 10,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of one load.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Load a standalone server, a member, and Ray Serve's own ways in turn."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        save_models(Path(folder))
+        found = stack.enter_context(machines([2]))
+        peer = stack.enter_context(_peer(found, Path(folder, "affine", "1", "model.onnx")))  # first: it starts HTTP, we do not
+        printed = found.done("run", folder, "--detach", "--first-port", "0", "--", "--lame-duck-seconds", "0")
+        standalone = stack.enter_context(server_process(Path(folder)))
+        member, member_pid = printed.strip().rpartition("//")[2], found.place(SERVER)[0]
+        ways = {
+            "standalone server": stack.enter_context(_Halfserve(standalone.address, standalone.process.pid)).run,
+            "member of a cluster": stack.enter_context(_Halfserve(member, member_pid)).run,
+            "Ray Serve, handle": peer.handle,
+            "Ray Serve, HTTP": peer.http,
+        }
+        rates: dict[str, list[Rate]] = {name: [] for name in ways}
+        for _ in track(range(rounds), description="measuring", console=Console(stderr=True)):
+            for name in sorted(ways, key=lambda _: random.random()):  # noqa: S311  (no secret: what came before shall not matter)
+                rates[name].append(ways[name](seconds))
+    first = next(iter(rates.values()))
+    medians = {
+        name: {
+            "requests_s": statistics.median(one[0] for one in each),
+            "p99_ms": statistics.median(one[1] for one in each),
+            "processor_us": statistics.median(one[2] for one in each),
+            "ratio": statistics.median(one[0] / other[0] for one, other in zip(each, first, strict=True)),
+        }
+        for name, each in rates.items()
+    }
+    if as_json:
+        print(json.dumps({"medians": medians, "rounds": rates}))
+        return
+    table = Table("way", "requests/s", "p99 ms", "us of the server", "against the first")
+    for name, row in medians.items():
+        spent = f"{row['processor_us']:.0f}" if row["processor_us"] else "-"
+        table.add_row(name, f"{row['requests_s']:,.0f}", f"{row['p99_ms']:.2f}", spent, f"{row['ratio']:.3f}")
+    Console().print(table)
+
+
+@app.command()
+def scaling(
+    clients: Annotated[int, typer.Option(min=1, help="That keep one member busy.")] = 8, as_json: AsJson = False
+) -> None:
+    """Double the load, and take it away."""
+    with tempfile.TemporaryDirectory() as folder, cluster_under_load(Path(folder), clients=1) as cluster:
+        up_s, down_s = scale_up(cluster, clients)
+    _print({"up_s": round(up_s, 1), "down_s": round(down_s, 1)}, cluster.tally, as_json=as_json)
+
+
+@app.command()
+def faults(
+    times: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 20,
+    clients: Annotated[int, typer.Option(min=1, help="That ask one thing after the other.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Do everything to a cluster under load, time after time."""
+    seconds: dict[str, list[float]] = {name: [] for name in FAULTS}
+    with tempfile.TemporaryDirectory() as folder, cluster_under_load(Path(folder), clients) as cluster:
+        for _ in track(range(times), description="faults", console=Console(stderr=True)):
+            for name, cause in FAULTS.items():
+                seconds[name].append(cause(cluster))
+                cluster.wait_for_answers()
+    figures = {
+        name: {"median_s": round(statistics.median(each), 2), "largest_s": round(max(each), 2), "times": len(each)}
+        for name, each in seconds.items()
+    }
+    _print(figures, cluster.tally, as_json=as_json)
+
+
+def _print(figures: dict[str, Any], tally: Tally, *, as_json: bool) -> None:
+    counted = tally.counted()
+    answers = {"answered": sum(counted.answered.values()), "wrong_or_lost": counted.wrongs, "first_of_them": counted.wrong}
+    if as_json:
+        print(json.dumps(figures | answers))
+    else:
+        Console().print("\n".join(f"{key}: {value}" for key, value in (figures | answers).items()), highlight=False)
+    raise typer.Exit(1 if counted.wrongs else 0)
+
+
+class _Halfserve(LoadTarget):
+    """A load generator that is connected to a server."""
+
+    def __init__(self, address: str, pid: int) -> None:
+        super().__init__(address, ["affine"], RequestSettings())
+        self._pid = pid
+
+    def run(self, seconds: float) -> Rate:
+        spent_us, answered = processor_us(self._pid), self._answered()
+        level = measure(self.bench, Load(concurrency=CONCURRENCY), Measurement(seconds=seconds, warmup_s=0.2, connections=4))
+        spent_us = processor_us(self._pid) - spent_us
+        return level.requests_per_second, level.percentile_ms(99), spent_us / (self._answered() - answered)
+
+    def _answered(self) -> int:
+        return sum(one.inference_stats.success.count for one in self.client.statistics("affine"))
+
+
+class _Peer:
+    """Ray Serve, as it computes the same model."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self._process = process
+        self._port = port
+
+    def handle(self, seconds: float) -> Rate:
+        """Ask by a handle in another process, as a deployment that calls another one does."""
+        print(seconds, file=self._process.stdin, flush=True)
+        count, p99_ms = json.loads(_line(self._process))
+        return count / seconds, p99_ms, 0.0
+
+    def http(self, seconds: float) -> Rate:
+        """Ask over HTTP, with connections that stay open and raw bytes: no time goes into JSON."""
+        spent_s: list[float] = []
+        ends_s = time.perf_counter() + seconds
+        threads = [threading.Thread(target=self._keep_asking, args=(ends_s, spent_s)) for _ in range(CONCURRENCY)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(spent_s) / seconds, float(np.percentile(spent_s, 99)) * 1e3, 0.0
+
+    def _keep_asking(self, ends_s: float, spent_s: list[float]) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        body = np.ones((1, WIDTH), np.float16).tobytes()
+        while (began_s := time.perf_counter()) < ends_s:
+            connection.request("POST", "/peer", body)
+            answer = connection.getresponse()
+            if len(answer.read()) != len(body) or answer.status != 200:
+                raise SystemExit(f"Ray Serve answered with {answer.status}")
+            spent_s.append(time.perf_counter() - began_s)
+        connection.close()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    return "" if process.stdout is None else process.stdout.readline()
+
+
+@contextmanager
+def _peer(found: Machines, model: Path) -> Iterator[_Peer]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.clustering.ray_serve_peer", str(model), str(port)]
+    environment = {**found.environment(found.nodes[0]), "RAY_ADDRESS": found.address}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if _line(process) != "ready\n":
+                raise SystemExit("Ray Serve does not start the peer")
+            yield _Peer(process, port)
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,189 @@
+"""Ray on this machine as if it were several, and `halfserve cluster` on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
+
+T = TypeVar("T")
+WAIT_S = 240.0  # on a busy machine of two cores; what takes less returns at once
+MARK = "BENCHMARK_MACHINE"  # the variable that each process of a machine inherits
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+# Ray's own notice of a dead machine, in seconds instead of a quarter of a minute.
+FAST = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
+FAST |= {"RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+FAST |= {"RAY_worker_niceness": "0"}  # of the servers too, where Ray's default is 15
+SERVER, REPLICA, CONTROLLER = ("halfserve", "serve"), ("ray::ServeReplica",), ("ray::ControllerActor",)
+
+
+class NotInTimeError(Exception):
+    """Something that was waited for has not come."""
+
+
+def until(holds: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
+    """The first true value.
+
+    Raises:
+        NotInTimeError: there is none in time.
+    """
+    ends_s = time.monotonic() + limit_s
+    while not (found := holds()):
+        if time.monotonic() > ends_s:
+            raise NotInTimeError(f"no {what} within {limit_s:g} s")
+        time.sleep(0.05)
+    return found
+
+
+def processes_of(mark: str, words: Sequence[str] = ()) -> list[int]:
+    """The living processes of one machine whose command has these words."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it is gone, or another user's
+            is_there = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if is_there and command and " ".join(words) in command:
+                found.append(int(folder.name))
+    return found
+
+
+def kill_all(mark: str) -> None:
+    """End a machine as a loss of power does: all of its processes at once."""
+
+    def is_gone() -> bool:
+        pids = processes_of(mark)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    until(is_gone, f"end of {mark}")
+
+
+class Machines:
+    """A Ray cluster of several machines that are this one.
+
+    Attributes:
+        address: of Ray's head; "" before it is started.
+        nodes: marks of the machines that were started, the head first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.address = ""
+        self.nodes: list[str] = []
+
+    def mark(self) -> str:
+        """The mark of another machine."""
+        self.nodes.append(uuid.uuid4().hex)
+        return self.nodes[-1]
+
+    def environment(self, mark: str) -> dict[str, str]:
+        """What processes of a machine inherit."""
+        folder = str(self._folder)
+        own = {"RAY_TMPDIR": folder, "TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
+        cleaned = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HALFSERVE_"))}
+        return cleaned | own | FAST
+
+    def start(self, cpus: int) -> str:
+        """Start a machine, the first one as Ray's head. Returns its mark.
+
+        Raises:
+            CalledProcessError: Ray does not start.
+        """
+        mark = self.mark()
+        role = [f"--address={self.address}"] if self.address else ["--head", "--port=0", "--include-dashboard=false"]
+        memory = f"--object-store-memory={100 * 2**20}"
+        command = [*RAY, "start", *role, f"--num-cpus={cpus}", memory]
+        subprocess.run(command, env=self.environment(mark), capture_output=True, check=True)
+        self.address = self.address or (self._folder / "ray" / "ray_current_cluster").read_text().strip()
+        return mark
+
+    def place(self, words: Sequence[str]) -> tuple[int, str]:
+        """A process whose command has these words, and the mark of its machine.
+
+        Raises:
+            NotInTimeError: there is none.
+        """
+
+        def found() -> list[tuple[int, str]]:
+            return [(pid, mark) for mark in self.nodes for pid in processes_of(mark, words)]
+
+        return until(found, f"process {' '.join(words)}")[0]
+
+    def kill(self, words: Sequence[str]) -> None:
+        """Kill a process whose command has these words."""
+        os.kill(self.place(words)[0], signal.SIGKILL)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "halfserve", "cluster", *arguments]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `halfserve cluster ...` to its end, on the head."""
+        environment = {**self.environment(self.nodes[0]), "RAY_ADDRESS": self.address}
+        return subprocess.run(
+            self.command(*arguments), env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
+
+    def done(self, *arguments: str) -> str:
+        """What `halfserve cluster ...` prints.
+
+        Raises:
+            SystemExit: it fails; with what it says.
+        """
+        done = self.run(*arguments)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.done("status", "--json"))
+        return status
+
+
+@contextmanager
+def machines(cpus: Sequence[int]) -> Iterator[Machines]:
+    """Ray on as many machines as there are numbers of cores; nothing of it is left after the block."""
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    found = Machines(folder)
+    try:
+        for count in cpus:
+            found.start(count)
+        yield found
+    finally:
+        for mark in found.nodes:
+            kill_all(mark)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def serving(addresses: Sequence[str]) -> dict[str, str]:
+    """The members that serve, as the first of these that answers says: address by id; empty if none answers."""
+    for address in addresses:
+        with grpc.insecure_channel(address) as channel:
+            watch = channel.unary_stream(
+                "/halfserve.Cluster/Watch",
+                request_serializer=WatchRequest.SerializeToString,
+                response_deserializer=Directory.FromString,
+            )
+            answers = watch(WatchRequest(), timeout=2)
+            try:
+                directory = next(answers)
+            except grpc.RpcError:
+                continue
+            answers.cancel()
+            return {one.id: one.grpc_address for one in directory.members if one.state == Member.SERVING and one.models}
+    return {}

@@ -1,0 +1,1 @@
+"""A cluster of servers on Ray: its actors, and the commands of `halfserve cluster`."""

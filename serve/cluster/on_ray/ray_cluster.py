@@ -1,0 +1,281 @@
+"""A Ray cluster as `halfserve cluster` uses it: connect or start one, deploy, wait, delete."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private.services import get_ray_address_from_environment
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.serve.api import RunTarget
+from ray.serve.context import _get_global_client
+
+from halfserve.serve.cluster.on_ray.application import DEPLOYMENT, SHUTDOWN_S, build
+from halfserve.serve.cluster.on_ray.arguments import ClusterArguments
+from halfserve.serve.cluster.on_ray.controller_actor import NAMESPACE, find_controller
+from halfserve.serve.cluster.on_ray.errors import ClusterError
+
+LOCAL = "local"  # the address that makes Ray start
+CONNECT_S = 5.0
+CALL_S = 30.0
+LOOK_S = 0.2
+ROOM_S = 30.0  # after which Ray Serve says that replicas wait for room; before, it may speak of earlier ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """What Ray Serve says of the application.
+
+    Attributes:
+        status: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY or DELETING.
+        message: why, in one line.
+        is_declared: whether a config file deployed it.
+        arguments: what it was deployed with.
+        wanted: how many replicas there shall be.
+        running: how many have a server that serves.
+        lacks_room: whether some wait for a machine with room, for half a minute and longer.
+    """
+
+    status: str
+    message: str
+    is_declared: bool
+    arguments: ClusterArguments
+    wanted: int
+    running: int
+    lacks_room: bool
+
+
+def connect(*, start: bool = False, detach: bool = False) -> bool:
+    """Connect to the Ray of RAY_ADDRESS, or else to the one on this machine.
+
+    Args:
+        start: start one where neither is.
+        detach: let the one that is started outlive this process.
+
+    Returns:
+        Whether one was started.
+
+    Raises:
+        ClusterError: there is none, it cannot be reached, or it has another version than the one that is installed.
+    """
+    for name in ("ray", "ray.serve", "ray._private.authentication.authentication_token_setup"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # For the Ray that is started here. By default its workers, and so the servers, give way to all other programs.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # As `ray.init` finds it; its "auto" would take the Ray of anybody on this machine.
+    found = get_ray_address_from_environment(None, None)
+    error = None if found in (None, LOCAL) else _connection_error(str(found))
+    if error and os.environ.get("RAY_ADDRESS"):
+        raise ClusterError(f"Ray at {found} (RAY_ADDRESS) cannot be reached: {error}")
+    # A Ray that was killed leaves its address behind.
+    is_there = found not in (None, LOCAL) and not error
+    if is_there:
+        # For an address that it finds itself, Ray takes the token that it left there.
+        _init(os.environ.get("RAY_ADDRESS") or None)
+    elif not start:
+        raise ClusterError("no Ray runs on this machine, and RAY_ADDRESS names none; `halfserve cluster run` starts one")
+    elif detach:
+        _start_head()
+        _init(None)
+    else:
+        _init(LOCAL, include_dashboard=False)
+    return not is_there
+
+
+def _init(address: str | None, **options: Any) -> None:
+    try:
+        ray.init(address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, **options)
+    except (RuntimeError, ValueError, ConnectionError) as error:  # such as another version of Ray, or of Python
+        hint = "; if it wants a token, set RAY_AUTH_MODE=token" if isinstance(error, ConnectionError) else ""
+        raise ClusterError(f"Ray at {address or 'this machine'} cannot be used: {_line(str(error))}{hint}") from error
+
+
+def _connection_error(address: str) -> str | None:
+    """Why nothing can be reached at an address of Ray. Ray itself tries for more than a minute, and ends the process then."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_S):
+            return None
+    except ValueError:
+        return "expected HOST:PORT, or ray://HOST:PORT"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _start_head() -> None:
+    """Start Ray on this machine."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    done = subprocess.run(
+        [*command, "--include-dashboard=false", "--disable-usage-stats"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ClusterError(f"Ray cannot be started: {_line(done.stderr or done.stdout)}")
+
+
+def address() -> str:
+    """Of the Ray that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def controller(name: str) -> ActorHandle:
+    """The controller of a cluster.
+
+    Raises:
+        ClusterError: there is no such cluster.
+    """
+    found = find_controller(name)
+    if found is None:
+        raise ClusterError(f"Ray at {address()} has no cluster {name!r}; start one with `halfserve cluster run PATH`")
+    return found
+
+
+def ask(name: str, method: str, *arguments: Any, limit_s: float | None = CALL_S) -> Any:
+    """Ask the controller of a cluster, which Ray may be starting again just now.
+
+    Raises:
+        ClusterError: there is no such cluster, or no answer.
+        InferenceError: it refuses.
+    """
+    until_s = time.monotonic() + CALL_S
+    while True:
+        try:
+            return ray.get(getattr(controller(name), method).remote(*arguments), timeout=limit_s)
+        except RayTaskError as error:
+            raise error.cause from None
+        except (GetTimeoutError, RayError) as error:
+            if time.monotonic() > until_s or isinstance(error, GetTimeoutError):
+                raise ClusterError(f"the controller of {name!r} does not answer ({type(error).__name__}); try again") from error
+        time.sleep(LOOK_S)
+
+
+def deployed(name: str) -> Deployed | None:
+    """What Ray Serve says of a cluster's application; None if it has none of that name."""
+    found = _applications().get(name, {"deployments": {}})
+    one = found["deployments"].get(DEPLOYMENT)
+    if one is None:
+        return None
+    return Deployed(
+        status=str(found["status"].value),
+        message=_line(one["message"] or found["message"]),
+        is_declared=str(getattr(found["source"], "value", found["source"])) == "declarative",
+        arguments=ClusterArguments.read(one["deployment_config"]["user_config"]),
+        wanted=one["target_num_replicas"],
+        running=sum(str(replica["state"].value) == "RUNNING" for replica in one["replicas"]),
+        lacks_room="to be scheduled" in one["message"],
+    )
+
+
+def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callable[[str], None]) -> Deployed:
+    """Deploy a cluster's application, or change it, and wait until it is what was asked for.
+
+    An application that is new and cannot run is taken back. One that was there goes on with what it had.
+
+    Args:
+        name: of the application.
+        arguments: of the cluster.
+        wait_s: how long at most.
+        say: is given a line for a person when replicas wait for a machine.
+
+    Raises:
+        ClusterError: it does not run in time, or never will.
+    """
+    before = deployed(name)
+    if before is not None and before.is_declared:
+        raise ClusterError(f"cluster {name!r} was deployed by a config file; change that, and deploy it with `serve deploy`")
+    serve.start(proxy_location="Disabled")
+    target = RunTarget(target=build(arguments.as_given()), name=name, route_prefix=None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    try:
+        return _wait(name, arguments, wait_s, say)
+    except BaseException:
+        if before is None:
+            delete(name)
+        raise
+
+
+def _wait(name: str, arguments: ClusterArguments, wait_s: float, say: Callable[[str], None]) -> Deployed:
+    began_s, has_said = time.monotonic(), False
+    while True:
+        now = deployed(name)
+        waited_s = time.monotonic() - began_s
+        if now is not None:
+            if now.status == "RUNNING":
+                return now
+            if now.status == "DEPLOY_FAILED":
+                raise ClusterError(f"cluster {name!r} cannot run: {now.message}")
+            if now.lacks_room and waited_s > ROOM_S and not has_said:
+                has_said = True
+                say(f"servers wait for room: {_needs(arguments)}")
+        if waited_s > wait_s:
+            why = _needs(arguments) if now is not None and now.lacks_room else "their models are not loaded yet"
+            raise ClusterError(f"not all servers run after {wait_s:g} s: {why}; `halfserve cluster status` shows those that do")
+        time.sleep(LOOK_S)
+
+
+def check_room(arguments: ClusterArguments) -> None:
+    """Check that a Ray that will not grow has room for the fewest servers.
+
+    Raises:
+        ClusterError: it has not; says of what.
+    """
+    totals = ray.cluster_resources()
+    for kind, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)):
+        if arguments.bounds[0] * each > totals.get(kind, 0.0):
+            raise ClusterError(f"not enough {kind}s: {_needs(arguments)}; take fewer --replicas or less --{kind.lower()}s")
+
+
+def _needs(arguments: ClusterArguments) -> str:
+    """What the fewest servers take of each kind, and what the cluster has."""
+    totals, free, fewest = ray.cluster_resources(), ray.available_resources(), arguments.bounds[0]
+    kinds = [(kind, each) for kind, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)) if each]
+    return "; ".join(
+        f"each takes {each:g} {kind}, {fewest} of them {each * fewest:g}, and the cluster has {totals.get(kind, 0.0):g}, "
+        f"{free.get(kind, 0.0):g} of them free"
+        for kind, each in kinds
+    )
+
+
+def delete(name: str) -> None:
+    """Drain and end all servers of a cluster, and its controller. Ray Serve itself stays.
+
+    Raises:
+        ClusterError: it takes too long.
+    """
+    if name in _applications():
+        serve.delete(name, _blocking=False)
+        until_s = time.monotonic() + 2 * SHUTDOWN_S
+        while name in _applications():
+            if time.monotonic() > until_s:
+                raise ClusterError(f"servers of {name!r} have not ended yet; `halfserve cluster status` shows them")
+            time.sleep(LOOK_S)
+    found = find_controller(name)
+    if found is not None:
+        ray.kill(found)
+
+
+def _applications() -> dict[str, Any]:
+    """What Ray Serve says of its applications, by name; none where it does not run."""
+    try:
+        client: Any = _get_global_client(raise_if_no_controller_running=False)
+        return dict(client.get_serve_details()["applications"]) if client else {}
+    except RayActorError:  # it has just ended
+        return {}
+
+
+def _line(message: str) -> str:
+    """The last line of an error that may hold tracebacks, without its exception's class."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    kind, separator, text = last.partition(": ")
+    return text if separator and kind.rpartition(".")[2].endswith("Error") else last

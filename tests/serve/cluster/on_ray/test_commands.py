@@ -1,0 +1,129 @@
+"""`halfserve cluster` on one machine, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks.clustering.machines import WAIT_S, machines, processes_of, until
+from halfserve import Client, cli
+from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments
+from tests.models import save_mlp
+
+Run = Callable[..., tuple[int, str, str]]
+X = np.ones((1, 64), np.float16)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `halfserve cluster` in this process: its exit code, and what it prints."""
+
+    def run(*arguments: str, **variables: str) -> tuple[int, str, str]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["cluster", *arguments])
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["scale", "0"], "replicas is '0', expected a number up to 1000, or two such as 1:8"),
+        (["run", "models", "--replicas", "3:1"], "replicas is '3:1', expected"),
+        (["run", "models", "--gpus", "-1"], "gpus is -1.0, expected 0 or more"),
+        (["run", ""], "path is empty, expected a folder or a URL"),
+        (["run", "models", "--", "--grpc-port=9000"], "server has --grpc-port=9000, but"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_one_line(run: Run, arguments: list[str], line: str) -> None:
+    code, out, error = run(*arguments)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert line in error
+
+
+def test_the_serve_config_is_what_the_application_takes(run: Run) -> None:
+    code, out, error = run(
+        "run", "s3://bucket/models", "--replicas", "1:8", "--gpus", "1", "--print-serve-config", "--", "--max-batch-size", "8"
+    )
+    assert (code, error) == (0, "")
+    (application,) = yaml.safe_load(out)["applications"]
+    arguments = ClusterArguments.read(application["args"])
+    assert arguments == ClusterArguments(path="s3://bucket/models", replicas="1:8", gpus=1.0, server=("--max-batch-size", "8"))
+    assert ClusterArguments.read(arguments.as_given()) == arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "path is missing"),
+        ({"path": "models", "replica": "2"}, "replica is no argument; did you mean replicas?"),
+        ({"path": "models", "cpus": "many"}, "cpus is 'many', expected a number"),
+        ({"path": "models", "first_port": 80.5}, "first_port is 80.5, expected a whole number"),
+        ({"path": ["models"]}, r"path is \['models'\], expected a text"),
+    ],
+)
+def test_arguments_of_a_config_file_are_checked(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ClusterArgumentError, match=text):
+        ClusterArguments.read(given)
+
+
+def test_an_older_ray_is_refused_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfserve.serve.cluster.on_ray.cli.version", lambda name: "2.9.3")
+    code, _, error = run("status")
+    assert (code, error.count("\n")) == (1, 1)
+    assert "Ray 2.9.3 is installed, expected 2.60 or newer" in error
+
+
+def test_without_ray_the_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("halfserve.serve.cluster.on_ray.cli.version", version)
+    code, _, error = run("status")
+    assert (code, error.count("\n")) == (69, 1)
+    assert "needs the package 'ray'" in error
+    assert "[ray]" in error
+
+
+def test_an_address_without_ray_is_one_line() -> None:
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    command = [sys.executable, "-m", "halfserve", "cluster", "status"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "Ray at 127.0.0.1:1 (RAY_ADDRESS) cannot be reached: Connection refused" in done.stderr
+
+
+def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "models" / "mlp" / "1" / "model.onnx")
+    with machines([]) as found:
+        mark = found.mark()
+        options = ("--first-port", "0", "--", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
+        command = found.command("run", str(tmp_path / "models"), *options)
+        environment = {**found.environment(mark), "RAY_ADDRESS": "local"}
+        with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
+            assert process.stdout is not None
+            ready = re.fullmatch(r"ready: 1 servers; clients take cluster://(\S+)\n", process.stdout.readline())
+            assert ready, process.stderr and process.stderr.read()
+            with Client(ready[1], timeout_s=WAIT_S) as client:
+                assert client.infer("mlp", {"x": X})["y"].shape == (1, 10)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
+            out, error = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, out) == (0, "")
+        assert re.fullmatch(r"started Ray on this machine, at \S+\ndraining\n", error)
+        until(lambda: not processes_of(mark), "end of all processes")
