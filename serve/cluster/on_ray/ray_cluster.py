@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.services import get_ray_address_from_environment
+from ray._private.utils import write_ray_address
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.serve.api import RunTarget
@@ -90,6 +91,7 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
         _init(None)
     else:
         _init(LOCAL, include_dashboard=False)
+        write_ray_address(address())  # as `ray start` does, for the commands that come to it
     return not is_there
 
 

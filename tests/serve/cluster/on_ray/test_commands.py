@@ -109,6 +109,8 @@ def test_an_address_without_ray_is_one_line() -> None:
     assert "Ray at 127.0.0.1:1 (RAY_ADDRESS) cannot be reached: Connection refused" in done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
     save_mlp(tmp_path / "models" / "mlp" / "1" / "model.onnx")
     with machines([]) as found:
@@ -122,6 +124,12 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
             assert ready, process.stderr and process.stderr.read()
             with Client(ready[1], timeout_s=WAIT_S) as client:
                 assert client.infer("mlp", {"x": X})["y"].shape == (1, 10)
+            environment.pop("RAY_ADDRESS")
+            asked = subprocess.run(
+                found.command("status"), env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+            )
+            assert (asked.returncode, asked.stderr) == (0, "")
+            assert ready[1] in asked.stdout
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
             out, error = process.communicate(timeout=WAIT_S)
         assert (process.returncode, out) == (0, "")
