@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clustering.faults import FAULTS, OPTIONS, cluster_under_load, scale_up
+from benchmarks.clustering.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, scale_up
 from benchmarks.clustering.machines import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -34,7 +34,8 @@ def test_what_cannot_run_is_one_line_and_what_serves_serves_on(tmp_path: Path) -
         before = cluster.serving()
 
         def run(path: str, *options: str) -> subprocess.CompletedProcess[str]:
-            return cluster.machines.run("run", str(tmp_path / path), "--detach", "--first-port", "0", *options, "--", *OPTIONS)
+            given = ("--detach", "--first-port", "0", "--replicas", str(MEMBERS), *options)  # fewer would end some of them
+            return cluster.machines.run("run", str(tmp_path / path), *given, "--", *OPTIONS)
 
         nowhere = run("nowhere")
         assert (nowhere.returncode, nowhere.stdout, nowhere.stderr.count("\n")) == (1, "", 1)
