@@ -176,7 +176,7 @@ class Members:
         if count == 1:
             return members[0]
         one = int(random() * count)  # noqa: S311  (spreads load)
-        other = int(random() * (count - 1))  # noqa: S311
+        other = int(random() * (count - 1))  # noqa: S311  (as above)
         first, second = members[one], members[other + (other >= one)]
         return first if first.outstanding <= second.outstanding else second
 
