@@ -46,11 +46,9 @@ class ControllerOptions:
     """How a cluster is controlled.
 
     Attributes:
-        models: to serve at the start; None for all of the repository.
         models_per_member: how many models a member serves; 0 for all.
     """
 
-    models: tuple[str, ...] | None = None
     models_per_member: int = 0
 
 
@@ -268,7 +266,7 @@ class Controller:
             return
         offered = {name for record in self._members.values() for name in record.report.models}
         if offered:
-            self._memory.begin(offered if self._options.models is None else self._options.models)
+            self._memory.begin(offered)
             self._placed.expire()
             self._table.wake_all()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from halfserve.serve.supervisor.handover import GRPC, HTTP, METRICS, VARIABLE, Handover
-from halfserve.serve.supervisor.launch import SERVE_ROOT
+from halfserve.serve.supervisor.launch import program
 from halfserve.serve.supervisor.supervisor import in_words
 from halfserve.serve.transports.listening import Address, BindError, close, listen
 
@@ -114,7 +114,7 @@ class ServerProcess:
         )
         given = [*(one.fileno() for sockets in ports.sockets.values() for one in sockets), lifeline, ready]
         command = [
-            *_program(),
+            *program("halfserve"),
             "serve",
             path,
             "--model-control",
@@ -214,12 +214,6 @@ class ServerProcess:
         finally:
             self._loop.remove_reader(ready_file)
             os.close(ready_file)
-
-
-def _program() -> list[str]:
-    # -P: modules in the current folder must not hide ours, unless it is the folder that ours are in.
-    safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
-    return [sys.executable, *safe, "-m", "halfserve"]
 
 
 def _ports(ports: Ports) -> list[str]:

@@ -84,9 +84,14 @@ def _shared_folder(processes: int) -> Path:
 
 
 def supervisor_command(plan: SupervisorPlan) -> list[str]:
+    return [*program("halfserve.serve.supervisor"), plan.to_text(), sys.executable, *sys.orig_argv[1:]]
+
+
+def program(module: str) -> list[str]:
+    """The command that runs a module of this installation."""
     # -P: modules in the current folder must not hide ours, unless it is the folder that ours are in.
     safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
-    return [sys.executable, *safe, "-m", "halfserve.serve.supervisor", plan.to_text(), sys.executable, *sys.orig_argv[1:]]
+    return [sys.executable, *safe, "-m", module]
 
 
 class SupervisorLink:

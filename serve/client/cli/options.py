@@ -102,7 +102,7 @@ class Credentials:
         Raises:
             InputArgumentError: the file does not hold one token; the text names it.
         """
-        return None if self.token_file is None else _token(self.token_file)
+        return None if self.token_file is None else read_token(self.token_file)
 
     def metadata(self) -> dict[str, str]:
         """GRPC metadata of each call, beside the token.
@@ -152,7 +152,12 @@ class Connection:
             )
 
 
-def _token(path: Path) -> str:
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        InputArgumentError: the file cannot be read, or holds anything else.
+    """
     try:
         words = path.read_text(encoding="ascii").split()
     except OSError as error:

@@ -127,15 +127,6 @@ class PlacedModels:
         self._refused = found
 
 
-def _sizes(members: Collection[MemberRecord], models: Iterable[str]) -> dict[str, int]:
-    """Bytes of each model, by those that serve it, or else by what others say."""
-    found: dict[str, int] = {}
-    for record in members:
-        for name in record.served:
-            found[name] = max(found.get(name, 0), record.model(name).size)
-    return {name: found[name] if name in found else largest(members, name) for name in models}
-
-
 def largest(members: Iterable[MemberRecord], name: str) -> int:
     """Bytes of a model, where it takes most."""
     return max((record.model(name).size for record in members), default=0)

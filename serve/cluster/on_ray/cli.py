@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.cli.inputs import InputArgumentError
+from halfserve.serve.client.cli.options import read_token
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments, bounds_of
 from halfserve.serve.cluster.on_ray.errors import ClusterError
 from halfserve.serve.cluster.proxy import ProxyError
@@ -25,6 +27,7 @@ EXIT_CODES: dict[type[Exception], int] = {
     ClusterArgumentError: 2,
     ClusterError: 1,
     InferenceError: 1,
+    InputArgumentError: 2,
     ProxyError: 1,
     OSError: 1,
 }
@@ -308,7 +311,7 @@ def proxy(
 
     Example: halfserve cluster proxy 10.0.0.5:8001 --host 0.0.0.0 --port 8001
     """
-    token = None if token_file is None else token_file.read_text(encoding="utf-8").strip()
+    token = None if token_file is None else read_token(token_file)
     run_proxy(members, host=host, port=port, http_port=http_port, program=program, token=token, drain_seconds=drain_seconds)
 
 

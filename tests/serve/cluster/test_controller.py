@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from benchmarks.cluster_simulating.members import Refusal, SimulatedMember
 from benchmarks.cluster_simulating.virtual_time import run_virtually
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.controller import Controller, ControllerOptions
+from halfserve.serve.cluster.controller import Controller
 from halfserve.serve.cluster.reports import LEASE_S
 from halfserve.serve.engine.errors import FailedPreconditionError, NotFoundError, UnavailableError
 
@@ -24,14 +24,13 @@ SERVICE = "/inference.GRPCInferenceService"
 class Cluster:
     """A controller and its simulated members. A new controller may take the place of the first one."""
 
-    def __init__(self, clock: Callable[[], float], options: ControllerOptions | None = None) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._options = options
         self.members: dict[str, SimulatedMember] = {}
-        self.controller = Controller(options, clock)
+        self.controller = Controller(clock=clock)
 
     def replace_controller(self) -> None:
-        self.controller = Controller(self._options, self._clock)
+        self.controller = Controller(clock=self._clock)
         for member in self.members.values():
             member.link = self.controller
 
@@ -66,11 +65,11 @@ class Cluster:
         return {one.name: one.inference_stats.success.count for one in found.model_stats}
 
 
-def run(scene: Callable[[Cluster], Awaitable[None]], *names: str, options: ControllerOptions | None = None) -> None:
+def run(scene: Callable[[Cluster], Awaitable[None]], *names: str) -> None:
     """Play a scene in a cluster whose members serve everything."""
 
     async def main(clock: Callable[[], float]) -> None:
-        cluster = Cluster(clock, options)
+        cluster = Cluster(clock)
         cluster.add(*names)
         await asyncio.sleep(LEASE_S + 3)
         await scene(cluster)
@@ -263,13 +262,6 @@ def test_a_draining_member_is_shown_as_such_until_it_leaves() -> None:
             cluster.controller.drain("a")
 
     run(scene, "a", "b")
-
-
-def test_only_the_listed_models_are_loaded_at_the_start() -> None:
-    async def scene(cluster: Cluster) -> None:
-        assert (cluster.serve("digits"), cluster.serve("words")) == (["a"], [])
-
-    run(scene, "a", options=ControllerOptions(models=("digits",)))
 
 
 def names(entries: Iterable[dict[str, object]]) -> list[object]:
