@@ -16,6 +16,7 @@ from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERV
 from halfserve.serve.security.file_reload import DAY_S
 from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
 from halfserve.serve.security.tokens import Tokens, new_token
 from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.transport import TransportName
@@ -41,8 +42,13 @@ OTHERS = {"ServerMetadata": b"", "RepositoryIndex": b"", INFER_PATH: infer_reque
 class Ending:
     """A server whose clock can be set, the channel to it, and a token that ends in an hour."""
 
-    def __init__(self, server: RunningServer, channel: grpc.Channel, token: str, clock: Clock) -> None:
-        self.server, self.channel, self.metadata, self.clock = server, channel, bearer(token), clock
+    def __init__(self, server: RunningServer, security: Security, channel: grpc.Channel, token: str, clock: Clock) -> None:
+        self.server, self.security, self.channel = server, security, channel
+        self.metadata, self.clock = bearer(token), clock
+
+    def look_at_clock(self) -> None:
+        """Connections remember a refusal until the next look at the clock: take it now."""
+        self.server.call(self.security._look_at_clock)
 
     def refused(self, method: str, metadata: list[tuple[str, str]] | None = None) -> tuple[grpc.StatusCode, str]:
         with pytest.raises(grpc.RpcError) as refused:
@@ -55,8 +61,11 @@ def server(transport: TransportName, tmp_path_factory: pytest.TempPathFactory) -
     path, clock = tmp_path_factory.mktemp("ending") / "tokens", Clock()
     (token,) = write_tokens(path, new_token("alice", [Role.INFER], expires_s=clock.now_s + 3600))
     options = SecurityOptions(token_file=path, watch_s=WATCH_S)
-    with guarded_server(options, transport, clock=clock) as (running, _), grpc.insecure_channel(running.address) as channel:
-        yield Ending(running, channel, token, clock)
+    with (
+        guarded_server(options, transport, clock=clock) as (running, security),
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        yield Ending(running, security, channel, token, clock)
 
 
 @pytest.fixture
@@ -64,7 +73,7 @@ def ending(server: Ending) -> Iterator[Ending]:
     began_s = server.clock.now_s
     yield server
     server.clock.now_s = began_s
-    infer_when_let_in(server)  # what the connection remembers of a refusal is no other test's
+    server.look_at_clock()  # what the connection remembers of a refusal is no other test's
 
 
 def test_an_expired_token_is_refused_in_every_call(ending: Ending) -> None:
@@ -107,19 +116,10 @@ def test_tokens_are_valid_again_after_the_clock_is_set_back(ending: Ending) -> N
     ending.clock.now_s += 50 * 365 * DAY_S
     assert ending.refused(INFER_PATH) == EXPIRED
     ending.clock.now_s -= 50 * 365 * DAY_S
-    assert infer_when_let_in(ending) == 2
+    ending.look_at_clock()
+    assert infer(ending.channel, ending.metadata) == 2
     ending.clock.now_s -= 365 * DAY_S
     assert infer(ending.channel, ending.metadata) == 2
-
-
-def infer_when_let_in(ending: Ending) -> float:
-    """What a connection remembers of a refusal is forgotten at the next look at the clock."""
-    while True:
-        try:
-            return infer(ending.channel, ending.metadata)
-        except grpc.RpcError as error:
-            if error.code() is not EXPIRED[0]:
-                raise
 
 
 def test_a_connection_asks_again_though_its_headers_stay_the_same(tmp_path: Path) -> None:
