@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfserve.serve.cluster.autoscaling import MemberLoad, ScalingOptions, wanted_members
+from halfserve.serve.cluster.server_load import LOAD_S
 
 STEP_S = 0.5
 COMPUTE_S = 0.02  # of one request
@@ -18,7 +19,6 @@ RATE = SLOTS / COMPUTE_S  # requests a second that a member can answer
 DEADLINE_S = 0.1  # of a request, in the queue
 BOUND_S = 1.0  # a queue longer than that takes no more
 START_S = 8.0  # of a member, its models included
-WINDOW_S = 2.0  # of a member's measured load
 MOST = 40
 
 
@@ -88,7 +88,7 @@ def simulate(policy: Policy, *, hours: float = 24.0, seed: int = 1) -> Outcome:
     chance = random.Random(seed + 1)  # noqa: S311  (no secret)
     outcome, queue = Outcome(), 0.0
     starting, serving = deque[float](), 3
-    window = deque[tuple[float, float, float, float]](maxlen=round(WINDOW_S / STEP_S))
+    window = deque[tuple[float, float, float, float]](maxlen=round(LOAD_S / STEP_S))
     rising = {start: start for start in bursts(hours)}
     for i, rate in enumerate(day(hours, seed)):
         now = i * STEP_S

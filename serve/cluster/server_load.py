@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from halfserve.protos.agent_pb2 import MemberState
+from halfserve.protos.agent_pb2 import MemberState, ModelState
 
-LOAD_S = 5.0
+LOAD_S = 2.0
+COMPUTES = 0.1  # share of the time that models compute; a model below it is no reason for another member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,8 @@ class Load:
 
     Attributes:
         computing: share of time in which models computed, of all that could compute at once.
-        queue_s: mean seconds that a request waited for its batch; 0 without requests.
+        queue_s: mean seconds that a request waited for its batch, of the model whose requests waited longest among those that
+            take COMPUTES of the time; 0 without requests.
         refused: share of requests that were refused, as queues were full: 0 to 1.
     """
 
@@ -25,17 +27,8 @@ class Load:
     refused: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sums:
-    at_s: float
-    requests: int
-    refusals: int
-    queue_ns: int
-    compute_ns: int
-
-
 class LoadMeter:
-    """Keeps the sums of the last LOAD_S seconds.
+    """Keeps what a server has told in the last LOAD_S seconds.
 
     Attributes:
         load: the present one.
@@ -43,26 +36,26 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self.load = Load()
-        self._sums: deque[_Sums] = deque()
+        self._states: deque[tuple[float, MemberState]] = deque()
 
     def take(self, state: MemberState, now_s: float) -> None:
         """Take a server's state; `now_s` on time.monotonic()'s clock."""
-        models = state.models.values()
-        now = _Sums(
-            at_s=now_s,
-            requests=sum(one.requests for one in models),
-            refusals=sum(one.refusals for one in models),
-            queue_ns=sum(one.queue_ns for one in models),
-            compute_ns=sum(one.compute_ns for one in models),
-        )
-        self._sums.append(now)
-        while len(self._sums) > 2 and self._sums[1].at_s <= now_s - LOAD_S:
-            self._sums.popleft()
-        then = self._sums[0]
-        requests, refusals = now.requests - then.requests, now.refusals - then.refusals
-        spent_ns = (now.at_s - then.at_s) * 1e9 * max(1, state.compute_slots)
+        self._states.append((now_s, state))
+        while len(self._states) > 2 and self._states[1][0] <= now_s - LOAD_S:
+            self._states.popleft()
+        then_s, then = self._states[0]
+        spent_ns = (now_s - then_s) * 1e9 * max(1, state.compute_slots)
+        pairs = [(one, then.models.get(name, ModelState())) for name, one in state.models.items()]
+        requests = sum(now.requests - before.requests for now, before in pairs)
+        refusals = sum(now.refusals - before.refusals for now, before in pairs)
+        compute_ns = sum(now.compute_ns - before.compute_ns for now, before in pairs)
+        queues_s = [
+            (now.queue_ns - before.queue_ns) / 1e9 / (now.requests - before.requests)
+            for now, before in pairs
+            if now.requests > before.requests and now.compute_ns - before.compute_ns >= COMPUTES * compute_ns
+        ]
         self.load = Load(
-            computing=(now.compute_ns - then.compute_ns) / spent_ns if spent_ns else 0.0,
-            queue_s=(now.queue_ns - then.queue_ns) / 1e9 / requests if requests else 0.0,
+            computing=compute_ns / spent_ns if spent_ns else 0.0,
+            queue_s=max(queues_s, default=0.0),
             refused=refusals / (requests + refusals) if refusals else 0.0,
         )

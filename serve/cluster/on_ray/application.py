@@ -124,19 +124,15 @@ def build(given: Mapping[str, Any]) -> Application:
     deployment = serve.deployment(
         name=DEPLOYMENT,
         user_config=deployed,
-        ray_actor_options={
-            "num_cpus": arguments.cpus,
-            "num_gpus": arguments.gpus,
-            "runtime_env": {"env_vars": {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": str(PUSH_S)}},
-        },
+        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         autoscaling_config=AutoscalingConfig(
             min_replicas=fewest,
             max_replicas=most,
             # The policy has its own delays: Serve would add these to them.
             upscale_delay_s=0,
             downscale_delay_s=0,
-            look_back_period_s=3 * PUSH_S,
-            metrics_interval_s=PUSH_S,  # only checked against look_back_period_s; the variable above is what counts
+            look_back_period_s=2 * PUSH_S,
+            metrics_interval_s=PUSH_S,  # deprecated, but what Ray 2.60 reads
             policy=AutoscalingPolicy(
                 policy_function=ScalingHook,
                 policy_kwargs={"queue_s": arguments.latency_target_ms / 1000, "look_back_s": arguments.scale_down_seconds},
