@@ -12,12 +12,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 from halfserve.protos.agent_pb2 import Answer, Question
+from halfserve.serve.cluster.autoscaling import MemberLoad
 from halfserve.serve.cluster.member_folders import MemberFolders
 from halfserve.serve.cluster.options import AgentOptions
 from halfserve.serve.cluster.reporting import AGAIN_S, Reporting, first_of
 from halfserve.serve.cluster.reports import ControllerLink
 from halfserve.serve.cluster.server_link import ServerLink
-from halfserve.serve.cluster.server_load import Load
 from halfserve.serve.cluster.server_process import AgentError, Ports, ServerProcess
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.members.agent_questions import METRICS as METRICS_QUESTION
@@ -25,7 +25,7 @@ from halfserve.serve.protocol.status import Code, status_of
 from halfserve.serve.supervisor.handover import GRPC, HTTP, METRICS
 from halfserve.serve.transports.listening import address_of
 
-__all__ = ["Agent", "AgentError", "AgentOptions", "Load"]
+__all__ = ["Agent", "AgentError", "AgentOptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ class Agent:
         return 0 if self._process is None else self._process.pid
 
     @property
-    def load(self) -> Load:
+    def load(self) -> MemberLoad:
         """How busy the server was lately."""
-        return Load() if self._reporting is None else self._reporting.meter.load
+        return MemberLoad() if self._reporting is None else self._reporting.meter.load
 
     async def start(self) -> None:
         """Start the server, and report until `stop`.

@@ -25,7 +25,7 @@ class MemberLoad:
 
     Attributes:
         busy: share of its compute slots' time in which models computed, 0 to 1.
-        queue_s: mean time of a request in the queue, in seconds.
+        queue_s: mean time of a request in the queue, in seconds; of the busy model whose requests wait longest.
         refused: share of requests that it refused, 0 to 1.
     """
 

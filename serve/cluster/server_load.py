@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from halfserve.protos.agent_pb2 import MemberState, ModelState
+from halfserve.serve.cluster.autoscaling import MemberLoad
 
 LOAD_S = 2.0
-COMPUTES = 0.1  # share of the time that models compute; a model below it is no reason for another member
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How busy a server was in the last LOAD_S seconds.
-
-    Attributes:
-        computing: share of time in which models computed, of all that could compute at once.
-        queue_s: mean seconds that a request waited for its batch, of the model whose requests waited longest among those that
-            take COMPUTES of the time; 0 without requests.
-        refused: share of requests that were refused, as queues were full: 0 to 1.
-    """
-
-    computing: float = 0.0
-    queue_s: float = 0.0
-    refused: float = 0.0
+COMPUTES = 0.1  # share of the time in which models compute; a queue of a model below it is no reason for another member
 
 
 class LoadMeter:
@@ -35,7 +19,7 @@ class LoadMeter:
     """
 
     def __init__(self) -> None:
-        self.load = Load()
+        self.load = MemberLoad()
         self._states: deque[tuple[float, MemberState]] = deque()
 
     def take(self, state: MemberState, now_s: float) -> None:
@@ -54,8 +38,8 @@ class LoadMeter:
             for now, before in pairs
             if now.requests > before.requests and now.compute_ns - before.compute_ns >= COMPUTES * compute_ns
         ]
-        self.load = Load(
-            computing=compute_ns / spent_ns if spent_ns else 0.0,
+        self.load = MemberLoad(
+            busy=compute_ns / spent_ns if spent_ns else 0.0,
             queue_s=max(queues_s, default=0.0),
             refused=refusals / (requests + refusals) if refusals else 0.0,
         )

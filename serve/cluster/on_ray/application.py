@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -50,7 +50,7 @@ class ScalingHook:
         return wanted_members(loads, context.target_num_replicas, options, context.policy_state, context.current_time)
 
 
-class Server:
+class Replica:
     """A replica: one agent and its server."""
 
     async def __init__(self, arguments: ClusterArguments) -> None:  # type: ignore[misc]  # Ray Serve awaits it
@@ -90,8 +90,7 @@ class Server:
             os._exit(1)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        load = self._agent.load
-        return {"busy": load.computing, "queue_s": load.queue_s, "refused": load.refused}
+        return asdict(self._agent.load)
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {"address": self._agent.address, "http_address": self._agent.http_address}
@@ -144,5 +143,5 @@ def build(given: Mapping[str, Any]) -> Application:
         max_constructor_retry_count=2,
         max_surge_percent=25,  # a new version starts before an old one ends: a bad one never takes a good one's place
     )
-    application: Application = deployment(Server).options(_internal=True, version=version).bind(arguments)
+    application: Application = deployment(Replica).options(_internal=True, version=version).bind(arguments)
     return application
