@@ -28,6 +28,7 @@ from halfserve.serve.protocol.rpcs import one_message
 from halfserve.serve.protocol.service import Service, StreamMethod
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.supervisor.handover import Handover
 from halfserve.serve.transports.listener import ConnectionLimit, LogThrottle
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
@@ -45,8 +46,8 @@ AGENT_BYTES = 2**32  # of messages of the agent: models' files
 class ClusterMember:
     """A server and its agent share a folder for this server alone. Lives on the event loop."""
 
-    def __init__(self, given: Handover, core: InferenceCore, *, is_encrypted: bool) -> None:
-        """A member that listens to no agent yet; for `is_encrypted` see `Elsewhere`."""
+    def __init__(self, given: Handover, core: InferenceCore, tls: ServerTls | None) -> None:
+        """A member that listens to no agent yet; for `tls` see `Elsewhere`."""
         self._folder = Path(given.folder)
         # The lock tells other agents that this server lives, and systemd-tmpfiles that the folder is in use.
         self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -55,7 +56,7 @@ class ClusterMember:
         self._slots = 0 if core.slots is None else core.slots.free  # all of them, as there are no models yet
         self._counters = LastingCounters(self._folder, core)
         self._agent = AgentQuestions()
-        self._elsewhere = Elsewhere(given.member, core, is_encrypted=is_encrypted)
+        self._elsewhere = Elsewhere(given.member, core, tls)
         self._cluster = ClusterService(self._agent, self._elsewhere)
         self._sockets = Siblings(self._folder, SOCKET)
         self._transport: Transport | None = None
