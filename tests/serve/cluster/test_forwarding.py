@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from halfserve import Client, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable, Tls
+from halfserve.serve.client.connection import ChannelSettings, parse_address
 from halfserve.serve.cluster.controller import ControllerOptions
 from halfserve.serve.security.options import TlsOptions
 from halfserve.serve.security.roles import Role
@@ -111,6 +114,20 @@ def test_each_member_answers_for_every_model(clients: list[Client]) -> None:
         assert [client.model_metadata(name).name for client in clients] == [name, name]
         assert [client.model_config(name).name for client in clients] == [name, name]
     assert counted(clients[1]) == {name: before[name] + 2 for name in NAMES}
+
+
+def test_the_health_of_a_model_is_that_of_any_member(cluster: LocalCluster, secrets: Secrets) -> None:
+    metadata = [("authorization", f"Bearer {secrets.all}")]
+    for agent in cluster.agents:
+        target = parse_address(agent.address)
+        settings = ChannelSettings(target=target, tls=secrets.tls, balancing="pick_first", compression=None, keepalive_s=None)
+        with settings.open(grpc) as channel:
+            for name, expected in (("", "SERVING"), *((name, "SERVING") for name in NAMES), ("third", "SERVICE_UNKNOWN")):
+                watch = health_pb2_grpc.HealthStub(channel).Watch(
+                    health_pb2.HealthCheckRequest(service=name), timeout=WAIT_S, metadata=metadata
+                )
+                assert next(watch).status == health_pb2.HealthCheckResponse.ServingStatus.Value(expected)
+                watch.cancel()
 
 
 def test_streams_and_rest_reach_every_model(cluster: LocalCluster, clients: list[Client], secrets: Secrets) -> None:
