@@ -248,6 +248,15 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, _security(help="PEM file of who may have signed clients' certificates (mTLS).")
     ] = None,
+    tls_peer_ca: Annotated[
+        Path | None,
+        _security(
+            help="PEM file of who may have signed the certificates of a cluster's other members, if not whom the system trusts."
+        ),
+    ] = None,
+    tls_peer_name: Annotated[
+        str | None, _security(help="The name in their certificates, if it is not their addresses'.", show_default=False)
+    ] = None,
     token_file: Annotated[
         Path | None, _security(help="Lines that `halfserve token --add-to` writes; who has none of these tokens is not let in.")
     ] = SecurityOptions.token_file,
@@ -286,8 +295,8 @@ def serve(
         raise typer.BadParameter("--cpu and --require-gpu exclude each other; use one of them")
     if (load_model or model_uploads) and model_control is not ControlMode.EXPLICIT:
         raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
-    if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
-        raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and --tls-client-ca only with them")
+    if (tls_cert is None) != (tls_key is None) or ((tls_client_ca or tls_peer_ca or tls_peer_name) and not tls_cert):
+        raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and its other options only with them")
     if not http:
         _check_without_http(http_port, metrics_port, http_allowed_host, http_allowed_origin)
     _check_open_files()
@@ -347,7 +356,13 @@ def serve(
         processes=count,
         http=rest if http else None,
         security=SecurityOptions(
-            tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca)
+            tls=TlsOptions(
+                certificate=tls_cert,
+                key=tls_key,
+                client_authorities=tls_client_ca,
+                peer_authorities=tls_peer_ca,
+                peer_name=tls_peer_name,
+            )
             if tls_cert and tls_key
             else None,
             token_file=token_file,

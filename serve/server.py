@@ -167,8 +167,8 @@ async def serve(
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
     _keep_responses(core, options.response_cache_mib * 2**20 // options.processes)
-    member = membership(link, core, is_encrypted=options.security.tls is not None)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
+    member = membership(link, core, security.main.tls)
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
     loader = VersionLoader(

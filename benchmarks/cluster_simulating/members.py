@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from halfserve.protos import cluster_pb2
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.reports import ControllerLink, ModelOrder, ModelReport, Orders, Report
+from halfserve.serve.cluster.reports import ControllerLink, ModelOrder, ModelReport, Orders, Report, Settings
 from halfserve.serve.members.figures import Figures
 from halfserve.serve.members.merging import with_statistics
 
@@ -54,6 +54,7 @@ class SimulatedMember:
         refused: models that it refuses to load from now on.
         models: what it has, by name.
         directory: the last one that it was told.
+        settings: of logs and traces that it was told last.
         largest: the most bytes of models that it has served at once.
         moves: how many loads it has begun.
         mute: it does not report, as if its network were cut.
@@ -70,6 +71,7 @@ class SimulatedMember:
         self.refused: dict[str, Refusal] = {}
         self.models: dict[str, SimulatedModel] = {}
         self.directory = cluster_pb2.Directory()
+        self.settings = Settings(number=0, changes=())
         self.largest = 0
         self.moves = 0
         self.mute = False
@@ -165,6 +167,7 @@ class SimulatedMember:
             has_ended=has_ended,
             left=left,
             directory_version=self.directory.version,
+            settings_number=self.settings.number,
             controller=self._controller,
             memory=self.memory if self._is_new_controller else None,
         )
@@ -194,6 +197,7 @@ class SimulatedMember:
         self._controller = orders.controller
         if orders.directory is not None:
             self.directory.ParseFromString(orders.directory)
+        self.settings = orders.settings or self.settings
         if orders.memory is not None:
             self.memory = orders.memory
         self._asked = max(self._asked, orders.figures_number)

@@ -32,6 +32,7 @@ from halfserve.serve.benchmark.tables import ProgressBar, tables
 from halfserve.serve.client.cli.display import PipedConsole, printable
 from halfserve.serve.client.cli.inputs import InputArgumentError, read_inputs
 from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials, takes_option_groups
+from halfserve.serve.client.connection import CLUSTER
 from halfserve.serve.client.errors import ClientError
 
 LARGEST = 1e8  # of seconds and milliseconds; JSON and clocks cannot hold infinity
@@ -64,7 +65,13 @@ _report = partial(typer.Option, rich_help_panel="Report")
 class BenchArguments:
     """Options of `halfserve bench`."""
 
-    address: Annotated[str, typer.Option(help="HOST:PORT of the server's gRPC port.", rich_help_panel="Connection")] = ADDRESS
+    address: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the server's gRPC port, or cluster://HOST:PORT,... for all members of a cluster.",
+            rich_help_panel="Connection",
+        ),
+    ] = ADDRESS
     credentials: Credentials
     version: Annotated[str, _requests(help="The model's version; without it, the server's choice.")] = ""
     concurrency: Annotated[
@@ -236,12 +243,13 @@ def _command(arguments: Sequence[str]) -> str:
 
 def _against(text: str, address: str) -> tuple[str, str]:
     """(address, model) of an --against."""
-    place, slash, model = text.partition("/")
+    scheme = CLUSTER if text.startswith(CLUSTER) else ""
+    place, slash, model = text.removeprefix(scheme).partition("/")
     if not slash and text:
         return address, text
     if ":" not in place or not model:
         raise BenchmarkArgumentError(f"--against {text}: expected HOST:PORT/MODEL, or MODEL of the same server")
-    return place, model
+    return scheme + place, model
 
 
 def _check(campaign: Campaign) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.serve.benchmark import BenchmarkArgumentError
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
@@ -20,7 +21,8 @@ from halfserve.serve.benchmark.request_inputs import RequestPlan
 from halfserve.serve.client.cli.display import provider_of
 from halfserve.serve.client.cli.inputs import fitted_inputs
 from halfserve.serve.client.client import Client
-from halfserve.serve.client.connection import Tls, bearer, method_path
+from halfserve.serve.client.cluster.channel import watch_cluster
+from halfserve.serve.client.connection import CLUSTER, Tls, bearer, headers_of, method_path
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.messages import Parameter, SharedSlice
 
@@ -128,10 +130,10 @@ class RequestSettings:
 
 
 class LoadTarget:
-    """A server, ready to be loaded: it has answered one request for each model.
+    """A server or a cluster, ready to be loaded: it has answered one request for each model.
 
     Args:
-        address: HOST:PORT of its gRPC port.
+        address: HOST:PORT of its gRPC port, or cluster://HOST:PORT,...: then all members that serve the models are loaded.
         models: the requests are for these, in turn.
         options: of the requests.
 
@@ -157,13 +159,15 @@ class LoadTarget:
         self._names: set[str] = set()  # of the models, by request and by the server's own metadata
         self._options = options
         self._stack = ExitStack()
+        if address.startswith(CLUSTER) and options.shared_memory:
+            raise BenchmarkArgumentError("the members of a cluster share no memory; expected the address of one, HOST:PORT")
         try:
-            host, port = host_and_port(address)
+            places = [] if address.startswith(CLUSTER) else [host_and_port(address)]
             self.client = self._stack.enter_context(
                 Client(address, timeout_s=options.timeout_s, tls=options.tls, token=options.token, metadata=options.metadata)
             )
             self.requests = self._all_requests()
-            self.generator = self._stack.enter_context(self._generator(host, port))
+            self.generator = self._stack.enter_context(self._generator(places or self._members(address)))
         except BaseException:
             self._stack.close()
             raise
@@ -256,7 +260,28 @@ class LoadTarget:
         self.client.infer_message(shared[0])
         return shared
 
-    def _generator(self, host: str, port: int) -> LoadGenerator:
+    def _members(self, address: str) -> list[tuple[str, int]]:
+        """Host and port of each member of a cluster that serves the models."""
+        found: list[Directory] = []
+        options = self._options
+        watch = watch_cluster(address, found.append, tls=options.tls, token=options.token, headers=headers_of(options.metadata))
+        try:
+            watch.settled.result()
+            watch.check()
+        finally:
+            watch.stop()
+            watch.join()
+        serving = [one for one in found[-1].members if one.state == Member.SERVING]
+        members = [one.grpc_address for one in serving if set(self.models) <= set(one.models)]
+        if not members:
+            names = " and ".join(map(repr, self.models))
+            raise BenchmarkArgumentError(f"no member of the cluster serves {names} together; measure one model at a time")
+        counts = f"{len(members)} members" if len(members) == len(serving) else f"{len(members)} of {len(serving)} members"
+        self.notes.append(f"the load goes to {counts}: {', '.join(members)}")
+        return [host_and_port(member) for member in members]
+
+    def _generator(self, places: Sequence[tuple[str, int]]) -> LoadGenerator:
+        (host, port), *others = places
         method = "ModelStreamInfer" if self._options.streaming else "ModelInfer"
         token = self._options.token
         target = LoadEndpoint(
@@ -267,6 +292,7 @@ class LoadTarget:
             tls=None if self._options.tls is None else _files(self._options.tls),
             headers=tuple((name.lower(), value) for name, value in self._options.metadata.items())
             + (() if token is None else bearer(token)),
+            others=tuple(others),
         )
         messages = [request.SerializeToString() for _, request in self.requests]
         numbers = [number for number, _ in self.requests]

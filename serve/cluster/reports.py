@@ -6,7 +6,7 @@ takes the newest of what they report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -57,6 +57,7 @@ class Report:
         has_ended: the server is gone; the figures are its last ones, and the agent reports no more.
         left: figures of servers that ended without a last report, by member; found on this machine.
         directory_version: of the directory that the server answers with.
+        settings_number: of the settings that it has taken over.
         controller: the `Orders.controller` of the last orders; "" before the first.
         memory: the newest `Orders.memory`, in the first report to another controller; else None.
     """
@@ -74,6 +75,7 @@ class Report:
     has_ended: bool = False
     left: Mapping[str, bytes] = field(default_factory=dict)
     directory_version: int = 0
+    settings_number: int = 0
     controller: str = ""
     memory: bytes | None = None
 
@@ -93,6 +95,19 @@ class ModelOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of logs and traces, as users have changed them.
+
+    Attributes:
+        number: larger after each change.
+        changes: path of the method, and serialized request, for each setting that the member has not taken over.
+    """
+
+    number: int
+    changes: Sequence[tuple[str, bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Orders:
     """What a member shall do.
 
@@ -101,6 +116,7 @@ class Orders:
         models: all that it shall serve, by name; it unloads all others.
         directory: serialized `cluster_pb2.Directory` to answer clients with; None if it has the present one.
         figures_number: report the figures if this is larger than the last one's; at once.
+        settings: to take over; None if it has them.
         drain: take no new requests, and leave when all are answered.
         memory: to be kept, and reported to another controller; None if unchanged.
     """
@@ -109,6 +125,7 @@ class Orders:
     models: Mapping[str, ModelOrder] = field(default_factory=dict)
     directory: bytes | None = None
     figures_number: int = 0
+    settings: Settings | None = None
     drain: bool = False
     memory: bytes | None = None
 

@@ -43,6 +43,10 @@ class ServerLink:
         """Have it answer clients with this serialized Directory."""
         await self.call(PUBLISH, directory, QUERY_S)
 
+    async def change_setting(self, path: str, request: bytes) -> None:
+        """Have it change a setting of logs or traces."""
+        await self.call(path, request, QUERY_S)
+
     async def questions(self) -> AsyncIterator[Question]:
         """What it asks of the whole cluster, until it ends."""
         call = self._channel.unary_stream(QUESTIONS, empty_pb2.Empty.SerializeToString, Question.FromString)

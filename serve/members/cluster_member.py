@@ -7,12 +7,14 @@ import contextlib
 import fcntl
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import empty_pb2, wrappers_pb2
 from google.protobuf.message import Message
 
+from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.agent_pb2 import MemberState
 from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -23,11 +25,12 @@ from halfserve.serve.members.cluster_service import ClusterService
 from halfserve.serve.members.elsewhere import Elsewhere
 from halfserve.serve.members.lasting_counters import LastingCounters
 from halfserve.serve.members.siblings import Siblings
-from halfserve.serve.members.whole_service import FIGURES
+from halfserve.serve.members.whole_service import FIGURES, TRACE_SETTING
 from halfserve.serve.protocol.rpcs import one_message
-from halfserve.serve.protocol.service import Service, StreamMethod
+from halfserve.serve.protocol.service import Service, StreamMethod, UnaryMethod
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.supervisor.handover import Handover
 from halfserve.serve.transports.listener import ConnectionLimit, LogThrottle
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
@@ -45,8 +48,8 @@ AGENT_BYTES = 2**32  # of messages of the agent: models' files
 class ClusterMember:
     """A server and its agent share a folder for this server alone. Lives on the event loop."""
 
-    def __init__(self, given: Handover, core: InferenceCore, *, is_encrypted: bool) -> None:
-        """A member that listens to no agent yet; for `is_encrypted` see `Elsewhere`."""
+    def __init__(self, given: Handover, core: InferenceCore, tls: ServerTls | None) -> None:
+        """A member that listens to no agent yet; for `tls` see `Elsewhere`."""
         self._folder = Path(given.folder)
         # The lock tells other agents that this server lives, and systemd-tmpfiles that the folder is in use.
         self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -55,7 +58,7 @@ class ClusterMember:
         self._slots = 0 if core.slots is None else core.slots.free  # all of them, as there are no models yet
         self._counters = LastingCounters(self._folder, core)
         self._agent = AgentQuestions()
-        self._elsewhere = Elsewhere(given.member, core, is_encrypted=is_encrypted)
+        self._elsewhere = Elsewhere(given.member, core, tls)
         self._cluster = ClusterService(self._agent, self._elsewhere)
         self._sockets = Siblings(self._folder, SOCKET)
         self._transport: Transport | None = None
@@ -72,6 +75,7 @@ class ClusterMember:
         own.streams[FIGURES] = StreamMethod(empty_pb2.Empty, one_message(self._figures))
         own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
         own.streams[PUBLISH] = StreamMethod(Directory, one_message(self._cluster.publish), is_large=True)
+        own.unary[TRACE_SETTING] = UnaryMethod(pb.TraceSettingRequest, partial(_set_traces, service))
         self._agent.add_to(own)
         guard, budget = PortSecurity(socket=self._folder), MemoryBudget(AGENT_BYTES)
         self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, [self._sockets.listen()], budget=budget)
@@ -148,6 +152,13 @@ class ClusterMember:
                     await self._counters.write()
                 except OSError as error:
                     throttle.say("the figures cannot be kept for the cluster: %s", error)
+
+
+def _set_traces(service: Service, request: pb.TraceSettingRequest) -> Message:
+    """Take over a setting of the cluster: its model may not be served here yet, or by other members only."""
+    changes = {name: list(setting.value) for name, setting in request.settings.items()}
+    service.observability.update_traces(request.model_name, changes)
+    return pb.TraceSettingResponse()
 
 
 def _size(model: Model) -> int:

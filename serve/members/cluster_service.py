@@ -6,6 +6,7 @@ Inference of models that are served here knows nothing of it, and goes on when n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -21,8 +22,18 @@ from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.engine.errors import NotFoundError, UnavailableError
 from halfserve.serve.members.agent_questions import AgentQuestions
 from halfserve.serve.members.elsewhere import Elsewhere
-from halfserve.serve.members.whole_service import INDEX, READY, STATISTICS, Local, local_method, request_class
-from halfserve.serve.protocol.rpcs import Health, one_message
+from halfserve.serve.members.whole_service import (
+    INDEX,
+    LOG_SETTINGS,
+    READY,
+    STATISTICS,
+    TRACE_SETTING,
+    Local,
+    local_method,
+    only,
+    request_class,
+)
+from halfserve.serve.protocol.rpcs import RECHECK_S, Answer, Health, one_message
 from halfserve.serve.protocol.service import SERVICE, Headers, LimitedService, Service, StreamMethod
 
 WATCH = "/halfserve.Cluster/Watch"
@@ -67,7 +78,12 @@ class ClusterService:
         self._replace(service, STATISTICS, self._statistics)
         self._replace(service, INDEX, self._index)
         self._replace(service, READY, self._model_ready)
+        local_check, watch = local_method(service, Health.CHECK_PATH), service.streams[Health.WATCH_PATH]
         self._replace(service, Health.CHECK_PATH, self._check_health)
+        watched = partial(self._watch_health, service, local_check, watch.answer)
+        service.streams[Health.WATCH_PATH] = replace(watch, answer=watched)
+        for path in (TRACE_SETTING, LOG_SETTINGS):
+            self._replace(service, path, partial(self._change_settings, path))
         for path in DESCRIPTIONS:
             described = partial(self._describe, service, path, local_method(service, path))
             method = StreamMethod(request_class(service, path), one_message(partial(described, {})))
@@ -94,6 +110,12 @@ class ClusterService:
             raise NotFoundError(f"model {request.model_name!r} is not loaded; RepositoryIndex lists what is")
         return await self._agent.ask(UNLOAD, request, pb.RepositoryModelUnloadResponse)
 
+    async def _change_settings(self, path: str, _: Service, local: Local, request: Any) -> Message:
+        answer: Message = await local(request)  # what this member refuses, no other one hears of
+        if request.settings:
+            await self._agent.ask(path, request, type(answer))
+        return answer
+
     async def _statistics(self, service: Service, _: Local, request: pb.ModelStatisticsRequest) -> Message:
         if request.name and not service.may_see(request.name):
             raise NotFoundError(f"model {request.name!r} is not served here; RepositoryIndex lists what is")
@@ -116,6 +138,35 @@ class ClusterService:
             await local(request)  # a name that is unknown is NOT_FOUND
         ready = await self._model_ready(service, local, pb.ModelReadyRequest(name=request.service))
         return HealthResponse(status=HealthResponse.SERVING if ready.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
+
+    async def _watch_health(
+        self, service: Service, local_check: Local, local_watch: Answer, requests: AsyncIterator[Any]
+    ) -> AsyncIterator[Message]:
+        """The status of a model at any member, or of this server, and each change."""
+        async for request in requests:
+            if request.service in {"", SERVICE}:
+                async for answer in local_watch(only(request)):
+                    yield answer
+                return
+            sent: int | None = None
+            while not self._is_over:
+                changed = self._changed
+                status = await self._status(service, local_check, request)
+                if status != sent:
+                    sent = status
+                    yield HealthResponse(status=status)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RECHECK_S):
+                        await changed.wait()
+            return
+
+    async def _status(self, service: Service, local_check: Local, request: health_pb2.HealthCheckRequest) -> int:
+        if self._elsewhere.serving(request.service) and service.may_see(request.service):
+            return int(HealthResponse.SERVING)
+        try:
+            return int((await local_check(request)).status)
+        except NotFoundError:
+            return int(HealthResponse.SERVICE_UNKNOWN)
 
     async def _describe(self, service: Service, path: str, local: Local, headers: Headers, request: Any) -> Message:
         try:

@@ -1,14 +1,16 @@
 """Requests for models that other members of the cluster serve: forward them, as a client may ask any member for any model.
 
-Our own clients know where each model is served, and ask there. A forwarded call says so in its metadata, and is not forwarded
-again.
+Our own clients know where each model is served, and ask there. A forwarded call has the token of its caller; it says in its
+metadata that it is forwarded, and is not forwarded again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -18,18 +20,29 @@ import grpc
 from google.protobuf.message import Message
 
 from halfserve.protos.cluster_pb2 import Directory, Member
-from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError
+from halfserve.protos.inference_pb2 import ModelConfigRequest, ModelConfigResponse, ModelStreamInferResponse
+from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.protocol.inference import Cancel, Inference, Reply
+from halfserve.serve.protocol.inference import TAKEN, Cancel, Inference, ManyReplies, Reply
+from halfserve.serve.protocol.inference_stream import IS_FINAL, STATUS
 from halfserve.serve.protocol.messages import parse_request
 from halfserve.serve.protocol.request_cache import SEQUENCE_ID
-from halfserve.serve.protocol.service import INFER_PATH, Headers, Service
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE, Headers, Service
 from halfserve.serve.protocol.status import RETRY_HINT, error_of
+from halfserve.serve.security.tls import ServerTls
+from halfserve.serve.transports.listener import LogThrottle
+
+logger = logging.getLogger(__name__)
 
 FORWARDED, AUTHORIZATION = b"halfserve-forwarded", b"authorization"
+CONFIG_PATH = f"/{SERVICE}/ModelConfig"
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TRIES = 2  # a member may have gone a moment ago
+# In what gRPC itself says of a call that got no answer.
+NO_CONNECTION = re.compile("onnect|ocket|ackends|andshake|recvmsg|sendmsg|GOAWAY|Stream removed|DNS|keepalive")
+CLOSE_S = 60.0  # for calls over connections that showed an earlier certificate
 M = TypeVar("M", bound=Message)
+Ask = Callable[[Any, list[tuple[str, str]]], Awaitable[bytes]]  # a grpc.aio.Channel, and metadata; an answer's bytes
 
 
 class Elsewhere:
@@ -39,20 +52,23 @@ class Elsewhere:
         directory: the present one.
     """
 
-    def __init__(self, member: str, core: InferenceCore, *, is_encrypted: bool) -> None:
-        """Members that are not known yet; `member` is the own id, and `is_encrypted` says whether they all speak TLS."""
+    def __init__(self, member: str, core: InferenceCore, tls: ServerTls | None) -> None:
+        """Members that are not known yet; `member` is the own id. With `tls` of this server, all others speak TLS too."""
         self.directory = Directory()
-        self._is_encrypted = is_encrypted
+        self._tls = tls
+        self._files = None if tls is None else tls.files  # that the channels were made with
+        self._throttle = LogThrottle(logger.warning)
         self._member = member
         self._core = core
         self._serving: dict[str, list[str]] = {}  # addresses by model
+        self._is_decoupled: dict[str, bool] = {}  # by model
         self._channels: dict[str, Any] = {}  # grpc.aio.Channel by address; grpcio ships no types
         self._open: Counter[str] = Counter()  # forwarded calls without an answer, by address
 
     async def follow(self, directory: Directory) -> None:
         """Forward to the members of this directory from now on."""
         self.directory = directory
-        self._serving = {}
+        self._serving, self._is_decoupled = {}, {}
         for one in directory.members:
             if one.state == Member.SERVING and one.id != self._member:
                 for name in one.models:
@@ -78,7 +94,12 @@ class Elsewhere:
         """
         if FORWARDED in headers or not self.serving(name):
             return None
-        return answer.FromString(await self._call(name, path, request.SerializeToString(), None, headers))
+
+        async def ask(channel: Any, metadata: list[tuple[str, str]]) -> bytes:
+            answered: bytes = await channel.unary_unary(path)(request.SerializeToString(), metadata=metadata)
+            return answered
+
+        return answer.FromString(await self._call(name, ask, headers))
 
     async def close(self) -> None:
         """End the connections."""
@@ -96,19 +117,16 @@ class Elsewhere:
             return None
         # All requests of a sequence go to the same member, as long as it serves the model.
         sequence = request.parameters[SEQUENCE_ID].SerializeToString() if SEQUENCE_ID in request.parameters else None
-        call = partial(self._call, name, INFER_PATH, data, time_left_s, headers, sequence)
+        if TAKEN.many is None:
+            ask: Ask = partial(_ask_once, data, time_left_s)
+        else:  # the request comes over a stream
+            ask = StreamedRequest(data, name, time_left_s, TAKEN.many, self._is_decoupled).ask
+        call = partial(self._call, name, ask, headers, sequence)
         task = asyncio.get_running_loop().create_task(_answer(call, reply))
         self._core.wait_for(task)
         return task.cancel  # type: ignore[return-value]  # its result says nothing to the caller
 
-    async def _call(
-        self, name: str, path: str, data: bytes, time_left_s: float | None, headers: Headers, sequence: bytes | None = None
-    ) -> bytes:
-        if self._is_encrypted:  # this member does not know whose certificates to trust
-            raise FailedPreconditionError(
-                f"model {name!r} is served by other members of this cluster, and with TLS none forwards requests; ask "
-                f"{self.serving(name)[0]}"
-            )
+    async def _call(self, name: str, ask: Ask, headers: Headers, sequence: bytes | None = None) -> bytes:
         metadata = [(FORWARDED.decode(), "1")]
         if AUTHORIZATION in headers:
             metadata.append((AUTHORIZATION.decode(), headers[AUTHORIZATION].decode("latin-1")))
@@ -116,18 +134,26 @@ class Elsewhere:
         while True:
             addresses = [address for address in self.serving(name) if address not in tried]
             if not addresses:
-                raise UnavailableError(f"the members that serve model {name!r} cannot be reached now; ask again in a moment")
+                raise _unreachable(name)
             address = self._choose(addresses, sequence)
             tried.append(address)
             self._open[address] += 1
             try:
-                answer: bytes = await self._channel(address).unary_unary(path)(data, timeout=time_left_s, metadata=metadata)
+                return await ask(self._channel(address), metadata)
             except grpc.aio.AioRpcError as error:
                 is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
+                has_answered = not is_gone or NO_CONNECTION.search(error.details() or "") is None
+                if not has_answered:
+                    hint = "" if self._tls is None else " (--tls-peer-ca, --tls-peer-name)"
+                    why = error.details()
+                    self._throttle.say("requests for model %s cannot be forwarded to %s: %s%s", name, address, why, hint)
                 if not is_gone or sequence is not None or len(tried) == TRIES:
-                    raise _error(error) from None
-            else:
-                return answer
+                    raise (_error(error) if has_answered else _unreachable(name)) from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise _unreachable(name) from None  # the member has left the directory, which closed its channel
             finally:
                 self._open[address] -= 1
 
@@ -138,10 +164,96 @@ class Elsewhere:
         return min(random.sample(addresses, min(2, len(addresses))), key=self._open.__getitem__)
 
     def _channel(self, address: str) -> Any:
+        if self._tls is not None and self._tls.files is not self._files:
+            self._files = self._tls.files
+            former, self._channels = self._channels, {}
+            for channel in former.values():
+                self._core.wait_for(asyncio.get_running_loop().create_task(channel.close(CLOSE_S)))
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, OPTIONS)
+            channel = self._channels[address] = self._connect(address)
         return channel
+
+    def _connect(self, address: str) -> Any:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(address, OPTIONS)
+        name = self._tls.peer_name
+        named = [] if name is None else [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
+        return grpc.aio.secure_channel(address, self._tls.peer_credentials(), [*OPTIONS, *named])
+
+
+class StreamedRequest:
+    """One request of a stream, asked of another member over a stream of its own, as the model may be decoupled."""
+
+    def __init__(
+        self, data: bytes, name: str, time_left_s: float | None, many: ManyReplies, is_decoupled: dict[str, bool]
+    ) -> None:
+        """A request that has not been asked.
+
+        Args:
+            data: a serialized ModelInferRequest.
+            name: of the model.
+            time_left_s: until the client's deadline; None without one.
+            many: gets the responses of a decoupled model.
+            is_decoupled: what is known of models, by name; the model is added.
+        """
+        self._data = data
+        self._name = name
+        self._time_left_s = time_left_s
+        self._many = many
+        self._is_decoupled = is_decoupled
+        self._has_begun = self._is_answered = False
+
+    async def ask(self, channel: Any, metadata: list[tuple[str, str]]) -> bytes:
+        """The response; empty for a decoupled model, whose responses `many` gets.
+
+        Raises:
+            InferenceError: the member refuses the request, or was lost after its first response.
+        """
+        if self._is_answered:
+            raise UnavailableError("the member that computed this request was lost before its last response; send it again")
+        if self._name not in self._is_decoupled:
+            request = ModelConfigRequest(name=self._name).SerializeToString()
+            found = await channel.unary_unary(CONFIG_PATH)(request, timeout=self._time_left_s, metadata=metadata)
+            config = ModelConfigResponse.FromString(found).config
+            self._is_decoupled[self._name] = config.model_transaction_policy.decoupled
+        if self._is_decoupled[self._name]:
+            self._begin()
+        stream = channel.stream_stream(INFER_STREAM_PATH)([self._data], timeout=self._time_left_s, metadata=metadata)
+        async for received in stream:
+            self._is_answered = True
+            response, is_final = _streamed(received)
+            if is_final and not self._has_begun:
+                return response
+            self._begin()  # also where the model was not decoupled before it was loaded again
+            self._many.response(response, final=is_final)
+        return b""
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._many.begin(wants_empty_final=False)  # that one comes from the member too
+
+
+def _streamed(data: bytes) -> tuple[bytes, bool]:
+    """The ModelInferResponse in a ModelStreamInferResponse, and whether it is the last one of its request.
+
+    Raises:
+        InferenceError: the response is that error.
+    """
+    message = ModelStreamInferResponse.FromString(data)
+    response = message.infer_response
+    if message.error_message:
+        code, hint = response.parameters[STATUS].int64_param, response.parameters[RETRY_HINT].string_param
+        raise error_of(code, message.error_message, int(hint) / 1000 if hint else None)
+    is_final = response.parameters[IS_FINAL].bool_param
+    del response.parameters[IS_FINAL]  # the stream to the client marks it
+    return response.SerializeToString(), is_final
+
+
+async def _ask_once(data: bytes, time_left_s: float | None, channel: Any, metadata: list[tuple[str, str]]) -> bytes:
+    answer: bytes = await channel.unary_unary(INFER_PATH)(data, timeout=time_left_s, metadata=metadata)
+    return answer
 
 
 async def _answer(call: Callable[[], Awaitable[bytes]], reply: Reply) -> None:
@@ -158,3 +270,9 @@ def _error(error: Any) -> InferenceError:
     hints = [value for key, value in error.trailing_metadata() or () if key == RETRY_HINT]
     code: tuple[int, str] = error.code().value
     return error_of(code[0], str(error.details()), int(hints[0]) / 1000 if hints else None)
+
+
+def _unreachable(name: str) -> UnavailableError:
+    return UnavailableError(
+        f"the members that serve model {name!r} cannot be reached from this one, whose log says why; ask again in a moment"
+    )

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.supervisor.launch import SupervisorLink
 from halfserve.serve.transports.listener import ConnectionLimit
 
@@ -46,10 +47,10 @@ class Alone:
     async def leave(self) -> None: ...
 
 
-def membership(link: SupervisorLink | None, core: InferenceCore, *, is_encrypted: bool = False) -> Membership:
+def membership(link: SupervisorLink | None, core: InferenceCore, tls: ServerTls | None = None) -> Membership:
     """The place of the server that this link is of; without a link, or a folder to share, it serves alone.
 
-    `is_encrypted`: its port speaks TLS.
+    `tls`: of its ports.
     """
     if link is None or not link.given.folder:
         return Alone()
@@ -57,7 +58,7 @@ def membership(link: SupervisorLink | None, core: InferenceCore, *, is_encrypted
     if link.given.member:
         from halfserve.serve.members.cluster_member import ClusterMember  # noqa: PLC0415  (see above)
 
-        return ClusterMember(link.given, core, is_encrypted=is_encrypted)
+        return ClusterMember(link.given, core, tls)
     from halfserve.serve.members.member import Member  # noqa: PLC0415  (see above)
 
     return Member(link, core)

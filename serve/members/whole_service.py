@@ -69,14 +69,15 @@ def _log_settings(request: pb.LogSettingsRequest) -> list[Thing]:
     return found
 
 
+TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettings"
 # Loading takes long, so that it has a journal of its own, with turns of its own.
 MODEL_COMMANDS = {
     f"/{SERVICE}/RepositoryModelLoad": Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
     f"/{SERVICE}/RepositoryModelUnload": Command(answer=pb.RepositoryModelUnloadResponse, things=_model, timeout_s=None),
 }
 OTHER_COMMANDS = {
-    f"/{SERVICE}/TraceSetting": Command(answer=pb.TraceSettingResponse, things=_trace_settings),
-    f"/{SERVICE}/LogSettings": Command(answer=pb.LogSettingsResponse, things=_log_settings),
+    TRACE_SETTING: Command(answer=pb.TraceSettingResponse, things=_trace_settings),
+    LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, things=_log_settings),
     f"/{SERVICE}/SystemSharedMemoryRegister": Command(
         answer=pb.SystemSharedMemoryRegisterResponse, things=lambda request: [("system", request.name, request)]
     ),
@@ -218,12 +219,13 @@ def local_method(service: Service, path: str) -> Local:
     stream = service.streams[path].answer
 
     async def in_time(request: Any) -> Message:
-        return await anext(stream(_only(request)))
+        return await anext(stream(only(request)))
 
     return in_time
 
 
-async def _only(request: Any) -> AsyncIterator[Any]:
+async def only(request: Any) -> AsyncIterator[Any]:
+    """A stream of one request."""
     yield request
 
 

@@ -114,9 +114,10 @@ class InferenceStream:
         self.held_bytes = 0
 
     def leave_order(self, slot: _Slot) -> None:
-        """The responses to this request are sent as they come. It is the latest one."""
+        """The responses to this request are sent as they come, and those to later requests wait for it no more."""
         self._slots.remove(slot)
         self._many.add(slot)
+        self._send_in_order()
 
     def respond(self, slot: _Slot, response: bytes | InferenceError, *, final: bool) -> None:
         """Send one of many responses."""
@@ -155,6 +156,9 @@ class InferenceStream:
 
     def _answer(self, slot: _Slot, answer: bytes) -> None:
         slot.answer = answer
+        self._send_in_order()
+
+    def _send_in_order(self) -> None:
         while self._slots and (first := self._slots[0].answer) is not None:
             self.held_bytes -= len(self._slots.popleft().request)
             self._send(first)

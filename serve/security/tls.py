@@ -75,6 +75,23 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(certificates(shown), fetch, self.asks_clients)
 
     @property
+    def files(self) -> ServerTlsFiles:
+        """What new connections use; another object after each renewal."""
+        return self._files.value
+
+    @property
+    def peer_name(self) -> str | None:
+        """The name in the certificates of a cluster's other members; None for their addresses."""
+        return self._options.peer_name
+
+    def peer_credentials(self) -> Any:
+        """grpc.ChannelCredentials for calls to a cluster's other members, which get this server's certificate if they ask."""
+        import grpc  # noqa: PLC0415  (the fast transport does without it)
+
+        files = self._files.value
+        return grpc.ssl_channel_credentials(files.peer_authorities or _trusted_by_system(), files.key, files.certificate)
+
+    @property
     def is_stale(self) -> bool:
         """Whether the files could not be used when they were read last."""
         return self._files.is_stale
@@ -138,12 +155,14 @@ class ServerTlsFiles:
         certificate: PEM, the server's own first.
         key: PEM.
         client_authorities: PEM; None if clients need no certificate.
+        peer_authorities: PEM; None for the system's.
         ends_s: when the server's certificate expires, in seconds since the epoch.
     """
 
     certificate: bytes
     key: bytes
     client_authorities: bytes | None
+    peer_authorities: bytes | None
     ends_s: float
 
     def load_into(self, context: ssl.SSLContext) -> None:
@@ -161,11 +180,13 @@ def read_tls_files(options: TlsOptions) -> ServerTlsFiles:
     """
     certificate = _read_pem("certificate", options.certificate, CERTIFICATE)
     key = _read_pem("key", options.key, KEY)
-    authorities = None
-    if options.client_authorities is not None:
-        authorities = _read_pem("client authorities", options.client_authorities, CERTIFICATE)
-        _check_authorities(authorities, options.client_authorities)
-    files = ServerTlsFiles(certificate=certificate, key=key, client_authorities=authorities, ends_s=0.0)
+    files = ServerTlsFiles(
+        certificate=certificate,
+        key=key,
+        client_authorities=_read_authorities("client authorities", options.client_authorities),
+        peer_authorities=_read_authorities("peer authorities", options.peer_authorities),
+        ends_s=0.0,
+    )
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         files.load_into(trial)
@@ -226,11 +247,21 @@ def _read_pem(what: str, path: Path, expected: bytes) -> bytes:
     return content
 
 
-def _check_authorities(pem: bytes, path: Path) -> None:
+def _read_authorities(what: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    pem = _read_pem(what, path, CERTIFICATE)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=pem.decode("utf-8", "replace"))
     except ssl.SSLError as error:
-        raise SecurityError(f"TLS client authorities {path} cannot be used: {error.reason}; expected certificates") from None
+        raise SecurityError(f"TLS {what} {path} cannot be used: {error.reason}; expected certificates") from None
+    return pem
+
+
+def _trusted_by_system() -> bytes | None:
+    """PEM; None where the system has no list, for the one that gRPC ships. gRPC for Python reads no system's list."""
+    found = ssl.create_default_context().get_ca_certs(binary_form=True)
+    return "".join(map(ssl.DER_cert_to_PEM_cert, found)).encode() or None
 
 
 def _misfit(error: ssl.SSLError, options: TlsOptions) -> str:

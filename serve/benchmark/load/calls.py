@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -293,7 +294,7 @@ def _timeout(seconds: float) -> bytes:
 
 
 class ConnectionPool:
-    """The connections to one server, made when they are needed and replaced when they are lost.
+    """The connections to one server, made when they are needed and replaced when they are lost; or to all members of a cluster.
 
     Attributes:
         given_up: whether every attempt to connect has failed for too long.
@@ -301,10 +302,13 @@ class ConnectionPool:
     """
 
     def __init__(self, target: LoadEndpoint, spec: LoadSpec) -> None:
-        self._target = target
+        targets = target.each
+        first = spec.share[0] % len(targets)  # so that processes with one connection each load different members
+        self._targets = itertools.cycle(targets[first:] + targets[:first])
+        self._target_count = len(targets)
         # A streaming call outlives its requests, so each request's time is kept on this side alone.
-        self._headers = call_headers(target, None if target.streaming else spec.timeout_s)
-        self._wanted = spec.connections
+        self._timeout_s = None if target.streaming else spec.timeout_s
+        self._wanted = max(spec.connections, len(targets))
         self._concurrency = spec.concurrency or 1
         self._links: list[ConnectionCalls] = []
         self._turn = 0
@@ -325,14 +329,20 @@ class ConnectionPool:
         return None if usable else max(0.0, self._retry_s - time.monotonic())
 
     def open(self) -> None:
-        """Open the specified number of connections."""
-        while len(self._links) < min(self._wanted, MAX_CONNECTIONS) and self._connect():
+        """Open the specified number of connections, and to each member at least one."""
+        failures = 0
+        while len(self._links) < min(self._wanted, MAX_CONNECTIONS) and failures < self._target_count:
+            if not self._connect():
+                failures += 1
+                continue
             capacity = max(1, self._links[0].connection.max_streams)
             self._wanted = max(self._wanted, math.ceil(self._concurrency / capacity))
 
     def with_room(self) -> ConnectionCalls | None:
         """The next connection in turn that takes a request; None when all are full or lost."""
         links, behind = self._links, False
+        if self._target_count > 1 and links:  # a slow member gets less, as from our clients
+            self._turn = links.index(min(links, key=lambda link: len(link.in_flight))) - 1
         for _ in range(len(links)):
             self._turn = (self._turn + 1) % len(links)
             link = links[self._turn]
@@ -365,8 +375,9 @@ class ConnectionPool:
         self._links = []
 
     def _connect(self) -> bool:
+        target = next(self._targets)
         try:
-            connection = Http2Connection(self._target, timeout_s=RECONNECT_TIMEOUT_S)
+            connection = Http2Connection(target, timeout_s=RECONNECT_TIMEOUT_S)
         except ConnectionLostError as error:
             self.trouble = str(error)
             now_s = time.monotonic()
@@ -376,7 +387,7 @@ class ConnectionPool:
                 self._alone_since_s = self._alone_since_s or now_s
                 self.given_up = now_s - self._alone_since_s > GIVE_UP_S
             return False
-        kind = StreamingCalls if self._target.streaming else UnaryCalls
-        self._links.append(kind(connection, self._headers))
+        kind = StreamingCalls if target.streaming else UnaryCalls
+        self._links.append(kind(connection, call_headers(target, self._timeout_s)))
         self._alone_since_s = None
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -128,6 +128,7 @@ class LoadEndpoint:
         streaming: whether the RPC takes many messages in one call.
         tls: for an encrypted connection; None for a plain one.
         headers: metadata of every call, names in lower case.
+        others: (host, port) of the other members of a cluster, to be loaded as well.
     """
 
     host: str
@@ -136,10 +137,16 @@ class LoadEndpoint:
     streaming: bool = False
     tls: TlsPaths | None = None
     headers: tuple[tuple[str, str], ...] = ()
+    others: tuple[tuple[str, int], ...] = ()
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def each(self) -> list[LoadEndpoint]:
+        """One endpoint for each member; itself for a server."""
+        return [self, *(replace(self, host=host, port=port, others=()) for host, port in self.others)]
 
 
 @dataclass(frozen=True, kw_only=True)

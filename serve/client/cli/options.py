@@ -56,7 +56,7 @@ def _value(name: str, annotation: Any, given: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _reading_options() -> Iterator[None]:
+def reading_options() -> Iterator[None]:
     """Report an argument that the client refuses as an error of an option."""
     try:
         yield
@@ -93,7 +93,7 @@ class Credentials:
         """
         if not any((self.use_tls, self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
             return None
-        with _reading_options():
+        with reading_options():
             return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
 
     def token(self) -> str | None:
@@ -111,7 +111,7 @@ class Credentials:
             InputArgumentError: a header is malformed; the text shows it.
         """
         given = dict(_header(text) for text in self.headers or ())
-        with _reading_options():
+        with reading_options():
             headers_of(given)
         return given
 
@@ -140,7 +140,7 @@ class Connection:
             InputArgumentError: an option is malformed; the text names it.
         """
         tls, token, metadata = self.credentials.tls(), self.credentials.token(), self.credentials.metadata()
-        with _reading_options():
+        with reading_options():
             return Client(
                 self.address,
                 timeout_s=self.timeout,

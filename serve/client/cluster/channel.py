@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from halfserve.protos.cluster_pb2 import Directory
 from halfserve.protos.shared_memory_parameters import REGION
 from halfserve.serve.client.cluster.directory import DirectoryWatch
 from halfserve.serve.client.cluster.members import Member, Members
-from halfserve.serve.client.connection import ChannelSettings, Headers, check_encrypted, parse_address
+from halfserve.serve.client.connection import ChannelSettings, Headers, Tls, bearer, check_encrypted, parse_address
 from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
 from halfserve.serve.client.messages import SEQUENCE_ID, is_stateful
 
@@ -242,6 +243,29 @@ class MemberCall:
 def _is_set(request: Any, flag: str) -> bool:
     # Reading a parameter that is not there would add it.
     return flag in request.parameters and bool(request.parameters[flag].bool_param)
+
+
+def watch_cluster(
+    address: str, take: Callable[[Directory], None], *, tls: Tls | None, token: str | None, headers: Headers = ()
+) -> DirectoryWatch:
+    """Begin to follow the directory of the cluster at cluster://HOST:PORT,...; see `DirectoryWatch`.
+
+    Args:
+        address: of some members.
+        take: called with each new directory, on a thread.
+        tls: for encrypted connections.
+        token: of a caller who may watch, only over TLS, or to this machine.
+        headers: further metadata.
+
+    Raises:
+        InvalidRequest: the address or the token is malformed.
+    """
+    target = parse_address(address)
+    settings = ChannelSettings(target=target, tls=tls, balancing="pick_first", compression=None, keepalive_s=None)
+    sent: Headers = headers if token is None else headers + bearer(token)
+    watch = DirectoryWatch(target.members, partial(open_member, settings, token is not None, grpc), lambda: sent, take)
+    watch.start()
+    return watch
 
 
 def open_member(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:

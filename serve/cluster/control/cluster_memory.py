@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.cluster.control.ended_figures import EndedFigures
-from halfserve.serve.cluster.reports import ModelOrder
+from halfserve.serve.cluster.reports import ModelOrder, Settings
 
 
 class ClusterMemory:
@@ -20,6 +20,8 @@ class ClusterMemory:
         number: larger after each change, over all controllers.
         generation: the largest of all orders.
         models: the orders for all members, by model; None until a repository was seen.
+        settings: of logs and traces that were changed: number of the change, path and serialized request, by setting.
+        settings_number: of the last change of them.
         ended: the figures of members that have ended.
     """
 
@@ -27,6 +29,8 @@ class ClusterMemory:
         self.number = 0
         self.generation = 0
         self.models: dict[str, ModelOrder] | None = None
+        self.settings: dict[str, tuple[int, str, bytes]] = {}
+        self.settings_number = 0
         self.ended = EndedFigures()
         self._bytes: tuple[int, bytes] | None = None
 
@@ -50,6 +54,19 @@ class ClusterMemory:
         plain = pb.RepositoryModelLoadRequest(model_name=name)
         return ModelOrder(generation=self.generation, request=request or plain.SerializeToString())
 
+    def set(self, settings: Mapping[str, bytes], path: str) -> None:
+        """Change settings of logs or traces, at all members; serialized requests for the method at `path`, by setting."""
+        self.settings_number += 1
+        self.settings |= {name: (self.settings_number, path, one) for name, one in settings.items()}
+        self.changed()
+
+    def settings_since(self, number: int) -> Settings | None:
+        """What was changed after the change of this number; None for nothing."""
+        if number == self.settings_number:
+            return None
+        changed = [(path, one) for at, path, one in self.settings.values() if at > number]
+        return Settings(number=self.settings_number, changes=changed)
+
     def begin(self, names: Iterable[str]) -> None:
         """Serve these models."""
         self.models = {name: self.order(name) for name in sorted(names)}
@@ -63,6 +80,10 @@ class ClusterMemory:
                 "number": self.number,
                 "generation": self.generation,
                 "models": None if self.models is None else models,
+                "settings": {
+                    name: [number, path, base64.b64encode(one).decode()] for name, (number, path, one) in self.settings.items()
+                },
+                "settings_number": self.settings_number,
                 "ended": self.ended.to_json(),
             }
             self._bytes = self.number, zlib.compress(json.dumps(content).encode(), 1)
@@ -80,4 +101,8 @@ class ClusterMemory:
                 name: ModelOrder(generation=generation, request=base64.b64decode(request))
                 for name, (generation, request) in content["models"].items()
             }
+        self.settings = {
+            name: (number, path, base64.b64decode(one)) for name, (number, path, one) in content["settings"].items()
+        }
+        self.settings_number = content["settings_number"]
         self.ended = EndedFigures.from_json(content["ended"])

@@ -180,6 +180,7 @@ class MemberRecord:
             {name: order.generation for name, order in orders.models.items()} != given.generations
             or (orders.directory is not None and directory > given.directory)
             or orders.figures_number > given.figures
+            or orders.settings is not None
             or orders.memory is not None
             or orders.drain != given.drain
         )

@@ -15,13 +15,15 @@ import typer
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.cli.inputs import InputArgumentError
-from halfserve.serve.client.cli.options import read_token
+from halfserve.serve.client.cli.options import read_token, reading_options
+from halfserve.serve.client.connection import Tls
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments, bounds_of
 from halfserve.serve.cluster.on_ray.errors import ClusterError
 from halfserve.serve.cluster.proxy import ProxyError
 from halfserve.serve.cluster.proxy import proxy as run_proxy
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.protocol.service import SERVICE
+from halfserve.serve.security.options import TlsOptions
 
 EXIT_CODES: dict[type[Exception], int] = {
     ClusterArgumentError: 2,
@@ -303,6 +305,18 @@ def proxy(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that members want from who watches them.", show_default=False)
     ] = None,
+    use_tls: Annotated[bool, typer.Option("--tls", help="Speak TLS to members; --tls-ca and --tls-name do so too.")] = False,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of who may have signed the members' certificates, if not whom the system trusts."),
+    ] = None,
+    tls_name: Annotated[
+        str | None, typer.Option(help="The name in the members' certificates, if it is not their addresses'.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file of the proxy's certificate chain; clients have to speak TLS then.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after SIGTERM.")] = 10,
 ) -> None:
     """Run HAProxy in front of a cluster, for clients that know one address.
@@ -311,8 +325,23 @@ def proxy(
 
     Example: halfserve cluster proxy 10.0.0.5:8001 --host 0.0.0.0 --port 8001
     """
-    token = None if token_file is None else read_token(token_file)
-    run_proxy(members, host=host, port=port, http_port=http_port, program=program, token=token, drain_seconds=drain_seconds)
+    if (tls_cert is None) != (tls_key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key belong together; give both")
+    tls: Tls | None = None
+    if use_tls or tls_ca or tls_name:
+        with reading_options():
+            tls = Tls(authorities=tls_ca, certificate=tls_cert, key=tls_key, server_name=tls_name)
+    run_proxy(
+        members,
+        host=host,
+        port=port,
+        http_port=http_port,
+        program=program,
+        token=None if token_file is None else read_token(token_file),
+        tls=tls,
+        certificate=TlsOptions(certificate=tls_cert, key=tls_key) if tls_cert and tls_key else None,
+        drain_seconds=drain_seconds,
+    )
 
 
 def _say(line: str) -> None:

@@ -23,6 +23,7 @@ from halfserve.serve.benchmark.measurement import Measurement, measure
 from halfserve.serve.client.connection import Tls
 from halfserve.serve.client.errors import DeadlineExceeded
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
+from tests.serve.client.cluster.cluster import answered, cluster_of, member
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
@@ -102,6 +103,26 @@ def test_an_encrypted_server_is_loaded_too(repository: Path, tmp_path: Path) -> 
             level = measure(target.bench, Load(concurrency=4), SHORT)
             assert target.generator.run(LoadSpec(concurrency=1, requests=1)).ended_early is None
     assert (level.requests, level.failed) == (12, 0)
+
+
+def test_all_members_of_a_cluster_that_serve_the_model_are_loaded(repository: Path) -> None:
+    with cluster_of(repository, 3) as running:
+        served = [member(server.address) for server in running.servers[:2]]
+        running.board.publish(*served, member(running.servers[2].address, models=["picky"]))
+        with LoadTarget(running.address, ["mlp"], RequestSettings()) as target:
+            assert target.notes == [f"the load goes to 2 of 3 members: {', '.join(one.grpc_address for one in served)}"]
+            before = [answered(server) for server in running.servers]
+            level = measure(target.bench, Load(concurrency=4), SHORT)
+        assert (level.requests, level.failed) == (12, 0)
+        found = [answered(server) - count for server, count in zip(running.servers, before, strict=True)]
+        assert sum(found) == 12
+        assert min(found[:2]) > 0
+        assert found[2] == 0
+        together = RequestSettings(given={"i": np.zeros((1, 1), np.int64)})
+        with pytest.raises(BenchmarkArgumentError, match="no member of the cluster serves 'mlp' and 'picky' together"):
+            LoadTarget(running.address, ["mlp", "picky"], together)
+        with pytest.raises(BenchmarkArgumentError, match="share no memory"):
+            LoadTarget(running.address, ["mlp"], RequestSettings(shared_memory=True))
 
 
 def test_several_models_take_turns(server: RunningServer) -> None:

@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from halfserve import Client, RetryPolicy
+from halfserve import Client, RetryPolicy, Tls
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
+from halfserve.serve.client.connection import ChannelSettings, parse_address
 from halfserve.serve.cluster.agent import Agent, AgentOptions
 from halfserve.serve.cluster.controller import Controller, ControllerOptions
 from halfserve.serve.cluster.reports import Orders, Report
@@ -122,8 +123,10 @@ class LocalCluster:
 class Watch:
     """What a member says of all members, now and at each change."""
 
-    def __init__(self, agent: Agent, token: str = "") -> None:
-        self._channel = grpc.insecure_channel(agent.address)
+    def __init__(self, agent: Agent, token: str = "", tls: Tls | None = None) -> None:
+        target = parse_address(agent.address)
+        settings = ChannelSettings(target=target, tls=tls, balancing="pick_first", compression=None, keepalive_s=None)
+        self._channel = settings.open(grpc)
         watch = self._channel.unary_stream("/halfserve.Cluster/Watch", WatchRequest.SerializeToString, Directory.FromString)
         metadata = [("authorization", f"Bearer {token}")] if token else []
         self._directories = watch(WatchRequest(), timeout=WAIT_S, metadata=metadata)

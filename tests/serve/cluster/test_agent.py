@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from halfserve import Client, ModelNotFound, ServerUnavailable
+from halfserve import Client, InvalidRequest, ModelNotFound, ServerUnavailable
 from halfserve.serve.cluster.agent import Agent, AgentError
 from tests.models import save_mlp, save_picky
 from tests.serve.cluster.local_cluster import ONCE, WAIT_S, LocalCluster, Watch, local_cluster
@@ -145,6 +145,18 @@ def test_a_member_that_is_drained_ends_and_its_counters_stay(cluster: LocalClust
         leaving.check()
     assert agree(cluster, rows) == before
     assert metric(cluster.agents[0], "halfserve_processes") == 2
+
+
+def test_log_and_trace_settings_hold_for_all_members_and_those_that_join(cluster: LocalCluster) -> None:
+    client = cluster.client(cluster.agents[0])
+    client.log_settings(log_verbose_level=1)
+    client.trace_settings("picky", trace_rate="7")
+    with pytest.raises(InvalidRequest, match="log_verbose_level"):
+        client.log_settings(log_verbose_level=-1)
+    (joined,) = cluster.start(1)
+    assert agree(cluster, lambda one: one.log_settings()["log_verbose_level"]) == 1
+    assert agree(cluster, lambda one: one.trace_settings("picky")["trace_rate"]) == ["7"]
+    cluster.stop(joined)
 
 
 def test_inference_goes_on_without_a_controller_and_its_successor_knows_all(cluster: LocalCluster) -> None:

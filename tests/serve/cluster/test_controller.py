@@ -206,6 +206,8 @@ def test_a_new_controller_knows_what_the_last_one_decided() -> None:
     async def scene(cluster: Cluster) -> None:
         await cluster.unload("words")
         await cluster.controller.reload("digits")
+        verbose = pb.LogSettingsRequest(settings={"log_verbose_level": pb.LogSettingsRequest.SettingValue(uint32_param=1)})
+        await cluster.call("LogSettings", verbose, pb.LogSettingsResponse)
         cluster.members["a"].count("digits", 3)
         await cluster.members.pop("a").end()
         moves, version = cluster.members["b"].moves, cluster.members["b"].directory.version
@@ -218,6 +220,10 @@ def test_a_new_controller_knows_what_the_last_one_decided() -> None:
         assert (cluster.serve("digits"), cluster.serve("words")) == (["b", "c"], [])
         assert cluster.members["b"].moves == moves
         assert await cluster.index() == {"digits": ("READY", ""), "words": ("UNAVAILABLE", "not loaded")}
+        cluster.add("d")
+        await asyncio.sleep(1)
+        told = [list(cluster.members[name].settings.changes) for name in "bcd"]
+        assert told == [[(f"{SERVICE}/LogSettings", verbose.SerializeToString())]] * 3
 
     run(scene, "a", "b", "c")
 

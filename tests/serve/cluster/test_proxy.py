@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import pickle
 import re
 import select
 import signal
@@ -20,7 +22,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.cluster.haproxy import find_program
+from halfserve.serve.cluster.haproxy import Runtime, find_program
 from halfserve.serve.cluster.proxy import ProxyError, proxy
 from halfserve.serve.http.options import HttpOptions
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
@@ -56,10 +58,23 @@ class RunningProxy:
         """The process id of HAProxy."""
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
+    def checked(self) -> set[str]:
+        """How the last checks of all servers ended, once HAProxy has checked all."""
+        arguments = Path(f"/proc/{self.haproxy()}/cmdline").read_text().split("\0")
+        runtime = Runtime(Path(arguments[arguments.index("-f") + 1]).with_name("runtime"))
+        while True:
+            rows = csv.DictReader(runtime.ask("show stat").removeprefix("# ").splitlines())
+            results = {row["check_status"] for row in rows if row["status"].startswith(("UP", "DOWN")) and row["addr"]}
+            if not any(result in {"", "INI"} or result.startswith("*") for result in results):
+                return results
+
 
 @contextmanager
-def running_proxy(cluster: Cluster) -> Iterator[RunningProxy]:
-    program = f"from halfserve.serve.cluster.proxy import proxy; proxy({cluster.address!r}, port=0, http_port=0)"
+def running_proxy(members: str, **options: Any) -> Iterator[RunningProxy]:
+    """A proxy of these members; the options are those of `proxy`."""
+    given = {"port": 0, "http_port": 0, **options}
+    program = "import pickle, sys; from halfserve.serve.cluster.proxy import proxy; "
+    program += f"proxy({members!r}, **pickle.loads({pickle.dumps(given)!r}))"
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -97,7 +112,7 @@ def test_members_come_and_go_unseen_by_tritons_clients(cluster: Cluster) -> None
         }
         members = [member(address, http_address=f"127.0.0.1:{port}") for address, port in rest.items()]
         cluster.board.publish(*members)
-        running = stack.enter_context(running_proxy(cluster))
+        running = stack.enter_context(running_proxy(cluster.address))
         grpc = stack.enter_context(tritonclient.grpc.InferenceServerClient(running.grpc))
         http = stack.enter_context(tritonclient.http.InferenceServerClient(running.http))
         expected = grpc.infer("mlp", inputs(tritonclient.grpc)).as_numpy("y")
@@ -130,7 +145,7 @@ def test_members_come_and_go_unseen_by_tritons_clients(cluster: Cluster) -> None
 @needs_haproxy
 def test_a_lost_member_is_passed_over(cluster: Cluster) -> None:
     """Also while the directory still lists it."""
-    with running_proxy(cluster) as running, tritonclient.grpc.InferenceServerClient(running.grpc) as client:
+    with running_proxy(cluster.address) as running, tritonclient.grpc.InferenceServerClient(running.grpc) as client:
         lost = cluster.servers[0]
         lost.run(lost.stop())
         for _ in range(20):
@@ -140,7 +155,7 @@ def test_a_lost_member_is_passed_over(cluster: Cluster) -> None:
 @needs_haproxy
 def test_haproxy_ends_with_the_command(cluster: Cluster) -> None:
     for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
-        with running_proxy(cluster) as running:
+        with running_proxy(cluster.address) as running:
             ended = os.pidfd_open(running.haproxy())
             running.process.send_signal(number)
             assert running.process.wait(WAIT_S) == code
@@ -150,7 +165,7 @@ def test_haproxy_ends_with_the_command(cluster: Cluster) -> None:
 
 @needs_haproxy
 def test_the_command_ends_with_haproxy(cluster: Cluster) -> None:
-    with running_proxy(cluster) as running:
+    with running_proxy(cluster.address) as running:
         os.kill(running.haproxy(), signal.SIGKILL)
         assert running.process.wait(WAIT_S) == 1
         running.wait_for(".*ProxyError: HAProxy has ended: SIGKILL.*")
