@@ -37,11 +37,13 @@ class Elsewhere:
 
     Attributes:
         directory: the present one.
+        forwarded: inference requests so far.
     """
 
     def __init__(self, member: str, core: InferenceCore, *, is_encrypted: bool) -> None:
         """Members that are not known yet; `member` is the own id, and `is_encrypted` says whether they all speak TLS."""
         self.directory = Directory()
+        self.forwarded = 0
         self._is_encrypted = is_encrypted
         self._member = member
         self._core = core
@@ -94,6 +96,7 @@ class Elsewhere:
         name = request.model_name
         if not service.may_see(name) or self._core.served(name) or not self.serving(name):
             return None
+        self.forwarded += 1
         # All requests of a sequence go to the same member, as long as it serves the model.
         sequence = request.parameters[SEQUENCE_ID].SerializeToString() if SEQUENCE_ID in request.parameters else None
         call = partial(self._call, name, INFER_PATH, data, time_left_s, headers, sequence)

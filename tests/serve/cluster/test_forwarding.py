@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ NAMES = ("first", "second")
 class Tokens:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "tokens"
-        made = (new_token("all", [Role.INFER]), new_token("one", [Role.INFER], models=["first"]))
+        made = (new_token("all", [Role.INFER, Role.METRICS]), new_token("one", [Role.INFER], models=["first"]))
         self.all, self.one = write_tokens(folder / "tokens", *made)
 
 
@@ -63,18 +64,27 @@ def ask(agent: Agent, path: str, token: str, body: bytes | None = None) -> objec
         return json.load(answer)
 
 
+def forwarded(agent: Agent, token: str) -> float:
+    """Requests, of all members."""
+    asked = urllib.request.Request(f"http://{agent.http_address}/metrics", headers={"authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:  # noqa: S310  (the test's own URL)
+        (line,) = re.findall(r"^halfserve_requests_forwarded_total (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(line)
+
+
 def counted(client: Client) -> dict[str, int]:
     return {one.name: one.inference_count for one in client.statistics()}
 
 
-def test_each_member_answers_for_every_model(clients: list[Client]) -> None:
-    before = counted(clients[0])
+def test_each_member_answers_for_every_model(cluster: LocalCluster, clients: list[Client], tokens: Tokens) -> None:
+    before, forwarded_before = counted(clients[0]), forwarded(cluster.agents[0], tokens.all)
     for name in NAMES:
         answers = [client.infer(name, {"x": X})["y"] for client in clients]
         np.testing.assert_array_equal(answers[0], answers[1])
         assert [client.model_metadata(name).name for client in clients] == [name, name]
         assert [client.model_config(name).name for client in clients] == [name, name]
     assert counted(clients[1]) == {name: before[name] + 2 for name in NAMES}
+    assert forwarded(cluster.agents[1], tokens.all) == forwarded_before + 2
 
 
 def test_streams_and_rest_reach_every_model(cluster: LocalCluster, clients: list[Client], tokens: Tokens) -> None:
