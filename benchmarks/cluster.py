@@ -6,25 +6,27 @@
 
 Ray runs on this machine, as several machines where that matters; all share its cores, with the clients too. The data path: a
 standalone server and a member of a cluster are loaded in turn, A B A B ..., and beside them the same model in Ray Serve's own
-ways, over HTTP and by handles. Shown are medians, and of the ratio within a round. Faults: clients ask one thing after the
-other, check each answer, and retry as `Client("cluster://...")` does; the time is until as many members serve as before.
+ways at its fastest settings: gRPC and HTTP to the replica itself, without a proxy between, and handles. Shown are medians, and
+of the ratio within a round. Faults: clients ask one thing after the other, check each answer, and retry as
+`Client("cluster://...")` does; the time is until as many members serve as before.
 Exits with 1 when a client saw an error or a wrong answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +38,7 @@ from rich.table import Table
 
 from benchmarks.clustering.faults import FAULTS, cluster_under_load, scale_up
 from benchmarks.clustering.machines import SERVER, Machines, machines
-from benchmarks.clustering.ray_serve_peer import CONCURRENCY, WIDTH
+from benchmarks.clustering.ray_serve_peer import ANSWER, CONCURRENCY, ROW, THROUGHPUT_OPTIMIZED, Ways, ask_grpc
 from benchmarks.processes import processor_us
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import server_process
@@ -59,16 +61,18 @@ def data_path(
     """Load a standalone server, a member, and Ray Serve's own ways in turn."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         save_models(Path(folder))
-        found = stack.enter_context(machines([2]))
-        peer = stack.enter_context(_peer(found, Path(folder, "affine", "1", "model.onnx")))  # first: it starts HTTP, we do not
+        found = stack.enter_context(machines([2], THROUGHPUT_OPTIMIZED))
+        # First: it starts Ray Serve's ports, we do not.
+        peer = stack.enter_context(_peer(found, Path(folder, "affine", "1", "model.onnx")))
         printed = found.done("run", folder, "--detach", "--first-port", "0", "--", "--lame-duck-seconds", "0")
         standalone = stack.enter_context(server_process(Path(folder)))
         member, member_pid = printed.strip().rpartition("//")[2], found.place(SERVER)[0]
         ways = {
             "standalone server": stack.enter_context(_Halfserve(standalone.address, standalone.process.pid)).run,
             "member of a cluster": stack.enter_context(_Halfserve(member, member_pid)).run,
+            "Ray Serve, direct gRPC": peer.grpc,
+            "Ray Serve, direct HTTP": peer.http,
             "Ray Serve, handle": peer.handle,
-            "Ray Serve, HTTP": peer.http,
         }
         rates: dict[str, list[Rate]] = {name: [] for name in ways}
         for _ in track(range(rounds), description="measuring", console=Console(stderr=True)):
@@ -89,7 +93,7 @@ def data_path(
         return
     table = Table("way", "requests/s", "p99 ms", "us of the server", "against the first")
     for name, row in medians.items():
-        spent = f"{row['processor_us']:.0f}" if row["processor_us"] else "-"
+        spent = f"{row['processor_us']:.0f}"
         table.add_row(name, f"{row['requests_s']:,.0f}", f"{row['p99_ms']:.2f}", spent, f"{row['ratio']:.3f}")
     Console().print(table)
 
@@ -154,18 +158,35 @@ class _Halfserve(LoadTarget):
 class _Peer:
     """Ray Serve, as it computes the same model."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], ways: Ways) -> None:
         self._process = process
-        self._port = port
+        self._ways = ways
+
+    def grpc(self, seconds: float) -> Rate:
+        """Ask the replica itself, in gRPC's own way: raw bytes in the smallest message."""
+        return self._rate(seconds, lambda: asyncio.run(ask_grpc(self._ways.grpc, seconds)))
 
     def handle(self, seconds: float) -> Rate:
         """Ask by a handle in another process, as a deployment that calls another one does."""
-        print(seconds, file=self._process.stdin, flush=True)
-        count, p99_ms = json.loads(_line(self._process))
-        return count / seconds, p99_ms, 0.0
+
+        def ask() -> list[float]:
+            print(seconds, file=self._process.stdin, flush=True)
+            spent_s: list[float] = json.loads(_line(self._process))
+            return spent_s
+
+        return self._rate(seconds, ask)
 
     def http(self, seconds: float) -> Rate:
-        """Ask over HTTP, with connections that stay open and raw bytes: no time goes into JSON."""
+        """Ask the replica itself over HTTP, with connections that stay open and raw bytes: no time goes into JSON."""
+        return self._rate(seconds, partial(self._ask_http, seconds))
+
+    def _rate(self, seconds: float, ask: Callable[[], list[float]]) -> Rate:
+        spent_us = processor_us(self._ways.pid)
+        answered_s = ask()
+        spent_us = processor_us(self._ways.pid) - spent_us
+        return len(answered_s) / seconds, float(np.percentile(answered_s, 99)) * 1e3, spent_us / len(answered_s)
+
+    def _ask_http(self, seconds: float) -> list[float]:
         spent_s: list[float] = []
         ends_s = time.perf_counter() + seconds
         threads = [threading.Thread(target=self._keep_asking, args=(ends_s, spent_s)) for _ in range(CONCURRENCY)]
@@ -173,16 +194,15 @@ class _Peer:
             thread.start()
         for thread in threads:
             thread.join()
-        return len(spent_s) / seconds, float(np.percentile(spent_s, 99)) * 1e3, 0.0
+        return spent_s
 
     def _keep_asking(self, ends_s: float, spent_s: list[float]) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        body = np.ones((1, WIDTH), np.float16).tobytes()
+        connection = http.client.HTTPConnection("127.0.0.1", self._ways.http, timeout=60)
         while (began_s := time.perf_counter()) < ends_s:
-            connection.request("POST", "/peer", body)
+            connection.request("POST", "/peer", ROW.tobytes())
             answer = connection.getresponse()
-            if len(answer.read()) != len(body) or answer.status != 200:
-                raise SystemExit(f"Ray Serve answered with {answer.status}")
+            if answer.read() != ANSWER:
+                raise SystemExit(f"Ray Serve answers wrongly, with {answer.status}")
             spent_s.append(time.perf_counter() - began_s)
         connection.close()
 
@@ -193,16 +213,13 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def _peer(found: Machines, model: Path) -> Iterator[_Peer]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.clustering.ray_serve_peer", str(model), str(port)]
+    command = [sys.executable, "-m", "benchmarks.clustering.ray_serve_peer", str(model)]
     environment = {**found.environment(found.nodes[0]), "RAY_ADDRESS": found.address}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            if _line(process) != "ready\n":
+            if not (line := _line(process)):
                 raise SystemExit("Ray Serve does not start the peer")
-            yield _Peer(process, port)
+            yield _Peer(process, Ways(**json.loads(line)))
         finally:
             process.kill()
 

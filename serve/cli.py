@@ -18,6 +18,7 @@ from halfserve.protos.object_storage import is_url
 from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
 from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.http.options import HttpOptions, checked_origin
@@ -386,6 +387,7 @@ def serve(
         if becomes_supervisor:
             check_room(count)
             become_supervisor(addresses(options), count, log_format)
+        _check_device(required=require_gpu)
         _run(options, partial(report_startup, report), link, trust)
 
 
@@ -445,6 +447,12 @@ def _process_count(text: str, *, use_gpu: bool) -> int:
         return process_count(text, use_gpu=use_gpu)
     except ValueError as error:
         raise typer.BadParameter(f"--processes {error}") from None
+
+
+def _check_device(*, required: bool) -> None:
+    """Look for the device that models will need: with --model-control explicit there may be none of them yet."""
+    if required and not device_count():
+        raise FailedPreconditionError("--require-gpu: there is no CUDA device here (is the NVIDIA driver installed?)")
 
 
 def _check_supervised(option: str, transport: TransportName) -> None:

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import grpc
@@ -82,8 +83,10 @@ class Machines:
         nodes: marks of the machines that were started, the head first.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
+        """No machine yet; their processes inherit these variables."""
         self._folder = folder
+        self._variables = variables
         self.address = ""
         self.nodes: list[str] = []
 
@@ -97,19 +100,21 @@ class Machines:
         folder = str(self._folder)
         own = {"RAY_TMPDIR": folder, "TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
         cleaned = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HALFSERVE_"))}
-        return cleaned | own | FAST
+        return cleaned | own | FAST | dict(self._variables)
 
     def start(self, cpus: int) -> str:
         """Start a machine, the first one as Ray's head. Returns its mark.
 
         Raises:
-            CalledProcessError: Ray does not start.
+            SystemExit: Ray does not start; with what it says.
         """
         mark = self.mark()
         role = [f"--address={self.address}"] if self.address else ["--head", "--port=0", "--include-dashboard=false"]
         memory = f"--object-store-memory={100 * 2**20}"
         command = [*RAY, "start", *role, f"--num-cpus={cpus}", memory]
-        subprocess.run(command, env=self.environment(mark), capture_output=True, check=True)
+        done = subprocess.run(command, env=self.environment(mark), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"Ray does not start:\n{done.stdout}{done.stderr}")
         self.address = self.address or (self._folder / "ray" / "ray_current_cluster").read_text().strip()
         return mark
 
@@ -156,10 +161,15 @@ class Machines:
 
 
 @contextmanager
-def machines(cpus: Sequence[int]) -> Iterator[Machines]:
-    """Ray on as many machines as there are numbers of cores; nothing of it is left after the block."""
+def machines(cpus: Sequence[int], variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[Machines]:
+    """Ray on as many machines as there are numbers of cores; nothing of it is left after the block.
+
+    Args:
+        cpus: cores of each machine, the head first.
+        variables: of the environment, for all of their processes.
+    """
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    found = Machines(folder)
+    found = Machines(folder, variables)
     try:
         for count in cpus:
             found.start(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from halfserve.serve.transports.listening import Address, BindError, close, list
 ROWS = 32  # of ports, that are tried
 LEAVE = ("--lame-duck-seconds", "1")  # for all clients to see it leave; further options may say otherwise
 LAST_LINES = 20  # of the server's log
+BEFORE_WHY = re.compile(r"^(halfserve serve|Error): ")  # in the line that says why it ended
 
 
 class AgentError(Exception):
@@ -148,7 +150,7 @@ class ServerProcess:
         """How it ended, and the last line of its log where that says why."""
         code = self.code or 0
         last = next((line for line in reversed(self._lines) if line), "") if code > 0 else ""
-        return last or in_words(code)
+        return BEFORE_WHY.sub("", last) or in_words(code)
 
     def terminate(self) -> None:
         """Have it drain, and end."""

@@ -65,6 +65,7 @@ class ClusterMember:
         self._tasks: list[asyncio.Task[None]] = []
         self._sizes: dict[Model, int] = {}
         core.figures.readings["processes"] = lambda: 1  # added up
+        core.figures.readings["forwarded"] = lambda: self._elsewhere.forwarded
 
     def connections(self, most: float, reason: str) -> ConnectionLimit:
         return ConnectionLimit(most, reason)

@@ -50,11 +50,13 @@ class Elsewhere:
 
     Attributes:
         directory: the present one.
+        forwarded: inference requests so far.
     """
 
     def __init__(self, member: str, core: InferenceCore, tls: ServerTls | None) -> None:
         """Members that are not known yet; `member` is the own id. With `tls` of this server, all others speak TLS too."""
         self.directory = Directory()
+        self.forwarded = 0
         self._tls = tls
         self._files = None if tls is None else tls.files  # that the channels were made with
         self._throttle = LogThrottle(logger.warning)
@@ -115,6 +117,7 @@ class Elsewhere:
         name = request.model_name
         if not service.may_see(name) or self._core.served(name) or not self.serving(name):
             return None
+        self.forwarded += 1
         # All requests of a sequence go to the same member, as long as it serves the model.
         sequence = request.parameters[SEQUENCE_ID].SerializeToString() if SEQUENCE_ID in request.parameters else None
         if TAKEN.many is None:

@@ -55,6 +55,7 @@ READINGS = {
     "access_log_dropped": ("counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"),
     "worker_restarts": ("counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"),
     "processes": ("gauge", "halfserve_processes", "Server processes that serve together now"),
+    "forwarded": ("counter", "halfserve_requests_forwarded_total", "Requests passed on to members that serve the model"),
     "response_cache_bytes": ("gauge", "halfserve_response_cache_bytes", "Answers that the response cache holds"),
     "response_cache_evictions": ("counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"),
     "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),

@@ -125,6 +125,13 @@ def test_wrong_usage_says_what_to_do(arguments: list[str], text: str) -> None:
     assert text in result.stderr
 
 
+def test_a_required_gpu_is_looked_for_before_there_is_a_model(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, said = refused(repository, "--require-gpu", "--model-control", "explicit")
+    assert (code, said.count("\n")) == (1, 1)
+    assert "--require-gpu: there is no CUDA device here" in said
+
+
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="Linux has it")
 def test_connections_leave_files_for_models(repository: Path, tmp_path: Path) -> None:
     """The soft limit is raised; what is too much for connections is refused and logged, and the admin is served."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -39,7 +40,7 @@ class Secrets:
     """Certificates and tokens, in files."""
 
     def __init__(self, folder: Path) -> None:
-        made = (new_token("all", [Role.INFER]), new_token("one", [Role.INFER], models=["first"]))
+        made = (new_token("all", [Role.INFER, Role.METRICS]), new_token("one", [Role.INFER], models=["first"]))
         self.all, self.one = write_tokens(folder / "tokens", *made)
         authority = trustme.CA()
         self.authority, self.certificate, self.key = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
@@ -56,13 +57,17 @@ class Secrets:
         return Client(address, tls=self.tls, token=token, timeout_s=WAIT_S, retries=retries)
 
     def ask(self, address: str, path: str, token: str, body: bytes | None = None) -> object:
-        """Ask over REST; the certificate has another name than 127.0.0.1."""
+        return json.loads(self.read(address, path, token, body))
+
+    def read(self, address: str, path: str, token: str = "", body: bytes | None = None) -> bytes:
+        """Ask over HTTPS; the certificate has another name than 127.0.0.1."""
         context = ssl.create_default_context(cafile=self.authority)
         context.check_hostname = False
         context.load_cert_chain(self.certificate, self.key)
-        request = urllib.request.Request(f"https://{address}{path}", body, {"authorization": f"Bearer {token}"})
+        request = urllib.request.Request(f"https://{address}{path}", body, {"authorization": f"Bearer {token or self.all}"})
         with urllib.request.urlopen(request, timeout=WAIT_S, context=context) as answer:  # noqa: S310  (the test's own URL)
-            return json.load(answer)
+            read: bytes = answer.read()
+            return read
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +107,26 @@ def clients(cluster: LocalCluster, secrets: Secrets) -> Iterator[list[Client]]:
         client.close()
 
 
+def forwarded(address: str, secrets: Secrets) -> float:
+    """Requests, of all members."""
+    found = re.findall(rb"^halfserve_requests_forwarded_total (\S+)$", secrets.read(address, "/metrics"), re.MULTILINE)
+    assert len(found) == 1
+    return float(found[0])
+
+
 def counted(client: Client) -> dict[str, int]:
     return {one.name: one.inference_count for one in client.statistics()}
 
 
-def test_each_member_answers_for_every_model(clients: list[Client]) -> None:
-    before = counted(clients[0])
+def test_each_member_answers_for_every_model(cluster: LocalCluster, clients: list[Client], secrets: Secrets) -> None:
+    before, forwarded_before = counted(clients[0]), forwarded(cluster.agents[0].http_address, secrets)
     for name in NAMES:
         answers = [client.infer(name, {"x": X})["y"] for client in clients]
         np.testing.assert_array_equal(answers[0], answers[1])
         assert [client.model_metadata(name).name for client in clients] == [name, name]
         assert [client.model_config(name).name for client in clients] == [name, name]
     assert counted(clients[1]) == {name: before[name] + 2 for name in NAMES}
+    assert forwarded(cluster.agents[1].http_address, secrets) == forwarded_before + 2
 
 
 def test_the_health_of_a_model_is_that_of_any_member(cluster: LocalCluster, secrets: Secrets) -> None:
