@@ -3,13 +3,17 @@
     python -m benchmarks.cluster data-path
     python -m benchmarks.cluster scaling
     python -m benchmarks.cluster faults --times 20
+    python -m benchmarks.cluster faults --only "machine cut off" --only "head restarted"
 
 Ray runs on this machine, as several machines where that matters; all share its cores, with the clients too. The data path: a
 standalone server and a member of a cluster are loaded in turn, A B A B ..., and beside them the same model in Ray Serve's own
 ways at its fastest settings: gRPC and HTTP to the replica itself, without a proxy between, and handles. Shown are medians, and
 of the ratio within a round. Faults: clients ask one thing after the other, check each answer, and retry as
 `Client("cluster://...")` does; the time is until as many members serve as before.
-Exits with 1 when a client saw an error or a wrong answer.
+At the end ModelStatistics are compared with what the clients have counted. Machines are cut off where network namespaces can
+be made (as root), and the head is started again where redis-server is installed. Exits with 1 when a client saw an error or a
+wrong answer, or when the counts differ by more than what cannot be known: answers that a server has given and that have not
+come, and what a lost machine has not reported.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import asyncio
 import http.client
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +42,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.clustering.faults import FAULTS, cluster_under_load, scale_up
+from benchmarks.clustering.faults import FAULTS, Sums, cluster_under_load, idle_cluster, left_out, scale_up, sums
 from benchmarks.clustering.machines import SERVER, Machines, machines
 from benchmarks.clustering.ray_serve_peer import ANSWER, CONCURRENCY, ROW, THROUGHPUT_OPTIMIZED, Ways, ask_grpc
 from benchmarks.processes import processor_us
@@ -106,36 +112,62 @@ def scaling(
     with tempfile.TemporaryDirectory() as folder, cluster_under_load(Path(folder), clients=1) as cluster:
         up_s, down_s = scale_up(cluster, clients)
     _print({"up_s": round(up_s, 1), "down_s": round(down_s, 1)}, cluster.tally, as_json=as_json)
+    _end(cluster.tally)
 
 
 @app.command()
 def faults(
     times: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 20,
     clients: Annotated[int, typer.Option(min=1, help="That ask one thing after the other.")] = 4,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of these: {', '.join(FAULTS)}.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Do everything to a cluster under load, time after time."""
-    seconds: dict[str, list[float]] = {name: [] for name in FAULTS}
-    with tempfile.TemporaryDirectory() as folder, cluster_under_load(Path(folder), clients) as cluster:
-        for _ in track(range(times), description="faults", console=Console(stderr=True)):
-            for name, cause in FAULTS.items():
-                seconds[name].append(cause(cluster))
-                cluster.wait_for_answers()
-    figures = {
-        name: {"median_s": round(statistics.median(each), 2), "largest_s": round(max(each), 2), "times": len(each)}
-        for name, each in seconds.items()
-    }
-    _print(figures, cluster.tally, as_json=as_json)
+    """Do everything to a cluster under load, time after time; then compare what clients and the cluster have counted.
+
+    What was measured until then is printed too when something fails.
+    """
+    for name in only or ():
+        if name not in FAULTS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(FAULTS)}", param_hint="--only")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` too leaves nothing behind, and has what was measured
+    say = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as folder, idle_cluster(Path(folder)) as cluster:
+        cannot = left_out(cluster)
+        chosen = {name: cause for name, cause in FAULTS.items() if name in (only or FAULTS) and name not in cannot}
+        for name in {*(only or FAULTS)} & {*cannot}:
+            say.print(f"left out: {name}, as {cannot[name]}", highlight=False)
+        seconds: dict[str, list[float]] = {name: [] for name in chosen}
+        counts: dict[str, Sums] = {}
+        try:
+            with cluster.clients(clients):
+                for number in range(times):
+                    for name, cause in chosen.items():
+                        seconds[name].append(cause(cluster))
+                        say.print(f"{number + 1} of {times}: {name}, {seconds[name][-1]:.1f} s", highlight=False)
+                        cluster.wait_for_answers()
+            counts = sums(cluster)
+        finally:
+            figures: dict[str, Any] = {
+                name: {"median_s": round(statistics.median(each), 2), "largest_s": round(max(each), 2), "times": len(each)}
+                for name, each in seconds.items()
+                if each
+            }
+            figures["counted"] = {model: {**asdict(found), "difference": found.difference} for model, found in counts.items()}
+            _print(figures, cluster.tally, as_json=as_json)
+    _end(cluster.tally, is_right=all(found.is_explained for found in counts.values()))
 
 
 def _print(figures: dict[str, Any], tally: Tally, *, as_json: bool) -> None:
     counted = tally.counted()
     answers = {"answered": sum(counted.answered.values()), "wrong_or_lost": counted.wrongs, "first_of_them": counted.wrong}
     if as_json:
-        print(json.dumps(figures | answers))
+        print(json.dumps(figures | answers), flush=True)
     else:
         Console().print("\n".join(f"{key}: {value}" for key, value in (figures | answers).items()), highlight=False)
-    raise typer.Exit(1 if counted.wrongs else 0)
+
+
+def _end(tally: Tally, *, is_right: bool = True) -> None:
+    raise typer.Exit(0 if is_right and not tally.counted().wrongs else 1)
 
 
 class _Halfserve(LoadTarget):

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.clustering.machines import CONTROLLER, REPLICA, SERVER, Machines, kill_all, machines, serving, until
-from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
+from benchmarks.clustering.machines import (
+    CONTROLLER,
+    RAYLET,
+    REPLICA,
+    SERVER,
+    Machines,
+    kill_all,
+    machines,
+    processes_of,
+    serving,
+    until,
+)
+from benchmarks.clustering.network import Host, Network, missing
+from benchmarks.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip
 from benchmarks.soaking.models import STEPS, save_models
 from benchmarks.soaking.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
+from halfserve.serve.client.errors import Repeat
 
 MEMBERS = 2
 COUNTED = 30_000  # steps of the counting model: some 30 ms
 ANSWERS = 200  # that clients get between two faults
+WORKS: dict[str, Work] = {"affine": ask_affine, "flip": ask_flip}  # by model; clients take them in turn
 RETRIES = RetryPolicy(retries=8, wait_for_server=True)
 OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
+UNREPORTED_S = 1.0  # what a member has counted before that is in a report: there is one each half second
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedRetries(RetryPolicy):
+    """Notes the model of each request that a server may have answered, and whose answer has not come."""
+
+    model: str
+    not_come: list[str]
+
+    def spends(self, error: ClientError) -> int:
+        if error.repeat is not Repeat.SAFE:  # else it was not computed
+            self.not_come.append(self.model)
+        return super().spends(error)
 
 
 @dataclass
@@ -38,20 +68,26 @@ class Cluster:
     Attributes:
         machines: the first one is Ray's head, and has no room for a member.
         repository: of the models that `benchmarks.soaking.models` describes.
-        tally: what became of the requests.
+        tally: what became of the requests, by model.
+        not_come: models of requests that a server may have answered, and whose answer has not come.
         known: addresses of members, those that were seen last first.
+        isolated: a machine that may have an old directory; it is not asked.
         upgrades: how often all members were replaced.
+        unreported: right answers, by model, in the UNREPORTED_S before a machine was lost with what its member had counted.
     """
 
     machines: Machines
     repository: Path
     tally: Tally = field(default_factory=Tally)
+    not_come: list[str] = field(default_factory=list)
     known: list[str] = field(default_factory=list)
+    isolated: Host | None = None
     upgrades: int = 0
+    unreported: Counter[str] = field(default_factory=Counter)
 
     def serving(self) -> dict[str, str]:
         """The members that serve: address by id."""
-        found = serving(self.known)
+        found = serving([address for address in self.known if self.isolated is None or not self.isolated.has(address)])
         self.known = [*found.values(), *(address for address in self.known if address not in found.values())]
         return found
 
@@ -70,38 +106,52 @@ class Cluster:
 
     def wait_for_answers(self) -> None:
         """Only what is in use is worth a fault."""
-        enough = sum(self.tally.counted().answered.values()) + ANSWERS
-        until(lambda: sum(self.tally.counted().answered.values()) >= enough, "answers")
+        enough = self.tally.answered().total() + ANSWERS
+        until(lambda: self.tally.answered().total() >= enough, "answers")
 
-
-@contextmanager
-def cluster_under_load(folder: Path, clients: int = 4) -> Iterator[Cluster]:
-    """Members that serve, with room for one more, and clients that ask one thing after the other and check every answer."""
-    save_models(folder)
-    with machines([0, *[1] * (MEMBERS + 1)]) as found:
-        cluster = Cluster(found, folder)
-        cluster.run("--replicas", str(MEMBERS), "--", *OPTIONS)
+    @contextmanager
+    def clients(self, count: int) -> Iterator[None]:
+        """Clients that ask one thing after the other, check every answer, and have ended after the block."""
         stop = threading.Event()
-        address = f"cluster://{','.join(cluster.known)}"
-        threads = [threading.Thread(target=_ask, args=(address, seed, stop, cluster.tally)) for seed in range(clients)]
+        address = f"cluster://{','.join(self.known)}"
+        threads = [threading.Thread(target=_ask, args=(address, seed, stop, self)) for seed in range(count)]
         for thread in threads:
             thread.start()
         try:
-            cluster.wait_for_answers()
-            yield cluster
-            cluster.wait_for_answers()
+            self.wait_for_answers()
+            yield
+            self.wait_for_answers()
         finally:
             stop.set()
             for thread in threads:
                 thread.join()
 
 
-def _ask(address: str, seed: int, stop: threading.Event, tally: Tally) -> None:
-    random = np.random.default_rng(seed)
-    with Client(address, timeout_s=TIMEOUT_S, retries=RETRIES) as client:
+@contextmanager
+def idle_cluster(folder: Path) -> Iterator[Cluster]:
+    """Members that serve, with room for one more; where it can be done here, each on a machine that can be cut off."""
+    save_models(folder)
+    with machines([0, *[1] * (MEMBERS + 1)], apart=True, redis=True) as found:
+        cluster = Cluster(found, folder)
+        cluster.run("--replicas", str(MEMBERS), "--", *OPTIONS)
+        yield cluster
+
+
+@contextmanager
+def cluster_under_load(folder: Path, clients: int = 4) -> Iterator[Cluster]:
+    """The same, with clients."""
+    with idle_cluster(folder) as cluster, cluster.clients(clients):
+        yield cluster
+
+
+def _ask(address: str, seed: int, stop: threading.Event, cluster: Cluster) -> None:
+    random, tally = np.random.default_rng(seed), cluster.tally
+    model, work = list(WORKS.items())[seed % len(WORKS)]
+    retries = CountedRetries(retries=RETRIES.retries, wait_for_server=True, model=model, not_come=cluster.not_come)
+    with Client(address, timeout_s=TIMEOUT_S, retries=retries) as client:
         while not stop.is_set():
             try:
-                ask_affine(client, random, tally)
+                work(client, random, tally)
             except ClientError as error:
                 tally.fault(f"{error.code}: {error}")
 
@@ -121,11 +171,70 @@ def kill_replica(cluster: Cluster) -> float:
 
 
 def kill_machine(cluster: Cluster) -> float:
-    """All processes of a machine at once; then another machine joins."""
+    """All processes of a machine at once, which never comes back; then another machine joins."""
+    before = cluster.tally.answered()
+    time.sleep(UNREPORTED_S)
     with cluster.restored() as restored:
         kill_all(cluster.machines.place(SERVER)[1])
+        cluster.unreported += cluster.tally.answered() - before
     cluster.machines.start(1)
     return restored.seconds
+
+
+def cut_off(cluster: Cluster) -> float:
+    """A machine that nothing reaches, until its member is replaced."""
+    return _isolate(cluster, _network(cluster).cut)
+
+
+def cut_off_from_machines(cluster: Cluster) -> float:
+    """A machine that clients reach, but neither Ray's head nor another machine, until its member is replaced."""
+    return _isolate(cluster, _network(cluster).cut_from_machines, serves=True)
+
+
+def _isolate(cluster: Cluster, cut: Callable[[Host], AbstractContextManager[None]], *, serves: bool = False) -> float:
+    """Cut a machine off until its member is replaced; then nothing that ran on it may go on, and Ray is started there again."""
+    found, serve = cluster.machines, cluster.serving().values()
+    members = {mark: address for mark in found.nodes for address in serve if found.host(mark).has(address)}
+    controller = found.place(CONTROLLER)[1]  # it goes on there, alone, beside the one that takes its place
+    mark = controller if controller in members else next(iter(members))
+    address, host = members[mark], found.host(mark)
+    with ExitStack() as isolated:
+        with cluster.restored() as restored:
+            isolated.enter_context(cut(host))
+            cluster.isolated = host
+        if serves:
+            with Client(address, timeout_s=TIMEOUT_S) as client:
+                ask_affine(client, np.random.default_rng(), cluster.tally)
+    until(lambda: not [*processes_of(mark, SERVER), *processes_of(mark, RAYLET)], "end of what was cut off")
+    kill_all(mark)  # programs of Ray that notice nothing
+    cluster.isolated = None
+    found.start(1, mark)
+    until(
+        lambda: len(now := cluster.serving()) == MEMBERS and address not in now.values(),
+        "as many members as wanted",
+    )
+    return restored.seconds
+
+
+def restart_head(cluster: Cluster) -> float:
+    """All processes of Ray's head at once, and the same head again; it is back when it knows all members."""
+    head, began_s = cluster.machines.nodes[0], time.monotonic()
+    kill_all(head)
+    cluster.machines.start(0, head)
+
+    def is_back() -> bool:
+        asked = cluster.machines.run("status", "--json")
+        status = {} if asked.returncode else json.loads(asked.stdout)
+        return status.get("running") == len(status.get("members", ())) == MEMBERS and not status["is_recovering"]
+
+    until(is_back, "head")
+    return time.monotonic() - began_s
+
+
+def _network(cluster: Cluster) -> Network:
+    if cluster.machines.network is None:
+        raise SystemExit(f"machines cannot be cut off here: network namespaces need {missing()}")
+    return cluster.machines.network
 
 
 def kill_controller(cluster: Cluster) -> float:
@@ -164,10 +273,65 @@ FAULTS: dict[str, Callable[[Cluster], float]] = {
     "server killed": kill_server,
     "replica killed": kill_replica,
     "machine killed": kill_machine,
+    "machine cut off": cut_off,
+    "machine cut off from machines": cut_off_from_machines,
     "controller killed": kill_controller,
+    "head restarted": restart_head,
     "models reloaded": reload_models,
     "members replaced": replace_members,
 }
+
+
+def left_out(cluster: Cluster) -> dict[str, str]:
+    """What cannot be done here: why, by fault."""
+    found = {}
+    if cluster.machines.network is None:
+        found = dict.fromkeys(("machine cut off", "machine cut off from machines"), f"network namespaces need {missing()}")
+    if not cluster.machines.redis:
+        found["head restarted"] = "the program redis-server is not installed"
+    return found
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How many answers one model has given, as clients and as the cluster have counted them.
+
+    Attributes:
+        clients: right answers that have come.
+        cluster: successes in ModelStatistics.
+        not_come: answers that may have been given, and have not come: each may be one more of the cluster.
+        lost: answers just before machines were lost, which their members may not have reported: each may be one less.
+    """
+
+    clients: int
+    cluster: int
+    not_come: int
+    lost: int
+
+    @property
+    def difference(self) -> int:
+        """How many more the cluster has counted."""
+        return self.cluster - self.clients
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the two agree but for what must be unknown."""
+        return -self.lost <= self.difference <= self.not_come
+
+
+def sums(cluster: Cluster) -> dict[str, Sums]:
+    """Compare by model, while no client asks.
+
+    A member on each machine first: it finds what a server there has counted and, killed with its replica, not reported.
+    """
+    cluster.machines.done("scale", str(MEMBERS + 1))
+    until(lambda: len(cluster.serving()) == MEMBERS + 1, "a member on each machine")
+    answered, not_come = cluster.tally.answered(), Counter(cluster.not_come)
+    with Client(cluster.known[0], timeout_s=TIMEOUT_S, retries=RETRIES) as client:
+        successes = {model: sum(one.inference_stats.success.count for one in client.statistics(model)) for model in answered}
+    return {
+        model: Sums(count, successes[model], not_come[model], cluster.unreported[model]) for model, count in answered.items()
+    }
 
 
 def scale_up(cluster: Cluster, clients: int = 8) -> tuple[float, float]:

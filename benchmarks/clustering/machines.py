@@ -6,30 +6,35 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import grpc
 
+from benchmarks.clustering.network import Host, Network, missing, network
 from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
 
 T = TypeVar("T")
 WAIT_S = 240.0  # on a busy machine of two cores; what takes less returns at once
 MARK = "BENCHMARK_MACHINE"  # the variable that each process of a machine inherits
+REDIS = "redis-server"
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # Ray's own notice of a dead machine, in seconds instead of a quarter of a minute.
 FAST = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
 FAST |= {"RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
+FAST |= {"RAY_raylet_start_wait_time_s": f"{WAIT_S:.0f}"}
 FAST |= {"RAY_worker_niceness": "0"}  # of the servers too, where Ray's default is 15
 SERVER, REPLICA, CONTROLLER = ("halfserve", "serve"), ("ray::ServeReplica",), ("ray::ControllerActor",)
+RAYLET = ("raylet/raylet",)
 
 
 class NotInTimeError(Exception):
@@ -81,41 +86,66 @@ class Machines:
     Attributes:
         address: of Ray's head; "" before it is started.
         nodes: marks of the machines that were started, the head first.
+        network: in which each machine has an address of its own; None: all have this machine's.
+        redis: HOST:PORT, where the head keeps what it knows; "" for nowhere: it cannot be started again.
     """
 
-    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, variables: Mapping[str, str] = MappingProxyType({}), network: Network | None = None, redis: str = ""
+    ) -> None:
         """No machine yet; their processes inherit these variables."""
         self._folder = folder
         self._variables = variables
+        self._current = folder / "ray" / "ray_current_cluster"
+        self._hosts: dict[str, Host] = {}
         self.address = ""
         self.nodes: list[str] = []
+        self.network = network
+        self.redis = redis
 
     def mark(self) -> str:
-        """The mark of another machine."""
-        self.nodes.append(uuid.uuid4().hex)
-        return self.nodes[-1]
+        """The mark of another machine, which has a folder for temporary files to itself."""
+        mark = uuid.uuid4().hex
+        self.nodes.append(mark)
+        (self._folder / mark[:8]).mkdir()
+        if self.network is not None:
+            self._hosts[mark] = self.network.add()
+        return mark
+
+    def host(self, mark: str) -> Host:
+        """A machine's place in the network."""
+        return self._hosts[mark]
 
     def environment(self, mark: str) -> dict[str, str]:
         """What processes of a machine inherit."""
-        folder = str(self._folder)
-        own = {"RAY_TMPDIR": folder, "TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: mark}
+        own = {"RAY_TMPDIR": str(self._folder), "TMPDIR": str(self._folder / mark[:8]), MARK: mark}
+        own |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        if self.redis and mark == self.nodes[0]:
+            own["RAY_REDIS_ADDRESS"] = self.redis
         cleaned = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HALFSERVE_"))}
         return cleaned | own | FAST | dict(self._variables)
 
-    def start(self, cpus: int) -> str:
-        """Start a machine, the first one as Ray's head. Returns its mark.
+    def start(self, cpus: int, mark: str = "") -> str:
+        """Start a machine, the first one as Ray's head, or one that has ended again. Returns its mark.
 
         Raises:
             SystemExit: Ray does not start; with what it says.
         """
-        mark = self.mark()
-        role = [f"--address={self.address}"] if self.address else ["--head", "--port=0", "--include-dashboard=false"]
+        mark = mark or self.mark()
+        role = [f"--address={self.address}"]
+        if mark == self.nodes[0]:
+            role = ["--head", f"--port={self.address.rpartition(':')[2] or 0}", "--include-dashboard=false"]
+            # A head that has ended leaves it behind, and Ray would take raylets of other machines here for that head.
+            self._current.unlink(missing_ok=True)
+        host = self._hosts.get(mark)
+        if host is not None:
+            role.append(f"--node-ip-address={host.address}")
         memory = f"--object-store-memory={100 * 2**20}"
-        command = [*RAY, "start", *role, f"--num-cpus={cpus}", memory]
+        command = [*self._enter(mark), *RAY, "start", *role, f"--num-cpus={cpus}", memory]
         done = subprocess.run(command, env=self.environment(mark), capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"Ray does not start:\n{done.stdout}{done.stderr}")
-        self.address = self.address or (self._folder / "ray" / "ray_current_cluster").read_text().strip()
+        self.address = self.address or self._current.read_text().strip()
         return mark
 
     def place(self, words: Sequence[str]) -> tuple[int, str]:
@@ -140,9 +170,8 @@ class Machines:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `halfserve cluster ...` to its end, on the head."""
         environment = {**self.environment(self.nodes[0]), "RAY_ADDRESS": self.address}
-        return subprocess.run(
-            self.command(*arguments), env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
-        )
+        command = [*self._enter(self.nodes[0]), *self.command(*arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     def done(self, *arguments: str) -> str:
         """What `halfserve cluster ...` prints.
@@ -159,25 +188,55 @@ class Machines:
         status: dict[str, Any] = json.loads(self.done("status", "--json"))
         return status
 
+    def _enter(self, mark: str) -> list[str]:
+        """What stands before a command of a machine."""
+        return self._hosts[mark].enter if mark in self._hosts else []
+
 
 @contextmanager
-def machines(cpus: Sequence[int], variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[Machines]:
+def machines(
+    cpus: Sequence[int],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    apart: bool = False,
+    redis: bool = False,
+) -> Iterator[Machines]:
     """Ray on as many machines as there are numbers of cores; nothing of it is left after the block.
 
     Args:
         cpus: cores of each machine, the head first.
         variables: of the environment, for all of their processes.
+        apart: give each an address of its own, where that can be done here.
+        redis: have the head keep what it knows in Redis, where that is installed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    found = Machines(folder, variables)
-    try:
-        for count in cpus:
-            found.start(count)
-        yield found
-    finally:
-        for mark in found.nodes:
-            kill_all(mark)
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        between = stack.enter_context(network()) if apart and not missing() else None
+        host = "127.0.0.1" if between is None else between.address
+        found = Machines(folder, variables, between, stack.enter_context(_redis(host)) if redis and shutil.which(REDIS) else "")
+        try:
+            for count in cpus:
+                found.start(count)
+            yield found
+        finally:
+            for mark in found.nodes:
+                kill_all(mark)
+
+
+@contextmanager
+def _redis(host: str) -> Iterator[str]:
+    """Redis that keeps nothing on disk; its HOST:PORT."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        port = str(free.getsockname()[1])
+    # Ray writes to a socket of this machine, or of a bridge that has no way out.
+    command = [REDIS, "--bind", host, "--port", port, "--protected-mode", "no", "--save", "", "--appendonly", "no"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield f"{host}:{port}"
+        finally:
+            process.kill()
 
 
 def serving(addresses: Sequence[str]) -> dict[str, str]:

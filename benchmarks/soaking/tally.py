@@ -59,6 +59,11 @@ class Tally:
             if len(self._wrong) < MAX_TEXTS:
                 self._wrong.append(text)
 
+    def answered(self) -> Counter[str]:
+        """Right answers, by kind of request, as they are now."""
+        with self._lock:
+            return self._answered.copy()
+
     def counted(self) -> Counted:
         """All of it, as it is now."""
         with self._lock:

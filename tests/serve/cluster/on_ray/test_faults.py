@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clustering.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, scale_up
+from benchmarks.clustering.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, idle_cluster, left_out, scale_up, sums
 from benchmarks.clustering.machines import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def test_clients_notice_no_fault_and_no_rollout(tmp_path: Path) -> None:
-    with cluster_under_load(tmp_path) as cluster:
-        for cause in FAULTS.values():
-            cause(cluster)
-            cluster.wait_for_answers()
+    with idle_cluster(tmp_path) as cluster:
+        with cluster.clients(4):
+            for name in FAULTS.keys() - left_out(cluster):
+                FAULTS[name](cluster)
+                cluster.wait_for_answers()
+        counted = sums(cluster)
     assert cluster.tally.counted().wrong == []
+    assert [(model, found) for model, found in counted.items() if not found.is_explained] == []
 
 
 def test_members_follow_the_load_without_a_failed_request(tmp_path: Path) -> None:
