@@ -186,7 +186,7 @@ class Elsewhere:
 
 
 class StreamedRequest:
-    """One request of a stream, asked of another member over a stream of its own, as the model may be decoupled."""
+    """One request of a stream, asked of another member: over a stream of its own where the model is decoupled."""
 
     def __init__(
         self, data: bytes, name: str, time_left_s: float | None, many: ManyReplies, is_decoupled: dict[str, bool]
@@ -220,22 +220,21 @@ class StreamedRequest:
             found = await channel.unary_unary(CONFIG_PATH)(request, timeout=self._time_left_s, metadata=metadata)
             config = ModelConfigResponse.FromString(found).config
             self._is_decoupled[self._name] = config.model_transaction_policy.decoupled
-        if self._is_decoupled[self._name]:
-            self._begin()
+        if not self._is_decoupled[self._name]:
+            try:
+                return await _ask_once(self._data, self._time_left_s, channel, metadata)
+            except grpc.aio.AioRpcError:
+                self._is_decoupled.pop(self._name, None)  # it may have been loaded again with another configuration
+                raise
+        if not self._has_begun:
+            self._has_begun = True
+            self._many.begin(wants_empty_final=False)  # that one comes from the member too
         stream = channel.stream_stream(INFER_STREAM_PATH)([self._data], timeout=self._time_left_s, metadata=metadata)
         async for received in stream:
             self._is_answered = True
             response, is_final = _streamed(received)
-            if is_final and not self._has_begun:
-                return response
-            self._begin()  # also where the model was not decoupled before it was loaded again
             self._many.response(response, final=is_final)
         return b""
-
-    def _begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._many.begin(wants_empty_final=False)  # that one comes from the member too
 
 
 def _streamed(data: bytes) -> tuple[bytes, bool]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -18,14 +20,20 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from halfserve import Client, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable, Tls
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.client.connection import ChannelSettings, parse_address
 from halfserve.serve.cluster.controller import ControllerOptions
+from halfserve.serve.engine.errors import UnavailableError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.members.elsewhere import Elsewhere
 from halfserve.serve.security.options import TlsOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp
 from tests.serve.backends.python.python_models import save_python_model
 from tests.serve.backends.python.test_decoupled_models import COUNTS, DECOUPLED
+from tests.serve.client.cluster.cluster import member
 from tests.serve.cluster.local_cluster import ONCE, WAIT_S, LocalCluster, Watch, local_cluster
 from tests.serve.cluster.test_proxy import needs_haproxy, running_proxy
 from tests.serve.security.guarded import write_tokens
@@ -194,6 +202,21 @@ def test_the_proxy_encrypts_to_clients_and_members(cluster: LocalCluster, secret
         assert running.checked() == {"L7OK"}
         for name in NAMES:
             secrets.ask(running.http, f"/v2/models/{name}/infer", secrets.all, BODY)
+
+
+def test_a_request_at_a_member_that_the_directory_loses_is_answered() -> None:
+    async def scene(address: str) -> None:
+        elsewhere = Elsewhere("this one", InferenceCore([]), None)
+        await elsewhere.follow(Directory(version=1, members=[member(address)]))
+        request = pb.ModelMetadataRequest(name="mlp")
+        asking = asyncio.ensure_future(elsewhere.call("mlp", "/path", request, pb.ModelMetadataResponse, {}))
+        await asyncio.sleep(0)  # it begins
+        await elsewhere.follow(Directory(version=2))
+        with pytest.raises(UnavailableError, match="the members that serve model 'mlp' cannot be reached"):
+            await asking
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(scene(f"127.0.0.1:{silent.getsockname()[1]}"))
 
 
 @pytest.mark.long

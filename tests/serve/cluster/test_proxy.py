@@ -22,7 +22,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.cluster.haproxy import Runtime, find_program
+from halfserve.serve.cluster.haproxy import Encryption, Runtime, find_program
 from halfserve.serve.cluster.proxy import ProxyError, proxy
 from halfserve.serve.http.options import HttpOptions
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
@@ -190,3 +190,8 @@ def test_what_it_cannot_start_with_is_one_line(cluster: Cluster, scripted: Scrip
             with pytest.raises(ProxyError, match=text) as refused:
                 proxy(members, **{"port": 0, "program": Path("/bin/true"), **options})
             assert "\n" not in str(refused.value)
+
+
+def test_certificates_that_haproxy_cannot_check_are_not_trusted() -> None:
+    with pytest.raises(ValueError, match="HAProxy finds no IP address in a certificate; give the name .* with --tls-name"):
+        Encryption(members=True).server("h2", "10.0.0.1")
