@@ -142,7 +142,7 @@ def find_program(given: Path | None) -> str | None:
 
 def start(
     program: str, folder: Path, *, grpc: Sequence[socket.socket], http: Sequence[socket.socket], drain_s: int, tls: Encryption
-) -> tuple[subprocess.Popen[str], Runtime]:
+) -> tuple[subprocess.Popen[str], RuntimeSocket]:
     """Start HAProxy without servers.
 
     Args:
@@ -177,14 +177,14 @@ def start(
     with control:
         # In a process group of its own: Ctrl-C in a terminal would end it at once.
         process = subprocess.Popen(command, pass_fds=given, process_group=0, stderr=subprocess.PIPE, text=True)
-    return process, Runtime(folder / "runtime")
+    return process, RuntimeSocket(folder / "runtime")
 
 
 def _binds(sockets: Sequence[socket.socket], options: str) -> str:
     return "\n".join(f"    bind fd@{one.fileno()} {options}" for one in sockets)
 
 
-class Runtime:
+class RuntimeSocket:
     """HAProxy's runtime socket. A command waits until HAProxy has started."""
 
     def __init__(self, path: Path) -> None:
@@ -207,7 +207,7 @@ class Runtime:
 
 
 @dataclass(frozen=True)
-class Server:
+class BackendServer:
     """One port of a member, as a server of a backend.
 
     Attributes:
@@ -224,11 +224,11 @@ class Server:
 class Servers:
     """HAProxy's servers, which follow the directory."""
 
-    def __init__(self, runtime: Runtime, backends: Sequence[str], tls: Encryption) -> None:
+    def __init__(self, runtime: RuntimeSocket, backends: Sequence[str], tls: Encryption) -> None:
         self._runtime = runtime
         self._tls = tls
         self._backends = backends
-        self._present: dict[str, Server] = {}
+        self._present: dict[str, BackendServer] = {}
         self._leaving: set[str] = set()
 
     @property
@@ -272,10 +272,10 @@ class Servers:
             if DELETED in self._runtime.ask(f"del server {name}"):
                 self._leaving.remove(name)
 
-    def _servers_of(self, member: Member) -> list[Server]:
+    def _servers_of(self, member: Member) -> list[BackendServer]:
         addresses = {GRPC: member.grpc_address, HTTP: member.http_address}
         return [
-            Server(f"{backend}/{NOT_IN_NAMES.sub('-', member.id)}", addresses[backend], member.state == Member.DRAINING)
+            BackendServer(f"{backend}/{NOT_IN_NAMES.sub('-', member.id)}", addresses[backend], member.state == Member.DRAINING)
             for backend in self._backends
             if addresses[backend]
         ]

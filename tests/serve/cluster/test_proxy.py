@@ -22,7 +22,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.cluster.haproxy import Encryption, Runtime, find_program
+from halfserve.serve.cluster.haproxy import Encryption, RuntimeSocket, find_program
 from halfserve.serve.cluster.proxy import ProxyError, proxy
 from halfserve.serve.http.options import HttpOptions
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
@@ -61,7 +61,7 @@ class RunningProxy:
     def checked(self) -> set[str]:
         """How the last checks of all servers ended, once HAProxy has checked all."""
         arguments = Path(f"/proc/{self.haproxy()}/cmdline").read_text().split("\0")
-        runtime = Runtime(Path(arguments[arguments.index("-f") + 1]).with_name("runtime"))
+        runtime = RuntimeSocket(Path(arguments[arguments.index("-f") + 1]).with_name("runtime"))
         while True:
             rows = csv.DictReader(runtime.ask("show stat").removeprefix("# ").splitlines())
             results = {row["check_status"] for row in rows if row["status"].startswith(("UP", "DOWN")) and row["addr"]}
