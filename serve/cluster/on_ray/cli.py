@@ -189,7 +189,7 @@ def status(name: Name = NAME, as_json: AsJson = False) -> None:
             "message": deployed.message,
             "replicas": deployed.arguments.replicas,
             "wanted": deployed.wanted,
-            "running": deployed.running,
+            "running": len(deployed.running),
             "lacks_room": deployed.lacks_room,
         }
     if as_json:
