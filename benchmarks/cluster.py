@@ -4,16 +4,19 @@
     python -m benchmarks.cluster scaling
     python -m benchmarks.cluster faults --times 20
     python -m benchmarks.cluster faults --only "machine cut off" --only "head restarted"
+    python -m benchmarks.cluster models
 
 Ray runs on this machine, as several machines where that matters; all share its cores, with the clients too. The data path: a
 standalone server and a member of a cluster are loaded in turn, A B A B ..., and beside them the same model in Ray Serve's own
 ways at its fastest settings: gRPC and HTTP to the replica itself, without a proxy between, and handles. Shown are medians, and
 of the ratio within a round. Faults: clients ask one thing after the other, check each answer, and retry as
-`Client("cluster://...")` does; the time is until as many members serve as before.
-At the end ModelStatistics are compared with what the clients have counted. Machines are cut off where network namespaces can
-be made (as root), and the head is started again where redis-server is installed. Exits with 1 when a client saw an error or a
-wrong answer, or when the counts differ by more than what cannot be known: answers that a server has given and that have not
-come, and what a lost machine has not reported.
+`Client("cluster://...")` does; the time is until as many members serve as before. Machines are cut off where network namespaces
+can be made (as root), and the head is started again where redis-server is installed. Models: 100 of them, of which a member
+holds 40, and for which clients ask by Zipf's law. Their favourites change in the middle; then a client asks a single member.
+
+At the end ModelStatistics are compared with what the clients have counted. Exits with 1 when a client saw an error or a wrong
+answer, or when the counts differ by more than what cannot be known: answers that a server has given and that have not come, and
+what a lost machine has not reported.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from rich.table import Table
 
 from benchmarks.clustering.faults import FAULTS, Sums, cluster_under_load, idle_cluster, left_out, scale_up, sums
 from benchmarks.clustering.machines import SERVER, Machines, machines
+from benchmarks.clustering.many_models import many_models
 from benchmarks.clustering.ray_serve_peer import ANSWER, CONCURRENCY, ROW, THROUGHPUT_OPTIMIZED, Ways, ask_grpc
 from benchmarks.processes import processor_us
 from benchmarks.soaking.models import save_models
@@ -155,6 +159,24 @@ def faults(
             figures["counted"] = {model: {**asdict(found), "difference": found.difference} for model, found in counts.items()}
             _print(figures, cluster.tally, as_json=as_json)
     _end(cluster.tally, is_right=all(found.is_explained for found in counts.values()))
+
+
+@app.command()
+def models(
+    models: Annotated[int, typer.Option(min=1, help="In the repository.")] = 100,
+    members: Annotated[int, typer.Option(min=2, help="Servers.")] = 4,
+    models_per_member: Annotated[int, typer.Option(min=1, help="That one server may hold.")] = 40,
+    seconds: Annotated[float, typer.Option(min=1, help="Of load.")] = 90.0,
+    clients: Annotated[int, typer.Option(min=1, help="That ask one thing after the other.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Serve more models than a member holds, and ask for few of them most of the time, later for few others."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures = many_models(
+            Path(folder), models=models, members=members, most=models_per_member, seconds=seconds, clients=clients
+        )
+    print(json.dumps(figures) if as_json else "\n".join(f"{key}: {value}" for key, value in figures.items()))
+    raise typer.Exit(1 if figures["wrong_or_lost"] or figures["counted_otherwise"] else 0)
 
 
 def _print(figures: dict[str, Any], tally: Tally, *, as_json: bool) -> None:

@@ -33,6 +33,7 @@ FAST = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms"
 FAST |= {"RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
 FAST |= {"RAY_raylet_start_wait_time_s": f"{WAIT_S:.0f}"}
 FAST |= {"RAY_worker_niceness": "0"}  # of the servers too, where Ray's default is 15
+FAST |= {"RAY_worker_register_timeout_seconds": str(int(WAIT_S))}  # 60 by default: then a slow start would begin again
 SERVER, REPLICA, CONTROLLER = ("halfserve", "serve"), ("ray::ServeReplica",), ("ray::ControllerActor",)
 RAYLET = ("raylet/raylet",)
 

@@ -41,6 +41,22 @@ def save_models(repository: Path) -> None:
     _save_steps(repository)
 
 
+def save_shift(repository: Path, name: str, shift: int, hidden: int) -> None:
+    """Write a model with weights of its own: x FP16 [batch, 64] -> y = 2 x + shift, by way of `hidden` values a row.
+
+    The weights take 256 bytes for each of these.
+    """
+    wide, narrow = np.zeros((64, hidden), np.float16), np.zeros((hidden, 64), np.float16)
+    wide[:, -64:], narrow[-64:] = np.eye(64), 2 * np.eye(64)
+    nodes = [
+        helper.make_node("MatMul", ["x", "wide"], ["h"]),
+        helper.make_node("MatMul", ["h", "narrow"], ["double"]),
+        helper.make_node("Add", ["double", "shift"], ["y"]),
+    ]
+    weights = {"wide": wide, "narrow": narrow, "shift": np.array(shift, np.float16)}
+    _save(repository, name, nodes, ("x", HALF, ["batch", 64]), ("y", HALF, ["batch", 64]), weights)
+
+
 def _save_steps(repository: Path) -> None:
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Add", ["count", "one"], ["next"])],

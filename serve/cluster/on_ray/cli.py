@@ -163,7 +163,8 @@ def run(
         if model["is_loaded"] and not model["members"] and reasons:
             _say(f"model {model['name']!r} is not served: {reasons[0]}")
     addresses = [member["grpc_address"] for member in found["members"]]
-    typer.echo(f"ready: {len(addresses)} servers; clients take cluster://{','.join(addresses)}")
+    servers = "1 server" if len(addresses) == 1 else f"{len(addresses)} servers"
+    typer.echo(f"ready: {servers}; clients take cluster://{','.join(addresses)}")
     if detach:
         return
     try:
@@ -190,7 +191,7 @@ def status(name: Name = NAME, as_json: AsJson = False) -> None:
             "message": deployed.message,
             "replicas": deployed.arguments.replicas,
             "wanted": deployed.wanted,
-            "running": deployed.running,
+            "running": len(deployed.running),
             "lacks_room": deployed.lacks_room,
         }
     if as_json:

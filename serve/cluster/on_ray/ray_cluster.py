@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.serve.api import RunTarget
 from ray.serve.context import _get_global_client
 
-from halfserve.serve.cluster.on_ray.application import DEPLOYMENT, SHUTDOWN_S, build
+from halfserve.serve.cluster.on_ray.application import DEPLOYMENT, OF_SCALING, SHUTDOWN_S, build
 from halfserve.serve.cluster.on_ray.arguments import ClusterArguments
 from halfserve.serve.cluster.on_ray.controller_actor import NAMESPACE, find_controller
 from halfserve.serve.cluster.on_ray.errors import ClusterError
@@ -43,7 +43,7 @@ class Deployed:
         is_declared: whether a config file deployed it.
         arguments: what it was deployed with.
         wanted: how many replicas there shall be.
-        running: how many have a server that serves.
+        running: ids of those that have a server that serves.
         lacks_room: whether some wait for a machine with room, for half a minute and longer.
     """
 
@@ -52,7 +52,7 @@ class Deployed:
     is_declared: bool
     arguments: ClusterArguments
     wanted: int
-    running: int
+    running: frozenset[str]
     lacks_room: bool
 
 
@@ -173,7 +173,7 @@ def deployed(name: str) -> Deployed | None:
         is_declared=str(getattr(found["source"], "value", found["source"])) == "declarative",
         arguments=ClusterArguments.read(one["deployment_config"]["user_config"]),
         wanted=one["target_num_replicas"],
-        running=sum(str(replica["state"].value) == "RUNNING" for replica in one["replicas"]),
+        running=frozenset(each["replica_id"] for each in one["replicas"] if str(each["state"].value) == "RUNNING"),
         lacks_room="to be scheduled" in one["message"],
     )
 
@@ -196,23 +196,58 @@ def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callab
     if before is not None and before.is_declared:
         raise ClusterError(f"cluster {name!r} was deployed by a config file; change that, and deploy it with `serve deploy`")
     serve.start(proxy_location="Disabled")
-    target = RunTarget(target=build(arguments.as_given()), name=name, route_prefix=None)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     try:
-        return _wait(name, arguments, wait_s, say)
+        if before is not None and _ends_some(before, arguments):
+            _start_one(name, arguments, before, wait_s, say)
+        _submit(name, arguments)
+        return _wait(name, arguments, lambda _: False, wait_s, say)
     except BaseException:
         if before is None:
             delete(name)
         raise
 
 
-def _wait(name: str, arguments: ClusterArguments, wait_s: float, say: Callable[[str], None]) -> Deployed:
+def _ends_some(before: Deployed, arguments: ClusterArguments) -> bool:
+    """Whether other servers shall take the place of more than there will be."""
+    as_before = replace(arguments, **{name: getattr(before.arguments, name) for name in OF_SCALING})
+    return arguments.bounds[1] < before.wanted and as_before != before.arguments
+
+
+def _start_one(name: str, arguments: ClusterArguments, before: Deployed, wait_s: float, say: Callable[[str], None]) -> None:
+    """Replace servers by as many others until one of these runs, before there shall be fewer.
+
+    For fewer, Ray Serve ends those that are too many at once, even if no new one can run. Only where there is no room for a
+    new one beside them, that is what they shall do.
+    """
+    as_many, began_s = replace(arguments, replicas=str(before.wanted)), time.monotonic()
+
+    def suffices(now: Deployed) -> bool:
+        lacks_room = now.lacks_room and time.monotonic() - began_s > ROOM_S
+        return bool(now.running - before.running) or (lacks_room and not _lacking(arguments))
+
+    _submit(name, as_many)
+    _wait(name, as_many, suffices, wait_s, say)
+
+
+def _submit(name: str, arguments: ClusterArguments) -> None:
+    target = RunTarget(target=build(arguments.as_given()), name=name, route_prefix=None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _wait(
+    name: str,
+    arguments: ClusterArguments,
+    suffices: Callable[[Deployed], bool],
+    wait_s: float,
+    say: Callable[[str], None],
+) -> Deployed:
+    """Wait until the application is what was asked for, or what suffices."""
     began_s, has_said = time.monotonic(), False
     while True:
         now = deployed(name)
         waited_s = time.monotonic() - began_s
         if now is not None:
-            if now.status == "RUNNING":
+            if now.status == "RUNNING" or suffices(now):
                 return now
             if now.status == "DEPLOY_FAILED":
                 raise ClusterError(f"cluster {name!r} cannot run: {now.message}")
@@ -231,10 +266,14 @@ def check_room(arguments: ClusterArguments) -> None:
     Raises:
         ClusterError: it has not; says of what.
     """
-    totals = ray.cluster_resources()
-    for kind, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)):
-        if arguments.bounds[0] * each > totals.get(kind, 0.0):
-            raise ClusterError(f"not enough {kind}s: {_needs(arguments)}; take fewer --replicas or less --{kind.lower()}s")
+    for kind in _lacking(arguments):
+        raise ClusterError(f"not enough {kind}s: {_needs(arguments)}; take fewer --replicas or less --{kind.lower()}s")
+
+
+def _lacking(arguments: ClusterArguments) -> list[str]:
+    """The kinds of which the whole cluster has not enough for the fewest servers."""
+    totals, fewest = ray.cluster_resources(), arguments.bounds[0]
+    return [kind for kind, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)) if fewest * each > totals.get(kind, 0.0)]
 
 
 def _needs(arguments: ClusterArguments) -> str:

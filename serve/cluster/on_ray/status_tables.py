@@ -15,7 +15,7 @@ def print_status(name: str, status: Mapping[str, Any]) -> None:
     """Print one line of the whole, and a table each of members and models."""
     console = PipedConsole()
     members = status["members"]
-    line = f"{name}: {len(members)} members"
+    line = f"{name}: " + ("1 member" if len(members) == 1 else f"{len(members)} members")
     if "wanted" in status:
         line += f", {status['running']} of {status['wanted']} replicas run ({status['replicas']} asked for), {status['status']}"
         line += ", which wait for room" if status["lacks_room"] else ""

@@ -120,7 +120,7 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
         environment = {**found.environment(mark), "RAY_ADDRESS": "local"}
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
             assert process.stdout is not None
-            ready = re.fullmatch(r"ready: 1 servers; clients take cluster://(\S+)\n", process.stdout.readline())
+            ready = re.fullmatch(r"ready: 1 server; clients take cluster://(\S+)\n", process.stdout.readline())
             assert ready, process.stderr and process.stderr.read()
             with Client(ready[1], timeout_s=WAIT_S) as client:
                 assert client.infer("mlp", {"x": X})["y"].shape == (1, 10)
@@ -129,6 +129,7 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
                 found.command("status"), env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
             )
             assert (asked.returncode, asked.stderr) == (0, "")
+            assert asked.stdout.startswith("halfserve: 1 member, 1 of 1 replicas run")
             assert ready[1] in asked.stdout
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
             out, error = process.communicate(timeout=WAIT_S)
