@@ -33,7 +33,8 @@ HEAD_WITHOUT = ["--include-dashboard=false", "--no-monitor"]
 # Ray's own notice of a dead machine, in seconds instead of a quarter of a minute.
 FAST = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
 FAST |= {"RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
-FAST |= {"RAY_raylet_start_wait_time_s": f"{WAIT_S:.0f}"}
+# A busy machine takes its time to start Ray, and its head again, for which the others would wait for 60 s.
+FAST |= dict.fromkeys(("RAY_raylet_start_wait_time_s", "RAY_gcs_rpc_server_reconnect_timeout_s"), f"{WAIT_S:.0f}")
 FAST |= {"RAY_worker_niceness": "0"}  # of the servers too, where Ray's default is 15
 SERVER, REPLICA, CONTROLLER = ("halfserve", "serve"), ("ray::ServeReplica",), ("ray::ControllerActor",)
 RAYLET = ("raylet/raylet",)
