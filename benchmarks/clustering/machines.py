@@ -28,10 +28,14 @@ WAIT_S = 240.0  # on a busy machine of two cores; what takes less returns at onc
 MARK = "BENCHMARK_MACHINE"  # the variable that each process of a machine inherits
 REDIS = "redis-server"
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+# Python processes that nothing here asks for: they would take longer to start than all else.
+WITHOUT = ["--include-log-monitor=false"]
+HEAD_WITHOUT = ["--include-dashboard=false", "--no-monitor"]
 # Ray's own notice of a dead machine, in seconds instead of a quarter of a minute.
 FAST = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
 FAST |= {"RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
-FAST |= {"RAY_raylet_start_wait_time_s": f"{WAIT_S:.0f}"}
+# A busy machine takes its time to start Ray, and its head again, for which the others would wait for 60 s.
+FAST |= dict.fromkeys(("RAY_raylet_start_wait_time_s", "RAY_gcs_rpc_server_reconnect_timeout_s"), f"{WAIT_S:.0f}")
 FAST |= {"RAY_worker_niceness": "0"}  # of the servers too, where Ray's default is 15
 FAST |= {"RAY_worker_register_timeout_seconds": str(int(WAIT_S))}  # 60 by default: then a slow start would begin again
 SERVER, REPLICA, CONTROLLER = ("halfserve", "serve"), ("ray::ServeReplica",), ("ray::ControllerActor",)
@@ -135,14 +139,14 @@ class Machines:
         mark = mark or self.mark()
         role = [f"--address={self.address}"]
         if mark == self.nodes[0]:
-            role = ["--head", f"--port={self.address.rpartition(':')[2] or 0}", "--include-dashboard=false"]
+            role = ["--head", f"--port={self.address.rpartition(':')[2] or 0}", *HEAD_WITHOUT]
             # A head that has ended leaves it behind, and Ray would take raylets of other machines here for that head.
             self._current.unlink(missing_ok=True)
         host = self._hosts.get(mark)
         if host is not None:
             role.append(f"--node-ip-address={host.address}")
         memory = f"--object-store-memory={100 * 2**20}"
-        command = [*self._enter(mark), *RAY, "start", *role, f"--num-cpus={cpus}", memory]
+        command = [*self._enter(mark), *RAY, "start", *role, *WITHOUT, f"--num-cpus={cpus}", memory]
         done = subprocess.run(command, env=self.environment(mark), capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"Ray does not start:\n{done.stdout}{done.stderr}")

@@ -205,7 +205,8 @@ def _connection_trouble(code: str, details: str, address: str) -> ServerUnavaila
     if "http1" in details:
         text = f"{address} answers in HTTP/1, not gRPC; is it the HTTP port? The gRPC port is 8001 unless chosen otherwise"
         return ServerUnavailable(text)
-    if any(text in details for text in TLS_TROUBLE):
+    # grpc's "tcp handshaker" is its step before TLS: it is shut down where a connection is not there in time.
+    if any(text in details.replace("tcp handshaker", "") for text in TLS_TROUBLE):
         return ServerUnavailable(_tls_trouble(details, address))
     if has_none:
         reasons = re.findall(r"connection refused|timed out|timeout|not found|no such file|unreachable", details.lower())

@@ -102,6 +102,7 @@ def test_a_status_becomes_an_exception(code: str, details: str | None, kind: typ
         ("connections to all backends failing; last error: UNKNOWN: ipv4:1.2.3.4:1: Connection refused", Repeat.SAFE),
         ("connections to all backends failing; last error: UNAVAILABLE: ipv4:1.2.3.4:1: Socket closed", Repeat.SAFE),
         ("failed to connect to all addresses; last error: UNAVAILABLE: recvmsg:Connection reset by peer", Repeat.SAFE),
+        ("failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: tcp handshaker shutdown", Repeat.SAFE),
         ("Socket closed", Repeat.IF_IDEMPOTENT),
         ("recvmsg:Connection reset by peer", Repeat.IF_IDEMPOTENT),
     ],
