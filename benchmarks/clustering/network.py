@@ -116,6 +116,7 @@ def network() -> Iterator[Network]:
         yield made
     finally:
         for host in made.hosts:
+            _ip("link", "delete", host.link)  # the system keeps a namespace for a while after its last process
             _ip("netns", "delete", host.namespace)
         _ip("link", "delete", made.bridge)
 
