@@ -54,6 +54,7 @@ class RunningServer:
         self.core: InferenceCore
         self.service: Service
         self._transport: Transport
+        self._has_ended = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's event loop and return its result."""
@@ -74,6 +75,10 @@ class RunningServer:
         self.address = f"127.0.0.1:{await self._transport.start()}"
 
     async def stop(self) -> None:
+        """End it, unless it has ended: connections that are half closed are closed once."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         await self.core.drain()
         await self._transport.stop(0.1)
         self.service.observability.close()

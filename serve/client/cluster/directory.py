@@ -18,14 +18,17 @@ from halfserve.serve.client.errors import Cancelled, Repeat, ServerUnavailable, 
 WATCH = "/halfserve.Cluster/Watch"
 FIRST_ANSWER_S = 5.0  # a member that has not answered by then is passed over
 PAUSES_S = (0.1, 2.0)  # first and longest bound of the pause after all known addresses were asked
+MAX_FORMER = 64  # members of earlier directories that may be asked again
 LASTING_S = FIRST_ANSWER_S + 1.0  # a Watch that broke earlier is no reason to ask the same members without a pause
 
 
 class DirectoryWatch:
     """Follows the directory on a thread of its own, so that callers on threads and on event loops have the same one.
 
-    It asks one member at a time. When that one stops answering or drains, it asks another: a member of the last directory, or
-    an address given at the start. The last directory stays valid meanwhile.
+    It asks one member at a time. When that one stops answering or drains, it asks another: a member of the last directory, an
+    address given at the start, or a member of an earlier directory. (A member that other machines are cut off from, with a
+    controller beside it, names itself alone; when it has ended, only former members know who the others are.) The last
+    directory stays valid meanwhile.
 
     Args:
         addresses: HOST:PORT of some members.
@@ -50,6 +53,7 @@ class DirectoryWatch:
         self._headers = headers
         self._take = take
         self._directory: Directory | None = None
+        self._former: dict[str, None] = {}  # addresses of members of earlier directories, the latest last
         self._call: Any = None
         self._stopped = threading.Event()
         self.settled: Future[None] = Future()
@@ -111,10 +115,13 @@ class DirectoryWatch:
         self._settle()
 
     def _addresses(self) -> Iterable[str]:
-        """Members that serve, then the given addresses; in random order, so that the watchers of a lost member are spread."""
+        """Members that serve, then the given addresses, then former members.
+
+        In random order where no one is more likely than another, so that the watchers of a lost member are spread.
+        """
         listed = self._directory.members if self._directory is not None else ()
         serving = [member.grpc_address for member in listed if member.state == Member.SERVING]
-        return [*random.sample(serving, len(serving)), *random.sample(self._given, len(self._given))]
+        return [*random.sample(serving, len(serving)), *random.sample(self._given, len(self._given)), *reversed(self._former)]
 
     def _follow(self, address: str) -> None:
         """Take the directories of one member, until it stops or drains."""
@@ -162,6 +169,11 @@ class DirectoryWatch:
             ids = {member.id for member in known.members}
             if not ids.isdisjoint(member.id for member in directory.members):
                 return
+        for member in known.members if known is not None else ():
+            self._former.pop(member.grpc_address, None)
+            self._former[member.grpc_address] = None
+        for address in list(self._former)[:-MAX_FORMER]:
+            del self._former[address]
         self._directory = directory
         self._take(directory)
         self._settle()

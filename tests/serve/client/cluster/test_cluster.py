@@ -182,6 +182,24 @@ def test_the_directory_is_asked_elsewhere_when_its_member_is_lost(cluster: Clust
     until(lambda: answered(joined) > 0, lambda: client.infer("mlp", {"x": X}))
 
 
+def test_former_members_are_asked_when_all_present_ones_are_lost(cluster: Cluster, connect: Connect) -> None:
+    """Members that are cut off from the others name themselves alone, and then they end."""
+    given, other = cluster.servers
+    client = connect(f"cluster://{given.address}", retries=RetryPolicy(retries=8, wait_for_server=True))
+    client.infer("mlp", {"x": X})
+    cut_off = [cluster.start(), cluster.start()]
+    cluster.board.publish(member(other.address, DRAINING), member(cut_off[0].address))
+    given.run(given.stop())
+    until(lambda: cluster.board.watched == {cut_off[0].address}, lambda: client.infer("mlp", {"x": X}))
+    cluster.board.publish(*(member(server.address) for server in cut_off))
+    until(lambda: answered(cut_off[1]) > 0, lambda: client.infer("mlp", {"x": X}))
+    for server in cut_off:
+        server.run(server.stop())
+    before = answered(other)
+    cluster.board.publish(member(other.address), version=2)
+    until(lambda: answered(other) > before, lambda: client.infer("mlp", {"x": X}))
+
+
 def test_an_older_directory_is_not_taken(cluster: Cluster, connect: Connect) -> None:
     """A member that is asked after another one may be behind; a cluster that began again has other members."""
     first, second = cluster.servers
