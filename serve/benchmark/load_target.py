@@ -276,7 +276,7 @@ class LoadTarget:
         if not members:
             names = " and ".join(map(repr, self.models))
             raise BenchmarkArgumentError(f"no member of the cluster serves {names} together; measure one model at a time")
-        counts = f"{len(members)} members" if len(members) == len(serving) else f"{len(members)} of {len(serving)} members"
+        counts = f"{len(members)} of {len(serving)} members"
         self.notes.append(f"the load goes to {counts}: {', '.join(members)}")
         return [host_and_port(member) for member in members]
 
