@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs everything in it, so any of them works on a fresh clone.
-.PHONY: help install compile demo test test-long test-all test-plain docs lint types format proto manifests clean
+.PHONY: help install compile demo test test-long test-all test-plain gpu docs lint types format proto manifests clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -14,6 +14,7 @@ help:
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
 	@echo "make test-plain  the short tests of the server, without the compiled hot path"
+	@echo "make gpu     tests and benchmarks that need a CUDA device; results in build/gpu"
 	@echo "make compile compile the hot path again, after an edit"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile)"
@@ -70,6 +71,9 @@ test-plain: export PYTHONDONTWRITEBYTECODE =
 test-plain: $(READY)
 	$(PYTEST) tests/test_compiled_build.py tests/test_halfserve.py tests/benchmarks/test_request_cost.py
 	$(PYTEST) -m "not long" $(SERVER_TESTS)
+
+gpu: $(READY)
+	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu.sh build/gpu
 
 docs: $(READY)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs

@@ -1,51 +1,55 @@
-"""Everything that is promised of a GPU, measured on one: a ResNet-50 and a BERT-base with random weights, in fp32 and fp16.
+"""What is promised of serving on a GPU, measured on one: a ResNet-50, a BERT-base and a MiniLM, random, in fp32 and fp16.
 
     python -m benchmarks.cuda                      # on the first CUDA device; prints tables for docs/explanation/benchmarks.md
     python -m benchmarks.cuda --device cpu --tiny  # the same program on little, anywhere
 
-What cannot be measured is told on standard error, with exit code 1 in the end; the rest is measured. `--only` takes some of the
-tables, for where a command may not take the ten minutes of all.
+`make gpu` runs it with the tests and the training benchmarks. What cannot be measured is told on standard error, with exit code
+1 in the end; the rest is measured. `--only` takes some of the tables, where a command may not take the time of all.
 
 Answers are compared with those of the fp32 model on the CPU; "predicted" is what verification's simulation, which rounds after
 every node, says on the CPU of the fp16 model. "Alone" is the backend with batches that lie ready, copies to the device and back
-included; "in process" has the engine's queue before it and requests of one row, "gRPC" is `halfserve serve` with one load
-generator beside it. Options of the CUDA provider are set one at a time.
+included; "in process" has the engine's queue before it and requests of one row; the other ways are `halfserve serve` with one
+load generator beside it. Options of the CUDA provider are set one at a time. "predictions" runs ONNX's own test models.
 """
 
 from __future__ import annotations
 
 import platform
+import statistics
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import typer
 
-from benchmarks.bare_session import served
+from benchmarks import mixed_lengths
+from benchmarks.converters.cases import KINDS
+from benchmarks.converters.crash_pool import Crash
 from benchmarks.converters.runtime import Session
 from benchmarks.cuda_device.alone import Alone, locked
 from benchmarks.cuda_device.in_process import rows_per_second
-from benchmarks.cuda_device.networks import FP16, FP32, Network, write_networks
+from benchmarks.cuda_device.networks import FP16, FP32, Network, write_minilm, write_networks
+from benchmarks.cuda_device.predictions import CUDA, errors_of
+from benchmarks.cuda_device.transports import each_way, highest
 from halfserve.export.certificate.budget import Figures
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.benchmark.level import Load
-from halfserve.serve.benchmark.load_target import RequestSettings
-from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.benchmark.measurement import Goal, Measurement, measure
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.observability.exposition import find_nvml
 
-PARTS = "accuracy,alone,options,memory,served"
 # Of https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, such as may pay, each beside the default.
 OPTIONS = (
     ("cudnn_conv_algo_search", "EXHAUSTIVE"),
@@ -59,6 +63,10 @@ OPTIONS = (
     ("do_copy_in_default_stream", "0"),
 )
 REASON_LENGTH = 120
+BOUNDS_MS = {"resnet": 15.0, "minilm": 15.0, "bert": 130.0}  # of the p99
+WARM_UP_S = 0.5
+MIXES = ("50", "short", "tail")  # of lengths
+WORST = 5  # models with the largest errors beside what was predicted
 Cells = tuple[str, ...]
 
 
@@ -148,43 +156,94 @@ def memory(network: Network, plan: Plan) -> Iterator[Cells]:
 
 
 def serving(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The rate alone, behind the queue, and over gRPC, at the batch size that is fastest alone."""
-    how = Measurement(seconds=plan.seconds, warmup_s=0.5)
-    flags = ["--no-http", "--require-gpu" if plan.on_gpu else "--cpu"]
+    """The rate alone, behind the queue, and by each way over gRPC, at the batch size that is fastest alone."""
+    how = Measurement(seconds=plan.seconds, warmup_s=WARM_UP_S)
     for precision in (FP32, FP16):
-        path = network.path(precision)
-        copy = Alone(path, plan.placement)
-        rates = {size: size / copy.milliseconds(network.feeds(precision, size), plan.seconds) * 1e3 for size in plan.sizes}
-        best = max(rates, key=lambda size: rates[size])
-        del copy
+        best, alone = _fastest(network, precision, plan)
         row, in_flight = network.feeds(precision, 1), max(4, plan.in_flight * best)
-        inside = rows_per_second(path, plan.placement, row, batch_size=best, in_flight=in_flight, seconds=plan.seconds)
-        requests = RequestSettings(given=row)
-        with served(path, best, plan.placement.threads, requests, flags) as contestant:
-            level = measure(contestant.bench, Load(concurrency=in_flight), how)
-        over = level.requests_per_second
-        yield (
-            *(network.name, precision, str(best), f"{rates[best]:.0f}", f"{inside:.0f}", f"{over:.0f}"),
-            *(f"{inside / rates[best]:.3f}", f"{over / rates[best]:.3f}", f"{level.percentile_ms(50):.2f}"),
+        inside = rows_per_second(
+            network.path(precision), plan.placement, row, batch_size=best, in_flight=in_flight, seconds=plan.seconds
         )
+        yield network.name, precision, str(best), "alone", f"{alone:.0f}", "", "", ""
+        yield network.name, precision, str(best), "in process", f"{inside:.0f}", f"{inside / alone:.3f}", "", ""
+        for way, bench in each_way(network, precision, plan.placement, best):
+            level = measure(bench, Load(concurrency=in_flight), how)
+            rate, latencies = level.requests_per_second, (f"{level.percentile_ms(percent):.2f}" for percent in (50, 99))
+            yield network.name, precision, str(best), way, f"{rate:.0f}", f"{rate / alone:.3f}", *latencies
+
+
+def limits(network: Network, plan: Plan) -> Iterator[Cells]:
+    """The highest rate of requests whose p99 keeps the bound, each way."""
+    how, goal = Measurement(seconds=plan.seconds, warmup_s=WARM_UP_S), Goal(percent=99, max_ms=BOUNDS_MS[network.name])
+    best, alone = _fastest(network, FP16, plan)
+    for way, bench in each_way(network, FP16, plan.placement, best):
+        level = highest(bench, goal, alone, how)
+        figures = ("-", "-", "-")
+        if level is not None:
+            rate = level.requests_per_second
+            figures = (f"{rate:.0f}", f"{rate / alone:.3f}", f"{level.percentile_ms(99):.2f}")
+        yield network.name, way, f"{goal.max_ms:g}", *figures
+
+
+def predictions(kind: str, plan: Plan) -> Iterator[Cells]:
+    """How the errors on the device compare with what the simulation predicted, over ONNX's test models of a kind."""
+    ratios: dict[str, float] = {}
+    failed = []
+    for name, errors in errors_of(kind, CUDA if plan.on_gpu else "CPUExecutionProvider"):
+        if isinstance(errors, Crash):
+            failed.append(f"{name}: {errors.text}"[:REASON_LENGTH])
+        else:
+            ratios[name] = errors.ratio
+    found = sorted(ratios.values())
+    if not found:
+        raise BackendError(f"none of {len(failed)} models ran; the first: {failed[0]}")
+    shares = (sum(ratio <= bound for ratio in found) / len(found) for bound in (1, 2))
+    places = (found[min(len(found) - 1, int(part * len(found)))] for part in (0.5, 0.95, 1))
+    worst = sorted(ratios, key=lambda name: -ratios[name])[:WORST]
+    yield (
+        *(kind, str(len(found)), *(f"{share:.1%}" for share in shares), *(f"{place:.2f}" for place in places)),
+        *(", ".join(f"{name} {ratios[name]:.2g}" for name in worst), str(len(failed)), "; ".join(failed)),
+    )
+
+
+def lengths(model: Path, plan: Plan) -> Iterator[Cells]:
+    """Requests of mixed lengths, with padding and without."""
+    device: mixed_lengths.Device = "cuda" if plan.on_gpu else "cpu"
+    for found in mixed_lengths.compared(model, MIXES, (16, 64), rounds=3, seconds=plan.seconds, device=device):
+        medians = (f"{statistics.median(found.rates[way]):.0f}" for way in mixed_lengths.WAYS)
+        yield found.mix, str(found.in_flight), *medians, found.ratio
+
+
+def _fastest(network: Network, precision: str, plan: Plan) -> tuple[int, float]:
+    """The batch size with the most rows a second alone, and how many that are."""
+    copy = Alone(network.path(precision), plan.placement)
+    rates = {size: size / copy.milliseconds(network.feeds(precision, size), plan.seconds) * 1e3 for size in plan.sizes}
+    best = max(rates, key=lambda size: rates[size])
+    return best, rates[best]
 
 
 TABLES = {
+    "predictions": (
+        "ONNX's models | number | within the prediction | within twice | median ratio | 95 % | largest | worst | failed | how",
+        predictions,
+    ),
     "accuracy": (
         "model | file | computes in | error of fp32 on the CPU | predicted | same class | not finite | nodes",
         accuracy,
     ),
+    "served": ("model | file | batch | way | rows/s | of alone | p50 ms | p99 ms", serving),
+    "limits": ("model | way | bound of the p99, ms | requests/s | of alone | p99 ms", limits),
+    "lengths": ("tokens | in flight | padded 1/s | unpadded 1/s | ratio (least to most)", lengths),
     "alone": ("model | file | batch | ms | ms, CUDA graphs | rows/s | rows/s, CUDA graphs | graphs' gain", alone_by_size),
     "options": ("model | file | option | ms, default | ms | gain | error of the default", options),
     "memory": ("model | file | batch | KiB in | ms, pageable | ms, locked | gain", memory),
-    "served": ("model | file | batch | rows/s alone | in process | gRPC | in process/alone | gRPC/alone | p50 ms", serving),
 }
 
 
 def main(
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where the models run.")] = "cuda",
-    models: Annotated[str, typer.Option(help="Of resnet and bert.")] = "resnet,bert",
-    only: Annotated[str, typer.Option(help="Some of the tables.")] = PARTS,
+    models: Annotated[str, typer.Option(help="Of resnet, minilm and bert.")] = "resnet,minilm,bert",
+    only: Annotated[str, typer.Option(help="Some of the tables.")] = ",".join(TABLES),
     sizes: Annotated[str, typer.Option(help="Batch sizes, in rising order.")] = "1,8,32,64",
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of one measurement.")] = 2.0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 0,
@@ -199,27 +258,34 @@ def main(
     placement = DevicePlacement(use_gpu=on_gpu, require_gpu=on_gpu, threads=threads)
     plan = Plan(placement=placement, seconds=seconds, sizes=tuple(map(int, sizes.split(","))))
     print(f"{_machine(on_gpu=on_gpu)}, ONNX Runtime {ort.__version__}, {datetime.now(UTC):%Y-%m-%d}")
-    with tempfile.TemporaryDirectory(prefix="halfserve-cuda-") as folder:
-        networks = write_networks(Path(folder), models.split(","), tiny=tiny)
-        failed = [part for part in only.split(",") if not _show(part, networks, plan)]
+    with tempfile.TemporaryDirectory(prefix="halfserve-cuda-") as name:
+        folder = Path(name)
+        networks = cache(partial(write_networks, folder, models.split(","), tiny=tiny))
+        subjects: dict[str, Callable[[], Iterable[Any]]] = {
+            "predictions": lambda: KINDS,
+            "lengths": lambda: [write_minilm(folder / "repository", tiny=tiny)],
+        }
+        failed = [part for part in only.split(",") if not _show(part, subjects.get(part, networks)(), plan)]
     if failed:
         raise typer.Exit(1)
 
 
-def _show(part: str, networks: list[Network], plan: Plan) -> bool:
-    """Print a table, as far as it can be measured; whether that was all of it. A device is lent: what fails costs no more."""
+def _show(part: str, subjects: Iterable[Any], plan: Plan) -> bool:
+    """Print a table, as far as it can be measured; whether that was all of it. A device's time is dear: the rest goes on."""
     headings, rows = TABLES[part]
     if part == "options" and not plan.on_gpu:
         return True  # they are the CUDA provider's
     print(f"\n| {headings} |\n|{'---|' * len(headings.split('|'))}")
     is_whole = True
-    for network in networks:
+    for subject in subjects:
         try:
-            for cells in rows(network, plan):
+            for cells in rows(subject, plan):
                 print(f"| {' | '.join(cells)} |", flush=True)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, the other tables are wanted)
             is_whole = False
-            print(f"{part} of {network.name} ended early: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"{part} of {getattr(subject, 'name', subject)} ended early: {type(error).__name__}: {error}", file=sys.stderr
+            )
             traceback.print_exc()
     return is_whole
 

@@ -11,12 +11,16 @@ same lengths in the same order. The server's CPU time for a request tells the sa
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import typer
@@ -32,6 +36,7 @@ from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
 WAYS = ("padded", "unpadded")
+Device: TypeAlias = Literal["cuda", "cpu"]
 COLUMNS = "{:<8} {:>9} {:>12} {:>12} {:>13} {:>15} {:>24}"
 TOKENS = 1000  # of the vocabulary that requests use
 REQUESTS = 4096  # prepared lengths, repeated
@@ -91,50 +96,84 @@ def cpu_s(pid: int) -> float:
 
 async def rate(
     client: AsyncClient, way: str, longest: dict[str, Array], lengths: list[int], in_flight: int, seconds: float
-) -> int:
-    """Requests that one closed loop has answered in this time."""
+) -> tuple[int, float]:
+    """Requests of a closed loop that sends for this time, and the seconds until all are answered."""
     left = iter(range(1 << 60))
-    answered, until = 0, time.perf_counter() + seconds
+    answered, began = 0, time.perf_counter()
 
     async def ask() -> None:
         nonlocal answered
-        while time.perf_counter() < until:
+        while time.perf_counter() - began < seconds:
             length = lengths[next(left) % len(lengths)]
             await client.infer(way, {name: array[:, :length] for name, array in longest.items()})
-            if time.perf_counter() < until:
-                answered += 1
+            answered += 1
 
     await asyncio.gather(*(ask() for _ in range(in_flight)))
-    return answered
+    return answered, time.perf_counter() - began
 
 
-async def measure(
-    server: ServerProcess, longest: dict[str, Array], mixes: list[str], levels: list[int], rounds: int, seconds: float
-) -> None:
-    """Both ways in turn, for each mix and level; prints medians as they come."""
-    print(
-        COLUMNS.format(
-            "lengths", "in flight", *(f"{way} {what}" for what in ("1/s", "CPU ms") for way in WAYS), "ratio (least to most)"
-        )
-    )
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Both ways with one mix and so many requests in flight; a figure for each round, by way.
+
+    Attributes:
+        mix: of lengths.
+        in_flight: requests at a time.
+        rates: requests a second.
+        costs: milliseconds of the server's processor time for a request.
+    """
+
+    mix: str
+    in_flight: int
+    rates: dict[str, list[float]]
+    costs: dict[str, list[float]]
+
+    @property
+    def ratio(self) -> str:
+        """Of the rates, padded to unpadded: the median, the least and the most."""
+        ratios = [one / other for one, other in zip(*self.rates.values(), strict=True)]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def compared(
+    model: Path, mixes: Sequence[str], levels: Sequence[int], *, rounds: int, seconds: float, device: Device
+) -> Iterator[Compared]:
+    """Both ways in turn, for each mix and level.
+
+    Args:
+        model: a folder of a repository, with halfserve.padding in its config.pbtxt.
+        mixes: of lengths.
+        levels: requests at a time.
+        rounds: of each.
+        seconds: of one measurement.
+        device: where the model runs.
+
+    Raises:
+        BadParameter: the model has no padding, or a mix is none.
+    """
+    with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
+        longest = longest_inputs(write_ways(model, Path(folder)))
+        with server_process(Path(folder), placement="--cpu" if device == "cpu" else "--require-gpu") as server:
+            for mix, in_flight in itertools.product(mixes, levels):
+                yield asyncio.run(_compared(server, longest, mix, in_flight, rounds, seconds))
+            sys.stderr.write(server.log_text())
+
+
+async def _compared(
+    server: ServerProcess, longest: dict[str, Array], mix: str, in_flight: int, rounds: int, seconds: float
+) -> Compared:
+    found = Compared(mix=mix, in_flight=in_flight, rates={way: [] for way in WAYS}, costs={way: [] for way in WAYS})
+    lengths = lengths_of(mix, np.random.default_rng(0))
     async with AsyncClient(server.address) as client:
-        for mix in mixes:
-            lengths = lengths_of(mix, np.random.default_rng(0))
-            for in_flight in levels:
-                for way in WAYS:
-                    await rate(client, way, longest, lengths, in_flight, seconds / 2)  # what is learned is learned
-                rates: dict[str, list[float]] = {way: [] for way in WAYS}
-                costs: dict[str, list[float]] = {way: [] for way in WAYS}
-                for number in range(rounds):
-                    for way in WAYS if number % 2 else WAYS[::-1]:
-                        before = cpu_s(server.process.pid)
-                        answered = await rate(client, way, longest, lengths, in_flight, seconds)
-                        rates[way].append(answered / seconds)
-                        costs[way].append((cpu_s(server.process.pid) - before) / answered * 1e3)
-                ratios = [one / other for one, other in zip(*rates.values(), strict=True)]
-                medians = [f"{statistics.median(found[way]):.1f}" for found in (rates, costs) for way in WAYS]
-                ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-                print(COLUMNS.format(mix, in_flight, *medians, ratio), flush=True)
+        for way in WAYS:
+            await rate(client, way, longest, lengths, in_flight, seconds / 2)  # what is learned is learned
+        for number in range(rounds):
+            for way in WAYS if number % 2 else WAYS[::-1]:
+                before = cpu_s(server.process.pid)
+                answered, took = await rate(client, way, longest, lengths, in_flight, seconds)
+                found.rates[way].append(answered / took)
+                found.costs[way].append((cpu_s(server.process.pid) - before) / answered * 1e3)
+    return found
 
 
 @app.command()
@@ -144,14 +183,15 @@ def main(
     in_flight: Annotated[str, typer.Option(help="Requests at a time.")] = "16,64",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of one measurement.")] = 8.0,
+    device: Annotated[Device, typer.Option(help="Where the model runs.")] = "cpu",
 ) -> None:
     """Print medians, and the ratio of each round."""
+    headings = [f"{way} {what}" for what in ("1/s", "CPU ms") for way in WAYS]
+    print(COLUMNS.format("lengths", "in flight", *headings, "ratio (least to most)"))
     levels = [int(level) for level in in_flight.split(",")]
-    with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
-        longest = longest_inputs(write_ways(model, Path(folder)))
-        with server_process(Path(folder)) as server:
-            asyncio.run(measure(server, longest, mixes.split(","), levels, rounds, seconds))
-            print(server.log_text(), end="")
+    for found in compared(model, mixes.split(","), levels, rounds=rounds, seconds=seconds, device=device):
+        medians = [f"{statistics.median(figures[way]):.1f}" for figures in (found.rates, found.costs) for way in WAYS]
+        print(COLUMNS.format(found.mix, found.in_flight, *medians, found.ratio), flush=True)
 
 
 if __name__ == "__main__":

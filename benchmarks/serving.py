@@ -35,7 +35,7 @@ def main(
     shared_memory: Annotated[bool, typer.Option("--shared-memory", help="Tensors in system shared memory.")] = False,
 ) -> None:
     """Measure the servers in turn and print medians over the rounds."""
-    options = RequestSettings(shapes=parse_shapes(shape or []), shared_memory=shared_memory)
+    options = RequestSettings(shapes=parse_shapes(shape or []), shared_memory="system" if shared_memory else None)
     how = Measurement(seconds=seconds, warmup_s=0.3)
     headings = ("in flight", "server", "requests/s", "p50 ms", "p99 ms", "mean batch", "rate ratio", "p99 ratio")
     table = Table(*headings)

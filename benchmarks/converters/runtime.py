@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, for models whose inputs and outputs may be arrays, sequences and optionals."""
+"""ONNX Runtime, for models whose inputs and outputs may be arrays, sequences and optionals."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ _FLOATS = {"float": np.float32, "float16": np.float16, "double": np.float64}
 
 
 class Session:
-    """A model, opened on the CPU with all of the runtime's optimisations.
+    """A model, opened with all of the runtime's optimisations, on the CPU unless another provider is named.
 
     Raises:
         Exception: Whatever ONNX Runtime raises when it refuses the model.
     """
 
-    def __init__(self, model: bytes, level: str = "ORT_ENABLE_ALL") -> None:
+    def __init__(self, model: bytes, level: str = "ORT_ENABLE_ALL", provider: str = "CPUExecutionProvider") -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-        self._session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._session: Any = onnxruntime.InferenceSession(model, options, providers=[provider])
+        if provider not in self._session.get_providers():
+            raise RuntimeError(f"ONNX Runtime does not have the {provider} here")
 
     def run(self, inputs: dict[str, Value]) -> list[Value]:
         """Run once; floating inputs are cast to the type that the model declares for them, and others than its own left out."""

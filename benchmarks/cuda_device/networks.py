@@ -1,4 +1,4 @@
-"""A ResNet-50 and a BERT-base with random weights, exported as `halfserve export` does it, in float32 and float16."""
+"""A ResNet-50, a BERT-base and a MiniLM with random weights, exported as `halfserve export` does it, in float32 and float16."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+from google.protobuf import text_format
 from torch import Tensor, nn
 
 from halfserve import convert_float_to_float16, export_onnx
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.padding import KEY
 from halfserve.serve.engine.tensors import Array
 
 FP32, FP16 = "fp32", "fp16"
+MASKED = -1e4  # added to the logits of padding; float16 has it
+LONGEST = 200  # tokens of the model that takes any length
+PADDING = "input_ids[1]=0 attention_mask[1]=0 -> "
 
 
 class Bottleneck(nn.Module):
@@ -68,6 +74,21 @@ class Bert(nn.Module):
         return torch.tanh(self.pool(self.encoder(self.norm(self.words(x) + self.places))[:, 0]))
 
 
+class MiniLM(nn.Module):
+    """Token numbers and their mask, of any length, to the mean of the last layer's vectors, as sentence embeddings are made."""
+
+    def __init__(self, bert: Bert) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Twice [batch, length], whole numbers -> [batch, width]."""
+        mask = attention_mask.float()
+        x = self.bert.norm(self.bert.words(input_ids) + self.bert.places[: input_ids.shape[1]])
+        hidden = self.bert.encoder(x, src_key_padding_mask=(1 - mask) * MASKED)
+        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """A network in files.
@@ -97,7 +118,7 @@ def write_networks(folder: Path, names: list[str], *, tiny: bool) -> list[Networ
 
     Args:
         folder: where they are written.
-        names: "resnet" and "bert".
+        names: of "resnet", "bert" and "minilm", a MiniLM-L6 at 50 tokens.
         tiny: in a size for tests.
     """
     return [_written(folder, name, tiny=tiny) for name in names]
@@ -106,7 +127,7 @@ def write_networks(folder: Path, names: list[str], *, tiny: bool) -> list[Networ
 def _written(folder: Path, name: str, *, tiny: bool) -> Network:
     torch.manual_seed(0)
     random = np.random.default_rng(0)
-    side, length, words = (32, 8, 100) if tiny else (224, 128, 30_522)
+    side, words = (32, 100) if tiny else (224, 30_522)
     module: nn.Module
     if name == "resnet":
         module = ResNet((1, 1), 8) if tiny else ResNet()
@@ -114,11 +135,38 @@ def _written(folder: Path, name: str, *, tiny: bool) -> Network:
             name=name, folder=folder, rows=lambda n: random.standard_normal((n, 3, side, side)).astype(np.float32)
         )
     else:
-        module = Bert(2, 32, 4, length, words) if tiny else Bert(length=length, words=words)
+        length = {"bert": 128, "minilm": 50}[name]
+        layers, width = {"bert": (12, 768), "minilm": (6, 384)}[name]
+        module = Bert(2, 32, 4, length, words) if tiny else Bert(layers, width, 12, length, words)
         network = Network(name=name, folder=folder, rows=lambda n: random.integers(0, words, (n, length)))
     exported = export_onnx(module.eval(), [torch.from_numpy(network.rows(2))], network.path(FP32), output_names=["y"])
     onnx.save(convert_float_to_float16(exported, keep_io_types=False), network.path(FP16))
     return network
+
+
+def write_minilm(repository: Path, *, tiny: bool) -> Path:
+    """A MiniLM-L6 in float16 that takes any length, as a model with padding of a repository.
+
+    Args:
+        repository: where its folder is made.
+        tiny: in a size for tests.
+
+    Returns:
+        Its folder.
+    """
+    torch.manual_seed(0)
+    layers, width, heads = (1, 32, 4) if tiny else (6, 384, 12)
+    module = MiniLM(Bert(layers, width, heads, LONGEST)).eval()
+    tokens = torch.ones(2, 16, dtype=torch.int64)
+    shapes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask")}
+    exported = export_onnx(module, (tokens, tokens), dynamic_shapes=shapes, output_names=["y"])
+    folder = repository / "minilm"
+    (folder / "1").mkdir(parents=True)
+    onnx.save(convert_float_to_float16(exported, keep_io_types=False), folder / "1" / "model.onnx")
+    config = ModelConfig(name="minilm", backend="onnxruntime", max_batch_size=64)
+    config.parameters[KEY].string_value = PADDING
+    (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
+    return folder
 
 
 def _convolution(channels: int, kept: int, size: int, stride: int = 1) -> list[nn.Module]:

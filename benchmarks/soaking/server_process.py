@@ -38,19 +38,22 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(path: Path, *options: str, grpc_port: int = 0, max_files: int | None = None) -> Iterator[ServerProcess]:
-    """Start a server on the CPU with one thread per operator, and end it.
+def server_process(
+    path: Path, *options: str, grpc_port: int = 0, max_files: int | None = None, placement: str = "--cpu"
+) -> Iterator[ServerProcess]:
+    """Start a server with one thread per operator, and end it.
 
     Args:
         path: the model repository.
         options: more of them, as on the command line.
         grpc_port: 0 finds a free one.
         max_files: that the server may open; None leaves it as it is here.
+        placement: "--cpu" or "--require-gpu".
 
     Raises:
         SystemExit: it did not start.
     """
-    command = [sys.executable, "-m", "halfserve", "serve", str(path), "--json", "--cpu", "--threads", "1"]
+    command = [sys.executable, "-m", "halfserve", "serve", str(path), "--json", placement, "--threads", "1"]
     command += ["--grpc-port", str(grpc_port), "--http-port", "0", "--metrics-port", "0", *options]
     if max_files is not None:
         command = ["bash", "-c", f'ulimit -n {max_files} && exec "$@"', "bash", *command]

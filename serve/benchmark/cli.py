@@ -109,9 +109,10 @@ class BenchArguments:
     inputs: Annotated[list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None
     data: Annotated[str, _requests(help="Other inputs: random, zeros, or FILE.npz.")] = "random"
     streaming: Annotated[bool, _requests("--streaming", help="Over ModelStreamInfer.")] = False
-    shared_memory: Annotated[Literal["none", "system"], _requests(help="Leave tensors in memory that the server reads.")] = (
-        "none"
-    )
+    shared_memory: Annotated[
+        Literal["none", "system", "cuda"],
+        _requests(help="Leave tensors in memory that the server reads: the system's, or the first CUDA device's."),
+    ] = "none"
     processes: Annotated[
         int | None, _load(help="Processes that generate the load; without it, what the machine gives.", min=1)
     ] = None
@@ -160,7 +161,7 @@ class BenchArguments:
                 parameters=parse_parameters(self.parameter or []),
                 version=self.version,
                 streaming=self.streaming,
-                shared_memory=self.shared_memory == "system",
+                shared_memory=None if self.shared_memory == "none" else self.shared_memory,
                 processes=processes,
                 timeout_s=max(self.timeout, SETUP_TIMEOUT_S),
                 tls=self.credentials.tls(),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory, Member
-from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
@@ -25,13 +28,16 @@ from halfserve.serve.client.cluster.channel import watch_cluster
 from halfserve.serve.client.connection import CLUSTER, Tls, bearer, headers_of, method_path
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.messages import Parameter, SharedSlice
+from halfserve.serve.client.tensors import Array
+from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+    from halfserve.protos.inference_pb2 import ModelInferRequest
 
 ALIGNMENT = 64  # of a tensor's first byte; the width of a vector register
+SharedMemory: TypeAlias = Literal["system", "cuda"]
 
 
 class _Places:
@@ -51,6 +57,7 @@ def shared_requests(
     client: Client,
     requests: Sequence[pb.ModelInferRequest],
     answers: Sequence[pb.ModelInferResponse],
+    kind: SharedMemory,
     stack: ExitStack,
 ) -> list[pb.ModelInferRequest]:
     """Requests whose tensors lie in shared memory, inputs and outputs.
@@ -62,22 +69,50 @@ def shared_requests(
         client: of the server, which must be on this machine.
         requests: with raw inputs.
         answers: to each of them; they give the outputs and their sizes.
+        kind: of memory: the system's, or the first CUDA device's.
         stack: keeps the memory open.
 
     Raises:
         ClientError: the server does not take shared memory, is not on this machine, or there is not enough of it.
+        BenchmarkError: this process has no CUDA device, or too little memory on it.
     """
     places = _Places()
     plans = [[places.take(len(content)) for content in request.raw_input_contents] for request in requests]
     results = [[places.take(len(content)) for content in answer.raw_output_contents] for answer in answers]
-    region = stack.enter_context(client.shared_region(max(places.end, 1)))
-    memory = region.array(max(places.end, 1), np.uint8)
-    rewritten = []
-    for request, answer, offsets, outputs in zip(requests, answers, plans, results, strict=True):
+    contents = np.zeros(max(places.end, 1), np.uint8)
+    for request, offsets in zip(requests, plans, strict=True):
         for offset, content in zip(offsets, request.raw_input_contents, strict=True):
-            memory[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
-        rewritten.append(_rewritten(request, answer, region.name, offsets, outputs))
-    return rewritten
+            contents[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
+    region = stack.enter_context((_in_system_memory if kind == "system" else _in_cuda_memory)(client, contents))
+    return [_rewritten(*four) for four in zip(requests, answers, repeat(region), plans, results)]
+
+
+@contextmanager
+def _in_system_memory(client: Client, contents: Array) -> Iterator[str]:
+    """The name of a region with these bytes."""
+    with client.shared_region(contents.nbytes) as region:
+        region.array(contents.shape, np.uint8)[:] = contents
+        yield region.name
+
+
+@contextmanager
+def _in_cuda_memory(client: Client, contents: Array) -> Iterator[str]:
+    driver = cuda_driver()
+    if driver is None or not driver.device_count:
+        raise BenchmarkError("this machine has no CUDA device to share memory of; use --shared-memory system")
+    try:
+        memory, handle = driver.allocate_shared(contents.nbytes, 0)
+        memory.write(0, contents.tobytes())
+    except CudaError as error:
+        raise BenchmarkError(f"no {contents.nbytes} bytes on the CUDA device could be shared: {error}") from error
+    name = f"halfserve-{os.getpid()}-{secrets.token_hex(8)}"
+    client.register_cuda_region(name, handle, contents.nbytes)
+    try:
+        yield name
+    finally:
+        with suppress(ClientError):  # the server may be gone
+            client.unregister_cuda_region(name)
+        del memory  # not before
 
 
 def _rewritten(
@@ -106,7 +141,7 @@ class RequestSettings:
         parameters: of every request.
         version: of the model; empty for the server's choice.
         streaming: over ModelStreamInfer instead of ModelInfer.
-        shared_memory: tensors travel in system shared memory.
+        shared_memory: in which tensors travel; None sends them.
         processes: that send them.
         timeout_s: of the calls that prepare the load.
         tls: for an encrypted connection; None for a plain one.
@@ -121,7 +156,7 @@ class RequestSettings:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     version: str = ""
     streaming: bool = False
-    shared_memory: bool = False
+    shared_memory: SharedMemory | None = None
     processes: int = 1
     timeout_s: float = 30.0
     tls: Tls | None = None
@@ -247,16 +282,14 @@ class LoadTarget:
         self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
         self.versions[model] = answer.model_version
-        if not self._options.shared_memory:
+        kind = self._options.shared_memory
+        if kind is None:
             return requests
         # Other requests may have longer answers than the first.
         sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch size, which is equal in all requests
         varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in plan.metadata.outputs)
         others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
-        return self._shared(requests, [answer, *others])
-
-    def _shared(self, requests: list[ModelInferRequest], answers: list[ModelInferResponse]) -> list[ModelInferRequest]:
-        shared = shared_requests(self.client, requests, answers, self._stack)
+        shared = shared_requests(self.client, requests, [answer, *others], kind, self._stack)
         self.client.infer_message(shared[0])
         return shared
 

@@ -240,6 +240,27 @@ class ClientBase(ABC):
         return self._operation(management.regions())
 
     @ClientMethod
+    def register_cuda_region(self, name: str, handle: bytes, byte_size: int, *, device_id: int = 0) -> ClientOperation[None]:
+        """Let a server on this machine reach memory of this process on a CUDA device, for requests of `infer_message`.
+
+        Args:
+            name: by which requests mean it, in the parameter `shared_memory_region` of a tensor.
+            handle: the 64 bytes of the memory's cudaIpcMemHandle_t.
+            byte_size: of the memory. Keep it until `unregister_cuda_region`.
+            device_id: of the device.
+
+        Raises:
+            Unsupported: the server does not take shared memory, or has no CUDA device.
+            InvalidRequest: the server cannot open the memory.
+        """
+        return self._operation(management.register_cuda_region(name, handle, byte_size, device_id))
+
+    @ClientMethod
+    def unregister_cuda_region(self, name: str) -> ClientOperation[None]:
+        """Undo `register_cuda_region`. An unknown name is no error."""
+        return self._operation(management.unregister_cuda_region(name))
+
+    @ClientMethod
     def models(self, *, only_ready: bool = False) -> ClientOperation[list[pb.RepositoryIndexResponse.ModelIndex]]:
         """The models of the repository, loaded or not: entries with name, version, state and reason."""
         return self._operation(management.models(only_ready=only_ready))

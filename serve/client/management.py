@@ -173,6 +173,15 @@ def unregister_region(name: str) -> Exchange[None]:
     yield UnaryRpc(pb.SystemSharedMemoryUnregisterRequest(name=name))
 
 
+def register_cuda_region(name: str, handle: bytes, byte_size: int, device_id: int) -> Exchange[None]:
+    request = pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=handle, byte_size=byte_size, device_id=device_id)
+    yield UnaryRpc(request, idempotent=False)
+
+
+def unregister_cuda_region(name: str) -> Exchange[None]:
+    yield UnaryRpc(pb.CudaSharedMemoryUnregisterRequest(name=name))
+
+
 def regions() -> Exchange[dict[str, pb.SystemSharedMemoryStatusResponse.RegionStatus]]:
     """Registered regions by name."""
     answer = yield UnaryRpc(pb.SystemSharedMemoryStatusRequest())

@@ -44,6 +44,9 @@ _ARGUMENTS = {
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
     "cuCtxPopCurrent_v2": (ctypes.POINTER(ctypes.c_void_p),),
+    "cuMemAlloc_v2": (ctypes.POINTER(_DEVICE_POINTER), ctypes.c_size_t),
+    "cuMemFree_v2": (_DEVICE_POINTER,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(_IpcHandle), _DEVICE_POINTER),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_DEVICE_POINTER), _IpcHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_DEVICE_POINTER,),
     "cuMemGetAddressRange_v2": (ctypes.POINTER(_DEVICE_POINTER), ctypes.POINTER(ctypes.c_size_t), _DEVICE_POINTER),
@@ -94,7 +97,20 @@ class CudaDriver:
         pointer = _DEVICE_POINTER(0)
         given = _IpcHandle.from_buffer_copy(handle)
         self.call_within(context, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, LAZY_ENABLE_PEER_ACCESS)
-        return SharedDeviceMemory(self, context, pointer.value)
+        return SharedDeviceMemory(self, context, pointer.value, "cuIpcCloseMemHandle")
+
+    def allocate_shared(self, byte_size: int, device_id: int) -> tuple[SharedDeviceMemory, bytes]:
+        """Memory of this process on a device, and the handle by which others open it: the HANDLE_BYTES of a cudaIpcMemHandle_t.
+
+        Raises:
+            CudaError: the device does not have as much left, or is lost.
+        """
+        context = self._context(device_id)
+        pointer, handle = _DEVICE_POINTER(0), _IpcHandle()
+        self.call_within(context, "cuMemAlloc_v2", ctypes.byref(pointer), byte_size)
+        memory = SharedDeviceMemory(self, context, pointer.value, "cuMemFree_v2")
+        self.call_within(context, "cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        return memory, bytes(handle)
 
     def settle_thread(self, device_id: int) -> None:
         """Let this thread use a device while another one records a CUDA graph there.
@@ -169,14 +185,15 @@ class CudaDriver:
 
 
 class SharedDeviceMemory:
-    """Device memory of another process, closed with its last reference, as worker threads may read late. For any thread."""
+    """Device memory that processes share, given up with its last reference, as worker threads may read late. For any thread."""
 
-    __slots__ = ("_context", "_driver", "_pointer")
+    __slots__ = ("_context", "_driver", "_pointer", "_release")
 
-    def __init__(self, driver: CudaDriver, context: ctypes.c_void_p, pointer: int) -> None:
+    def __init__(self, driver: CudaDriver, context: ctypes.c_void_p, pointer: int, release: str) -> None:
         self._driver = driver
         self._context = context
         self._pointer = pointer
+        self._release = release  # the driver's function that gives it up
 
     @property
     def byte_size(self) -> int | None:
@@ -211,7 +228,7 @@ class SharedDeviceMemory:
 
     def __del__(self) -> None:
         with suppress(CudaError):  # the device is lost, and the memory with it
-            self._call("cuIpcCloseMemHandle", self._pointer)
+            self._call(self._release, self._pointer)
 
     def _call(self, name: str, *arguments: Any) -> None:
         self._driver.call_within(self._context, name, *arguments)

@@ -12,8 +12,11 @@ import pytest
 import torch
 import typer
 
-from benchmarks import cuda
+from benchmarks import cuda, cuda_faults
+from benchmarks.converters.cases import cases
 from benchmarks.cuda_device.networks import Network
+from benchmarks.cuda_device.predictions import ONE_ROUNDING, compared
+from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError
 from tests.serve.cuda_emulator.library import make_device
 
@@ -21,27 +24,58 @@ pytestmark = pytest.mark.long
 
 
 def tables(text: str) -> dict[str, list[list[str]]]:
-    """The rows of each table, by the last word of its headings."""
+    """The rows of each table, by the last of its headings; of several alike, by the one before it."""
     found: dict[str, list[list[str]]] = {}
     for block in text.split("\n\n")[1:]:
         headings, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.strip().splitlines()]
         assert all(len(row) == len(headings) for row in rows)
-        found[headings[-1]] = rows
+        found[headings[-1] if headings[-1] not in found else headings[-2]] = rows
     return found
 
 
 def test_all_is_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    cuda.main(device="cpu", models="resnet", sizes="1", seconds=0.2, threads=1, tiny=True)
+    parts = "accuracy,served,limits,lengths,alone,options,memory"
+    cuda.main(device="cpu", models="resnet", only=parts, sizes="1", seconds=0.5, threads=1, tiny=True)
     found = tables(capsys.readouterr().out)
-    assert found.keys() == {"nodes", "graphs' gain", "gain", "p50 ms"}
+    assert found.keys() == {"nodes", "graphs' gain", "gain", "p99 ms", "of alone", "ratio (least to most)"}
     exact, half = found["nodes"]
     assert exact[:4] == ["resnet", "fp32", "fp32", "0.0e+00"]
     assert half[:3] == ["resnet", "fp16", "fp32 (the fp16 model, upcast)"]
     assert all(1e-5 < float(error) < 1e-2 for error in half[3:5]), "of the runtime, and of the simulation"
     assert [row[1:3] for row in found["graphs' gain"]] == [["fp32", "1"], ["fp16", "1"]]
     assert all(row[-2:] == ["-", "-"] for row in found["gain"]), "no memory is locked for the CPU"
-    assert [row[:3] for row in found["p50 ms"]] == [["resnet", "fp32", "1"], ["resnet", "fp16", "1"]]
-    assert all(float(alone) > 0 and float(inside) > 0 for _, _, _, alone, inside, *_ in found["p50 ms"])
+    ways = ["alone", "in process", "gRPC", "system memory"]
+    assert [row[1:4] for row in found["p99 ms"]] == [[file, "1", way] for file in ("fp32", "fp16") for way in ways]
+    assert all(float(row[4]) > 0 for row in found["p99 ms"])
+    assert [row[:3] for row in found["of alone"]] == [["resnet", way, "15"] for way in ways[2:]]
+    lengths = found["ratio (least to most)"]
+    assert [row[:2] for row in lengths] == [[mix, number] for mix in cuda.MIXES for number in ("16", "64")]
+    assert all(float(row[2]) > 0 for row in lengths)
+
+
+def test_predictions_are_compared_with_what_was_found() -> None:
+    (cells,) = cuda.predictions("simple", cuda.Plan(placement=DevicePlacement(use_gpu=False), seconds=1, sizes=(1,)))
+    assert cells[:4] == ("simple", "14", "100.0%", "100.0%")
+    assert cells[-2:] == ("0", "")
+    case = next(case for case in cases("light") if case.name == "light_densenet121")
+    errors = compared(case, "CPUExecutionProvider")
+    assert 1e-5 < errors.found < 1e-2
+    assert errors.ratio == errors.found / max(errors.predicted, ONE_ROUNDING)
+
+
+def test_a_server_answers_again_after_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        cuda_faults.main(device="cpu")
+    assert ended.value.exit_code == 0
+    out = capsys.readouterr().out
+    assert out.count("out of memory: RESOURCE_EXHAUSTED") == out.count("device lost: INTERNAL") == 2
+
+
+def test_the_script_goes_on_after_a_step_that_fails(tmp_path: Path) -> None:
+    script = Path(cuda.__file__).with_name("gpu.sh")
+    ran = subprocess.run([script, tmp_path, "nothing", "nor this"], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "failed: nothing nor this\n")
+    assert (tmp_path / "nor this.txt").read_text() == "there is no step nor this\n"
 
 
 def test_without_a_device_it_says_so_and_measures_nothing(

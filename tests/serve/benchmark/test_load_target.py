@@ -15,7 +15,7 @@ from onnx import helper
 from halfserve import Client, ClientError
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import DATATYPES
-from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError, load_target
 from halfserve.serve.benchmark.level import Load, ServerTotals
 from halfserve.serve.benchmark.load.spec import LoadSpec
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings, host_and_port
@@ -43,7 +43,7 @@ def region_of(target: LoadTarget) -> Path:
 
 
 def test_shared_memory_is_read_written_and_removed(sharing_server: RunningServer) -> None:
-    options = RequestSettings(batch_size=3, shared_memory=True, given={"x": np.ones((3, 64), np.float16)})
+    options = RequestSettings(batch_size=3, shared_memory="system", given={"x": np.ones((3, 64), np.float16)})
     with LoadTarget(sharing_server.address, ["mlp"], options) as target:
         _, request = target.requests[0]
         assert not request.raw_input_contents
@@ -62,7 +62,7 @@ def test_shared_memory_is_read_written_and_removed(sharing_server: RunningServer
 def test_every_answer_has_room_in_shared_memory(sharing_server: RunningServer) -> None:
     texts = np.array([[b"a"], [b"a longer one than the first"]], object)
     shapes = {f"in_{row.wire}": [1] for row in DATATYPES if row.wire not in ("BYTES", "BF16")}
-    options = RequestSettings(shared_memory=True, given={"in_BYTES": texts}, shapes=[shapes])
+    options = RequestSettings(shared_memory="system", given={"in_BYTES": texts}, shapes=[shapes])
     with LoadTarget(sharing_server.address, ["echo_types"], options) as target:
         level = measure(target.bench, Load(concurrency=2), SHORT)
     assert (level.requests, level.tally.messages) == (12, {})
@@ -81,7 +81,7 @@ def test_longer_answers_have_room_without_a_batch_dimension(tmp_path: Path) -> N
     (folder.parent / "config.pbtxt").write_text('name: "found"\nbackend: "onnxruntime"\nmax_batch_size: 0\n')
     with (
         running_server(lambda: load_repository(tmp_path), shared_memory=True) as running,
-        LoadTarget(running.address, ["found"], RequestSettings(shared_memory=True)) as target,
+        LoadTarget(running.address, ["found"], RequestSettings(shared_memory="system")) as target,
     ):
         level = measure(target.bench, Load(concurrency=2), SHORT)
     assert (level.requests, level.tally.messages) == (12, {})
@@ -89,7 +89,13 @@ def test_longer_answers_have_room_without_a_batch_dimension(tmp_path: Path) -> N
 
 def test_a_server_without_shared_memory_is_an_error(server: RunningServer) -> None:
     with pytest.raises(ClientError, match="shared memory is off on this server"):
-        LoadTarget(server.address, ["mlp"], RequestSettings(shared_memory=True))
+        LoadTarget(server.address, ["mlp"], RequestSettings(shared_memory="system"))
+
+
+def test_without_a_device_its_memory_is_an_error(sharing_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_target, "cuda_driver", lambda: None)
+    with pytest.raises(BenchmarkError, match="no CUDA device to share memory of; use --shared-memory system"):
+        LoadTarget(sharing_server.address, ["mlp"], RequestSettings(shared_memory="cuda"))
 
 
 def test_an_encrypted_server_is_loaded_too(repository: Path, tmp_path: Path) -> None:
@@ -122,7 +128,7 @@ def test_all_members_of_a_cluster_that_serve_the_model_are_loaded(repository: Pa
         with pytest.raises(BenchmarkArgumentError, match="no member of the cluster serves 'mlp' and 'picky' together"):
             LoadTarget(running.address, ["mlp", "picky"], together)
         with pytest.raises(BenchmarkArgumentError, match="share no memory"):
-            LoadTarget(running.address, ["mlp"], RequestSettings(shared_memory=True))
+            LoadTarget(running.address, ["mlp"], RequestSettings(shared_memory="system"))
 
 
 def test_several_models_take_turns(server: RunningServer) -> None:

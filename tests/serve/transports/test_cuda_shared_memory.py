@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +17,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.engine.cuda_driver import HANDLE_BYTES
+from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, HANDLE_BYTES
 from halfserve.serve.protocol import shared_memory_regions
 from tests.serve.conftest import load_repository
 from tests.serve.cuda_emulator.library import LIBRARIES, driver_of, library_path
@@ -74,6 +78,27 @@ def test_inputs_and_outputs_on_the_device(client: triton.InferenceServerClient, 
         assert result.get_output("y").parameters["shared_memory_byte_size"].int64_param == 20
         assert list(result.get_response().raw_output_contents) == [b""]
         assert region.read(128, 20) == sent.tobytes()
+
+
+def test_a_benchmark_leaves_its_tensors_on_the_device(
+    library: str, repository: Path, transport: MakeTransport, tmp_path: Path
+) -> None:
+    if library != DRIVER_NAMES[0]:
+        (tmp_path / DRIVER_NAMES[0]).symlink_to(library)
+    load = ("--requests", "20", "--concurrency", "4", "--warmup", "0", "--shared-memory", "cuda", "--json")
+    with running_server(partial(load_repository, repository), transport, shared_memory=True) as server:
+        command = [sys.executable, "-m", "halfserve", "bench", "mlp", "--address", server.address, *load]
+        path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+        ran = subprocess.run(
+            command, env={**os.environ, "LD_LIBRARY_PATH": path}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        (level,) = json.loads(ran.stdout)["levels"]
+        assert (level["requests"], level["errors"]) == (20, 0)
+        with triton.InferenceServerClient(server.address) as client:
+            assert not client.get_cuda_shared_memory_status().regions
+            counted = sum(one.inference_count for one in client.get_inference_statistics("mlp").model_stats)
+        assert counted == 22, "two more before the load: one sent, one in shared memory"
 
 
 def test_status_tells_what_is_registered(client: triton.InferenceServerClient, region: Owner) -> None:
