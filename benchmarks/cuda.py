@@ -222,7 +222,7 @@ def _fastest(network: Network, precision: str, plan: Plan) -> tuple[int, float]:
     return best, rates[best]
 
 
-TABLES = {
+TABLES: dict[str, tuple[str, Callable[[Any, Plan], Iterator[Cells]]]] = {
     "predictions": (
         "ONNX's models | number | within the prediction | within twice | median ratio | 95 % | largest | worst | failed | how",
         predictions,

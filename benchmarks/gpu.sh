@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED=1
 step() {
   case $1 in
     # A test file that needs another package is named, and the others run.
-    tests) timeout 240 python3 -m pytest -m gpu --numprocesses 4 --continue-on-collection-errors -p no:cacheprovider tests ;;
+    tests) timeout 300 python3 -m pytest -m gpu --continue-on-collection-errors -p no:cacheprovider tests ;;
     predictions) timeout 300 python3 -m benchmarks.cuda --only predictions ;;
     served) timeout 400 python3 -m benchmarks.cuda --only accuracy,served,limits,lengths ;;
     faults) timeout 200 python3 -m benchmarks.cuda_faults ;;

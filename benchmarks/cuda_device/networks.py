@@ -86,7 +86,7 @@ class MiniLM(nn.Module):
         mask = attention_mask.float()
         x = self.bert.norm(self.bert.words(input_ids) + self.bert.places[: input_ids.shape[1]])
         hidden = self.bert.encoder(x, src_key_padding_mask=(1 - mask) * MASKED)
-        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return torch.as_tensor((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
 @dataclass(frozen=True, kw_only=True)
