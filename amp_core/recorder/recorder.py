@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -149,22 +149,24 @@ def _keep_functions_captured() -> None:
     """
     global _is_done  # noqa: PLW0603  (torch's module is one per process)
     with _lock:
-        if not _is_done and _CAPTURE in vars(higher_order):
-            setattr(higher_order, _CAPTURE, _unobserved(getattr(higher_order, _CAPTURE)))
+        if not _is_done:
+            # Takes torch's own function by name, and so keeps it: it is recorded.
+            from torch.nn.attention import flex_attention  # noqa: F401, PLC0415  (imports torch._dynamo)
+
+            higher_order.setup_compilation_env = _unobserved(higher_order.setup_compilation_env)
         _is_done = True
 
 
-_CAPTURE = "_hop_compile_and_call"  # not in every version of torch that there is
+def _unobserved(capturing: Callable[[], AbstractContextManager[Any]]) -> Any:
+    @contextmanager
+    def unobserved() -> Iterator[Any]:
+        with ExitStack() as stack:
+            if any(isinstance(mode, RecordingMode) for mode in _get_current_dispatch_mode_stack()):
+                stack.enter_context(_disable_current_modes())
+                stack.enter_context(torch.compiler.set_stance("default"))
+            yield stack.enter_context(capturing())
 
-
-def _unobserved(capture: Callable[..., Any]) -> Callable[..., Any]:
-    def captured(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(mode, RecordingMode) for mode in _get_current_dispatch_mode_stack()):
-            return capture(*args, **kwargs)
-        with _disable_current_modes(), torch.compiler.set_stance("default"):
-            return capture(*args, **kwargs)
-
-    return captured
+    return unobserved
 
 
 def is_compiled(model: nn.Module) -> bool:
