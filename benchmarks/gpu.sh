@@ -17,7 +17,7 @@ mkdir -p "$results" || exit
 if [[ -n ${WHEELS:-} ]]; then
   site=$(mktemp -d)
   python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$WHEELS"/*.whl || exit
-  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+  export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
   python3 setup.py --quiet egg_info || exit
 fi
 export PYTHONUNBUFFERED=1
