@@ -66,7 +66,7 @@ BELOW = {
         "serve.engine",
     },
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
-    "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
+    "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors", "serve.engine.cuda_driver"},
 }
 RAY = "serve/cluster/on_ray"
 # Where torch may be imported at all.
