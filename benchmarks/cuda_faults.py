@@ -131,15 +131,15 @@ def commit(fault: str, server: ServerProcess) -> bool:
 def main(
     device: Annotated[Device, typer.Option(help="Where the models run.")] = "cuda",
 ) -> None:
-    """Commit each fault on a server of one process, and on one of two."""
+    """Commit each fault on a supervised server of one process, and on one of two."""
     placement = "--cpu" if device == "cpu" else "--require-gpu"
     came_back = True
     with tempfile.TemporaryDirectory(prefix="halfserve-faults-") as folder:
         write_models(Path(folder))
         for processes in (1, 2):
             for fault in FAULTS:
+                options = ("--supervise", "--processes", str(processes), "--trust-torch-archives")
                 print(f"\n{processes} process(es)")
-                options = ("--processes", str(processes), "--trust-torch-archives")
                 with server_process(Path(folder), *options, placement=placement) as server:
                     came_back &= commit(fault, server)
                     sys.stderr.write(server.log_text())

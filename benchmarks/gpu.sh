@@ -8,8 +8,8 @@
 # other step. The last line names those that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-results=${1:?benchmarks/gpu.sh RESULTS [STEP ...]: expected the folder for the results}
-shift
+(($#)) || { echo "expected the folder for the results: benchmarks/gpu.sh RESULTS [STEP ...]" >&2 && exit 2; }
+results=$1 && shift
 steps=("$@")
 ((${#steps[@]})) || steps=(tests predictions served faults training checkerboard tuning)
 mkdir -p "$results" || exit

@@ -76,6 +76,8 @@ def test_the_script_goes_on_after_a_step_that_fails(tmp_path: Path) -> None:
     ran = subprocess.run([script, tmp_path, "nothing", "nor this"], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (1, "failed: nothing nor this\n")
     assert (tmp_path / "nor this.txt").read_text() == "there is no step nor this\n"
+    without = subprocess.run([script], capture_output=True, text=True, timeout=60, check=False)
+    assert (without.returncode, without.stderr.count("\n")) == (2, 1)
 
 
 def test_without_a_device_it_says_so_and_measures_nothing(
