@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Errors:
     @property
     def ratio(self) -> float:
         """Of the found error to the predicted one, which is one rounding at least."""
+        if math.isinf(self.predicted):
+            return float(math.isinf(self.found))
         return self.found / max(self.predicted, ONE_ROUNDING)
 
 

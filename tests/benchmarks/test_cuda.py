@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import typer
 from benchmarks import cuda, cuda_faults
 from benchmarks.converters.cases import cases
 from benchmarks.cuda_device.networks import Network
-from benchmarks.cuda_device.predictions import ONE_ROUNDING, compared
+from benchmarks.cuda_device.predictions import ONE_ROUNDING, Errors, compared
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError
 from tests.serve.cuda_emulator.library import make_device
@@ -61,6 +62,7 @@ def test_predictions_are_compared_with_what_was_found() -> None:
     errors = compared(case, "CPUExecutionProvider")
     assert 1e-5 < errors.found < 1e-2
     assert errors.ratio == errors.found / max(errors.predicted, ONE_ROUNDING)
+    assert [Errors(predicted=math.inf, found=found).ratio for found in (math.inf, 0.5)] == [1.0, 0.0]
 
 
 def test_a_server_answers_again_after_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
