@@ -251,6 +251,9 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="Models in a size for tests.")] = False,
 ) -> None:
     """Measure, and print Markdown tables as they are ready."""
+    for given, there_are in ((only, TABLES), (models, BOUNDS_MS)):
+        if unknown := set(given.split(",")) - there_are.keys():
+            raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; expected some of {','.join(there_are)}")
     on_gpu = device == "cuda"
     if on_gpu and not device_count():
         print("this machine has no CUDA device that could be measured; --device cpu tries the program out", file=sys.stderr)

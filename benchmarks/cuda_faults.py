@@ -4,7 +4,8 @@
     python -m benchmarks.cuda_faults --device cpu    # the same program anywhere; nothing is lost there
 
 Each fault is one request, while clients ask another model of the same server. Prints what the request was answered with, how
-many others failed meanwhile, and when both models answered right again. Exits with 1 if they did not within a minute.
+many others failed meanwhile, and when both models answered right again. Exits with 1 if they did not within a minute, or if any
+answer was wrong.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def write_models(repository: Path) -> None:
 
 
 def commit(fault: str, server: ServerProcess) -> bool:
-    """Cause a fault and print what came of it; whether the server came back."""
+    """Cause a fault and print what came of it; whether the server came back, and gave no wrong answer."""
     model, name, bad, good = FAULTS[fault]
     bystanders = Bystanders(server.address)
     threads = [threading.Thread(target=bystanders.ask) for _ in range(4)]
@@ -125,7 +126,7 @@ def commit(fault: str, server: ServerProcess) -> bool:
         thread.join()
     seen = ", ".join(f"{count} {status}" for status, count in sorted(bystanders.answers.items()))
     print(f"{fault}: {answer}\n    then the model: {right} after {took:.2f} s; the other model: {others} ({seen})", flush=True)
-    return right == others == "OK"
+    return right == others == "OK" and not bystanders.answers["wrong"]
 
 
 def main(

@@ -59,6 +59,8 @@ def lengths_of(mix: str, random: np.random.Generator) -> list[int]:
 
 def write_ways(model: Path, repository: Path) -> PaddingRule:
     """The model's folder under both names, its versions as links, and its padding."""
+    if not (model / "config.pbtxt").is_file():
+        raise typer.BadParameter(f"{model} has no config.pbtxt; expected a model's folder of a repository")
     config = text_format.Parse((model / "config.pbtxt").read_text(), ModelConfig())
     if KEY not in config.parameters:
         raise typer.BadParameter(f"{model} has no parameter {KEY!r}; export it again, or add it")

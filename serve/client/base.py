@@ -251,13 +251,13 @@ class ClientBase(ABC):
 
         Raises:
             Unsupported: the server does not take shared memory, or has no CUDA device.
-            InvalidRequest: the server cannot open the memory.
+            InvalidRequest: an argument is of another type, or the server cannot open the memory.
         """
         return self._operation(management.register_cuda_region(name, handle, byte_size, device_id))
 
     @ClientMethod
     def unregister_cuda_region(self, name: str) -> ClientOperation[None]:
-        """Undo `register_cuda_region`. An unknown name is no error."""
+        """Undo `register_cuda_region`. An unknown name is no error; an empty one means all regions, those of others too."""
         return self._operation(management.unregister_cuda_region(name))
 
     @ClientMethod

@@ -174,7 +174,13 @@ def unregister_region(name: str) -> Exchange[None]:
 
 
 def register_cuda_region(name: str, handle: bytes, byte_size: int, device_id: int) -> Exchange[None]:
-    request = pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=handle, byte_size=byte_size, device_id=device_id)
+    try:
+        request = pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=handle, byte_size=byte_size, device_id=device_id)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"no CUDA region can be registered with that: {error}; expected a name, the 64 bytes of a cudaIpcMemHandle_t, and "
+            "whole numbers"
+        ) from None
     yield UnaryRpc(request, idempotent=False)
 
 

@@ -94,6 +94,12 @@ def test_without_a_device_it_says_so_and_measures_nothing(
     assert "no CUDA device" in err
 
 
+@pytest.mark.parametrize(("models", "only"), [("resnet,vgg", "served"), ("resnet", "served,nothing")])
+def test_what_there_is_not_is_named(models: str, only: str) -> None:
+    with pytest.raises(typer.BadParameter, match="there is no (vgg|nothing); expected some of "):
+        cuda.main(device="cpu", models=models, only=only)
+
+
 def test_what_fails_costs_no_other_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Network, __: cuda.Plan) -> Iterator[tuple[str, ...]]:
         yield "resnet", "fp32"

@@ -34,3 +34,5 @@ def test_a_model_without_padding_is_refused(tmp_path: Path) -> None:
     save_masked_mean(tmp_path / "models" / "mean", parameters={})
     with pytest.raises(typer.BadParameter, match="has no parameter 'halfserve.padding'; export it again, or add it"):
         main(tmp_path / "models" / "mean")
+    with pytest.raises(typer.BadParameter, match="has no config.pbtxt; expected a model's folder of a repository"):
+        main(tmp_path / "models")

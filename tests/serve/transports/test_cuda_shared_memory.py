@@ -17,6 +17,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from halfserve import Client
+from halfserve.serve.client.errors import InvalidRequest
 from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, HANDLE_BYTES
 from halfserve.serve.protocol import shared_memory_regions
 from tests.serve.conftest import load_repository
@@ -99,6 +101,27 @@ def test_a_benchmark_leaves_its_tensors_on_the_device(
             assert not client.get_cuda_shared_memory_status().regions
             counted = sum(one.inference_count for one in client.get_inference_statistics("mlp").model_stats)
         assert counted == 22, "two more before the load: one sent, one in shared memory"
+
+
+def test_our_client_registers_memory_and_says_what_is_wrong_with_it(
+    library: str, repository: Path, transport: MakeTransport
+) -> None:
+    with (
+        owner(library, SIZE) as memory,
+        running_server(partial(load_repository, repository), transport, shared_memory=True) as server,
+        Client(server.address) as client,
+        triton.InferenceServerClient(server.address) as other,
+    ):
+        client.register_cuda_region(NAME, memory.handle, SIZE)
+        assert list(other.get_cuda_shared_memory_status().regions) == [NAME]
+        client.unregister_cuda_region(NAME)
+        client.unregister_cuda_region(NAME)
+        assert not other.get_cuda_shared_memory_status().regions
+        for name, handle, size in ((NAME, "text", SIZE), (NAME, memory.handle, -1), (7, memory.handle, SIZE)):
+            with pytest.raises(InvalidRequest, match="expected a name, the 64 bytes of a cudaIpcMemHandle_t"):
+                client.register_cuda_region(name, handle, size)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="raw_handle of 3 bytes"):
+            client.register_cuda_region(NAME, b"abc", SIZE)
 
 
 def test_status_tells_what_is_registered(client: triton.InferenceServerClient, region: Owner) -> None:
