@@ -23,7 +23,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 Array = np.ndarray[Any, Any]
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 HALFSERVE = [sys.executable, "-m", "halfserve"]
 
 
@@ -32,8 +32,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """The folder of a demo that trained for a few epochs, and what it printed."""
     out = tmp_path_factory.mktemp("demo")
     options = ["--out", str(out), "--epochs", "4", "--seconds", "0.2", "--concurrency", "1,4", "--json"]
-    done = subprocess.run([*HALFSERVE, "demo", *options], capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
+    # Its standard error goes to pytest's, which shows it where the demo fails or runs out of time.
+    done = subprocess.run([*HALFSERVE, "demo", *options], stdout=subprocess.PIPE, text=True, check=True)
     return out, json.loads(done.stdout)
 
 
