@@ -38,6 +38,7 @@ class Attack:
         name: for the table and the command line.
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
+        save_models: writes the models that the attack needs into a repository, beside those of the client; None needs no others.
         asks_for_tokens: whether the server does; the attacker has none either way.
         server_options: more of them for `halfserve serve`.
         max_files: that the server may open; None leaves it as it is here.
@@ -47,6 +48,7 @@ class Attack:
 
     name: str
     run: Callable[[str, str, float], str]
+    save_models: Callable[[Path], None] | None = None
     asks_for_tokens: bool = True
     server_options: Sequence[str] = ()
     max_files: int | None = None
@@ -88,6 +90,8 @@ def measure(attack: Attack, seconds: float) -> Outcome:
     options = list(attack.server_options)
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder) / "models")
+        if attack.save_models is not None:
+            attack.save_models(Path(folder) / "models")
         tokens = Path(folder) / "tokens.txt"
         tokens.write_text(f"{line}\n")
         options = [*POLL, *attack.server_options]
