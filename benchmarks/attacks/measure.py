@@ -38,7 +38,7 @@ class Attack:
         name: for the table and the command line.
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
-        save_models: writes the models that the attack needs into a repository, beside those of the client; None needs no others.
+        save_models: writes the models that the attack needs into a repository, beside those of the client.
         asks_for_tokens: whether the server does; the attacker has none either way.
         server_options: more of them for `halfserve serve`.
         max_files: that the server may open; None leaves it as it is here.
