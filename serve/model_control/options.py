@@ -32,7 +32,7 @@ class ControlOptions:
         keep_going: start although some models cannot be served.
         uploads: whether load requests may bring model files.
         warm_up_budget_s: seconds for trying out all batch sizes of one model version; the check of batch invariance may take as
-            many again.
+            many again, and so may the proof that the version may be padded.
         load_limit_s: seconds for loading one model version and trying it out.
         lame_duck_s: seconds after SIGTERM in which the server is not ready and still takes requests, so that load balancers
             notice before clients do.

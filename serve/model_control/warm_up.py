@@ -51,6 +51,7 @@ class WarmUpRequest:
         inputs: by name, in the shapes that clients use.
         times: to run it.
         binding: the model must answer it to be served; not so where sizes had to be guessed.
+        from_files: names of the inputs whose values are given in files, and not zeros or random numbers of a given shape.
     """
 
     what: str
@@ -58,6 +59,7 @@ class WarmUpRequest:
     inputs: Mapping[str, Array]
     times: int = 1
     binding: bool = True
+    from_files: frozenset[str] = frozenset()
 
     def row_bytes(self, name: str) -> int:
         return self.inputs[name].nbytes // self.rows
@@ -180,7 +182,9 @@ def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
     for spec in version.interface.inputs:
         row = _row(spec, warm_up.inputs[spec.name], declared, f"{where} input {spec.name!r}", batched=batched)
         inputs[spec.name] = np.repeat(row[None], rows, axis=0) if batched else row
-    return WarmUpRequest(what=f"model_warmup {warm_up.name!r}", rows=rows, inputs=inputs, times=max(1, warm_up.count))
+    from_files = frozenset(name for name, given in warm_up.inputs.items() if given.HasField("input_data_file"))
+    what, times = f"model_warmup {warm_up.name!r}", max(1, warm_up.count)
+    return WarmUpRequest(what=what, rows=rows, inputs=inputs, times=times, from_files=from_files)
 
 
 def _row(spec: TensorSpec, given: Any, declared: DeclaredConfig, where: str, *, batched: bool) -> Array:
