@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -58,49 +59,66 @@ def _widest(name: str, device_type: str) -> Callable[..., Any]:
     return kernel
 
 
-# torch passes a float32 LSTM to oneDNN, which casts it to the region's dtype. torch checks whether oneDNN supports the layer's
-# dtype, but not the region's: "could not create a primitive descriptor" on CPUs without float16 instructions, or, for bfloat16,
-# without AVX-512. There the layer computes in float32 here, and returns the region's dtype, as on CPUs with the instructions.
+# torch passes a float32 LSTM to oneDNN, which casts it to the region's dtype even where oneDNN has no such layer: "could not
+# create a primitive descriptor". Which layers it has depends on the processor and on whether gradients are needed: float16 for
+# inference only, with AVX512-FP16; bfloat16 from AVX-512 on. So oneDNN itself is asked, once for each case. A layer that it
+# does not have computes in float32 here, and returns the region's dtype.
 
 _OURS = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
-LOW = (torch.float16, torch.bfloat16)
-CASTABLE = {*LOW, torch.float32}
 _lstm_lock = threading.Lock()
 _lstm_library: Any = None
 
 
 def repair_lstm() -> None:
-    """Replace torch's kernel for CPU LSTMs, once, unless oneDNN supports both low dtypes here or is missing."""
+    """Replace torch's kernel for CPU LSTMs, once per process, unless oneDNN is missing."""
     global _lstm_library  # noqa: PLW0603  (registrations are one set per process)
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if _lstm_library is not None or not has_onednn or all(map(_computes, LOW)):
+    if _lstm_library is not None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     with _lstm_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         if _lstm_library is None:
+            torchs = torch.library.get_kernel("aten::mkldnn_rnn_layer", "AutocastCPU")
             library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            library.impl("mkldnn_rnn_layer", _layer, "AutocastCPU")  # type: ignore[no-untyped-call]
+            library.impl("mkldnn_rnn_layer", _layer_kernel(torchs), "AutocastCPU", with_keyset=True)  # type: ignore[no-untyped-call]
             _lstm_library = library
 
 
+def _layer_kernel(torchs: Any) -> Callable[..., Any]:
+    @untraced
+    def kernel(keyset: Any, *args: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        # torch takes the kernel for training wherever gradients are enabled, also if no tensor requires one.
+        if has_lstm(dtype, torch.is_grad_enabled()):
+            return torchs.call_boxed(keyset, *args)
+        with _C._ExcludeDispatchKeyGuard(_OURS):  # noqa: SLF001  (no public form; torch's own casts use it)
+            in_full = cast_all(args, "cpu", torch.float32)
+            output, hidden, cell, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*in_full)
+        return output.to(dtype), hidden.to(dtype), cell.to(dtype), workspace
+
+    return kernel
+
+
 @functools.cache
-def _computes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in a dtype of `LOW` on this CPU."""
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())  # no public way to ask
+def has_lstm(dtype: torch.dtype, trains: bool) -> bool:
+    """Whether oneDNN has LSTMs of a dtype on this processor, with gradients if `trains`, and else without."""
+    # A thread of its own has none of the modes that the caller may be in: fake tensors, transforms, autocast.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_runs_lstm, dtype, trains).result()
 
 
-@untraced
-def _layer(*args: Any) -> tuple[torch.Tensor, ...]:
-    dtype = torch.get_autocast_dtype("cpu")
-    computed = dtype if _computes(dtype) else torch.float32
-    with _C._ExcludeDispatchKeyGuard(_OURS):  # noqa: SLF001  (no public form; torch's own casts use it)
-        output, hidden, cell, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*(_cast(arg, computed) for arg in args))
-    return output.to(dtype), hidden.to(dtype), cell.to(dtype), workspace
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in CASTABLE and value.is_cpu else value
+def _runs_lstm(dtype: torch.dtype, trains: bool) -> bool:
+    size, mode_of_lstms = 8, 2
+    x = torch.zeros(1, 1, size, dtype=dtype, requires_grad=trains)
+    state, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((1, size), (4 * size, size), (4 * size,)))
+    settings: tuple[Any, ...] = (False, [], mode_of_lstms, size, 1, True, False, False, trains)
+    try:
+        with torch.set_grad_enabled(trains):
+            output, *_ = torch.ops.aten.mkldnn_rnn_layer(x, weight, weight, bias, bias, state, state, *settings)
+            if trains:
+                torch.autograd.grad(output.sum(), x)
+    except RuntimeError:
+        return False
+    return True
 
 
 # torch keeps a weight's low-precision copy until the region ends, even if the weight changes. Optimizers report their steps
