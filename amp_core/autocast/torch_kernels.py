@@ -122,11 +122,14 @@ def _runs_lstm(dtype: torch.dtype, trains: bool) -> bool:
 
 
 # torch keeps a weight's low-precision copy until the region ends, even if the weight changes. Optimizers report their steps
-# (see `region`); averaged or loaded weights arrive through `copy_`. torch has no kernel for `copy_` at the autocast keys, so a
-# kernel there sees every copy inside a region, at a cost of 2 us each. A weight that is written through `.data` looks like any
-# other tensor, so any copy into a float32 tensor empties the cache.
+# (see `region`); averaged or loaded weights arrive through `copy_`, a number that is assigned to a whole weight through
+# `fill_`. torch has no kernels for these at the autocast keys, so a kernel there sees every call inside a region, at a cost of
+# 3 us each. A weight that is written through `.data` looks like any other tensor, so any such write to a float32 tensor empties
+# the cache. But the copies that torch's operations make into tensors of their own, below autograd, leave it alone: a weight
+# that is used before and after one would be cast twice, and its gradients rounded in another order than torch's.
 
-_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default, torch.ops.aten.fill_.Tensor)
+_AUTOGRAD = _C.DispatchKey.AutogradFunctionality
 _writes_lock = threading.Lock()
 _watched: set[str] = set()
 _writes_library: Any = None
@@ -143,23 +146,25 @@ def watch_weight_writes(device_type: str) -> None:
         for write in _WRITES:
             # Straight to the dispatcher: Library.impl would warn about overriding a kernel that does not exist.
             name = qualified_name(write).removeprefix("aten::")
-            _writes_library.m.impl(name, autocast_key(device_type), _copy_kernel(write, device_type), True)
+            _writes_library.m.impl(name, autocast_key(device_type), _write_kernel(write, device_type), True)
         _watched.add(device_type)
 
 
-def _copy_kernel(write: Any, device_type: str) -> Callable[..., Any]:
+def _write_kernel(write: Any, device_type: str) -> Callable[..., Any]:
     key = torch._C._dispatch_key_parse(autocast_key(device_type))  # noqa: SLF001  (dispatch keys have no public face)
     below, this_key = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)  # noqa: SLF001  (see above)
 
     @untraced
-    def kernel(keyset: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
-        first = target[0] if isinstance(target, list) else target
-        if first.dtype is torch.float32:
-            torch.clear_autocast_cache()
+    def kernel(keyset: Any, target: Any, source: Any, *flags: Any) -> Any:
+        # In inference mode nothing passes autograd, so that a user's write looks like an operation's copy.
+        if keyset.has(_AUTOGRAD) or torch.is_inference_mode_enabled():
+            first = target[0] if isinstance(target, list) else target
+            if first.dtype is torch.float32:
+                torch.clear_autocast_cache()
         if isinstance(source, (torch.Tensor, list)):
-            return write.redispatch(keyset & below, target, source, non_blocking)
+            return write.redispatch(keyset & below, target, source, *flags)
         # A redispatch does not accept a number in place of a 0-dimensional tensor.
         with torch._C._ExcludeDispatchKeyGuard(this_key):  # noqa: SLF001  (no public form; torch's own casts use it)
-            return write(target, source, non_blocking)
+            return write(target, source, *flags)
 
     return kernel

@@ -295,6 +295,11 @@ def by_copy(layer: nn.Linear, new: Tensor) -> None:
         layer.weight.copy_(new)
 
 
+def by_copy_in_inference_mode(layer: nn.Linear, new: Tensor) -> None:
+    with torch.inference_mode():
+        layer.weight.copy_(new)
+
+
 def by_data(layer: nn.Linear, new: Tensor) -> None:
     layer.weight.data.copy_(new)
 
@@ -313,7 +318,7 @@ def by_a_number(layer: nn.Linear, new: Tensor) -> None:
         layer.weight[:] = new[0, 0].item()
 
 
-WRITES = [by_copy, by_data, by_foreach, by_state_dict, by_a_number]
+WRITES = [by_copy, by_copy_in_inference_mode, by_data, by_foreach, by_state_dict, by_a_number]
 
 
 def outputs_before_and_after(region: Any, write: Callable[[nn.Linear, Tensor], None]) -> tuple[float, float]:
@@ -343,6 +348,8 @@ def test_a_weight_used_twice_is_still_cast_once() -> None:
     with autocast("cpu", torch.bfloat16):
         first = cast_of_weight(layer(x))
         x.bfloat16()  # a copy, but into no float32 tensor
+        x.bfloat16().float()  # a copy of an operation's, into a tensor of its own
+        x.clone().add_(x.bfloat16())
         assert cast_of_weight(layer(x)) is first
 
 
