@@ -269,8 +269,8 @@ class RepositoryCopy:
 
 
 def _is_plain(part: str) -> bool:
-    """Whether it may be a file's name here. Hidden ones are unfinished, or no part of a repository."""
-    return bool(part) and not part.startswith(".") and not set(part) & {"\0", "\\", os.sep}
+    """Whether it may be a file's name here, and in a line. Hidden ones are unfinished, or no part of a repository."""
+    return part.isprintable() and part[:1] not in {"", "."} and not set(part) & {"\\", os.sep}
 
 
 def _is_version(part: str) -> bool:

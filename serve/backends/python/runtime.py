@@ -150,7 +150,7 @@ def _called(child: ChildProcess, path: Path, header: dict[str, Any]) -> tuple[Ma
 
 def _refused(path: Path, error: ChildFailedError | InstanceLostError) -> ModelLoadError:
     if isinstance(error, ChildFailedError) and error.trace:
-        logger.error("%s: %s\n%s", path, error, error.trace)
+        logger.error("%s: %s", path, error, extra={"trace": error.trace})
     return ModelLoadError(f"{path}: {error}")
 
 

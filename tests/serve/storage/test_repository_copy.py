@@ -81,6 +81,7 @@ def test_the_versions_that_the_policy_selects_are_copied(memory: MemoryStore, op
     memory.put("models/both/1/fp32/model.onnx", b"")
     memory.put("models/m/initial_state/zero", b"0")
     memory.put("models/m/.hidden/x", b"x")
+    memory.put("models/m\n\x1b[2J/1/model.onnx", b"a name that no line can show")
     memory.put("models/README.md", b"of no model")
     copy = open_copy("memory://bucket/models")
     assert copy.update() == {}
