@@ -15,6 +15,9 @@ import time
 from enum import StrEnum
 from typing import TextIO
 
+from halfserve.serve.engine.errors import cut
+
+MAX_TEXT = 16_384  # characters of a message, and of a traceback; of longer ones the middle is left out
 PIECE = 1024  # characters of at most four bytes: a pipe that polls as writable takes 4096 bytes at once
 # Line ends, what terminals take for orders, and what changes the direction of writing.
 CONTROLS = (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
@@ -53,14 +56,19 @@ class TextFormatter(logging.Formatter):
         self._prefix = "" if process is None else f"[{process}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        message, *trace = record.getMessage().rstrip(), *filter(None, _trace(self, record).split("\n"))
+        message, *trace = _message(record).rstrip(), *filter(None, _trace(self, record).split("\n"))
         lines = [f"{time_stamp(record.created)} {record.levelname} {message}", *(f"  {line}" for line in trace)]
         return "\n".join([self._prefix + line.translate(ESCAPES) for line in lines])
 
 
+def _message(record: logging.LogRecord) -> str:
+    return cut(record.getMessage(), MAX_TEXT)
+
+
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     """The traceback of a record: of its exception, or that of another process in its `extra`, `trace`."""
-    return formatter.formatException(record.exc_info) if record.exc_info else str(vars(record).get("trace", ""))
+    trace = formatter.formatException(record.exc_info) if record.exc_info else str(vars(record).get("trace", ""))
+    return cut(trace, MAX_TEXT)
 
 
 class JsonFormatter(logging.Formatter):
@@ -80,7 +88,7 @@ class JsonFormatter(logging.Formatter):
             "time": time_stamp(record.created),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if self._process is not None:
             content["process"] = self._process

@@ -119,6 +119,14 @@ def test_a_traceback_stays_on_its_json_line() -> None:
     assert json.loads(line)["exception"] == "of another\nprocess"
 
 
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
+def test_of_long_texts_the_middle_is_left_out(formatter: logging.Formatter) -> None:
+    line = formatter.format(record("failed: %s", "x" * 10_000_000, trace=f"Traceback:\n{'y' * 10_000_000}\nthe end"))
+    assert re.search(r"failed: x+ \.\.\. \(99\d+ characters left out\) \.\.\. x+", line) is not None
+    assert re.search(r"y+ \.\.\. \(99\d+ characters left out\) \.\.\. y+.*the end", line, re.DOTALL) is not None
+    assert len(line) < 40_000
+
+
 @pytest.mark.long
 def test_a_server_and_its_supervisor_log_in_json_alone(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
