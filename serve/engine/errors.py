@@ -148,6 +148,15 @@ class OutOfMemoryError(InferenceError):
         super().__init__("the server's memory does not suffice for this request; try again later, or send smaller tensors")
 
 
+def reworded(error: InferenceError, text: str) -> InferenceError:
+    """An error of the same class, with the same attributes and another text."""
+    ours = type(error).__new__(type(error))
+    ours.__dict__.update(error.__dict__)
+    ours.args = (cut(text, MAX_TEXT),)
+    ours.__cause__ = error
+    return ours
+
+
 class ModelLoadError(Exception):
     """A model, its configuration or the repository cannot be used; the text names the file and what to do."""
 
