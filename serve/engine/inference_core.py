@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from halfserve.serve.engine.backend import CPU_PROVIDERS
@@ -12,6 +13,7 @@ from halfserve.serve.engine.batcher import LoopOccupancy
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
@@ -163,6 +165,10 @@ class InferenceCore:
                     state, reason = VersionState.UNLOADING, "the server is shutting down"
                 statuses.append(VersionStatus(name=name, version=version, state=state, reason=reason))
         return in_order(statuses)
+
+    def hides_steps(self, model: Model) -> bool:  # noqa: ARG002  (a restricted core has some to hide)
+        """Whether the models that an ensemble is made of are secret to who asks here."""
+        return False
 
     def submit(self, model: Model, request: InferRequest) -> None:
         """Queue a request.
@@ -352,10 +358,19 @@ class RestrictedCore(InferenceCore):
         return super().is_model_ready(name, version)
 
     def index(self) -> list[VersionStatus]:
-        return [status for status in self._core.index() if self._may_see(status.name)]
+        seen = [status for status in self._core.index() if self._may_see(status.name)]
+        return [replace(one, reason=without_names(one.reason, self._may_see)) for one in seen]
+
+    def hides_steps(self, model: Model) -> bool:
+        return hides_steps(model, self._may_see)
 
     def submit(self, model: Model, request: InferRequest) -> None:
-        self._core.submit(model, request)
+        if not self.hides_steps(model):
+            self._core.submit(model, request)
+            return
+        hide_names(request, self._may_see)
+        with names_hidden(self._may_see):
+            self._core.submit(model, request)
 
     def wait_for(self, task: asyncio.Task[None]) -> None:
         self._core.wait_for(task)
@@ -363,7 +378,8 @@ class RestrictedCore(InferenceCore):
     async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         if not self._may_see(name):
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-        await self._core.load(name, config, files)
+        with names_hidden(self._may_see):
+            await self._core.load(name, config, files)
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         if not self._may_see(name):

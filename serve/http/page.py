@@ -133,6 +133,8 @@ class PageState:
             if model is not None:
                 certificate = certificates.get(model)
                 content |= _model(model)
+                if self._core.hides_steps(model):
+                    content["steps"] = []
                 content["certificate"] = None if certificate is None else summary(certificate)
                 # All models end at the same time: later samples are for the next call.
                 content["samples"] = [s for s in self._history.of(model, since_s) if s.time_s <= now_s]

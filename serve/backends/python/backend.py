@@ -172,8 +172,8 @@ class PythonBackend(RequestBackend):
         try:
             reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
         except ChildFailedError as error:
-            about = {"model": self._model.label}
-            logger.error("%s: execute failed: %s\n%s", self._model.label, error, error.trace, extra=about)  # noqa: TRY400  (the trace is the child's)
+            about = {"model": self._model.label, "trace": error.trace}
+            logger.error("%s: execute failed: %s", self._model.label, error, extra=about)  # noqa: TRY400  (the trace is the child's)
             if self._model.is_decoupled:
                 return [None] * len(numbered)  # the process has sent the error as each one's final response
             return [BackendError(f"model {self._model.name!r} failed on this request: {error}")] * len(numbered)
@@ -253,8 +253,8 @@ class PythonBackend(RequestBackend):
         try:
             self._runner.call({"k": "finalize"})
         except ChildFailedError as error:
-            about = {"model": self._model.label}
-            logger.error("%s: %s\n%s", self._model.label, error, error.trace, extra=about)  # noqa: TRY400  (the trace is the child's)
+            about = {"model": self._model.label, "trace": error.trace}
+            logger.error("%s: %s", self._model.label, error, extra=about)  # noqa: TRY400  (the trace is the child's)
         except InstanceLostError:
             about = {"model": self._model.label}
             logger.warning("%s: its process has ended before the model could finalize", self._model.label, extra=about)

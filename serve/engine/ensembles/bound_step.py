@@ -9,7 +9,7 @@ from typing import Final
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.ensembles.fit import TensorSource
 from halfserve.serve.engine.ensembles.graph import EnsembleStep
-from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, reworded
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
@@ -224,8 +224,4 @@ def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:
 
 def named(error: InferenceError, label: str) -> InferenceError:
     """A step's error as the ensemble's: of the same class, and its text names the step."""
-    ours = type(error).__new__(type(error))
-    ours.__dict__.update(error.__dict__)
-    ours.args = (f"{label}: {error}",)
-    ours.__cause__ = error
-    return ours
+    return reworded(error, f"{label}: {error}")

@@ -81,12 +81,14 @@ class Ensemble:
 
     @property
     def precision(self) -> str:
-        """The steps' precisions: one where all have the same, otherwise by model."""
-        models = self._models()
-        found = {model.precision for model in models}
-        if len(found) == 1:
-            return found.pop()
-        return ", ".join(dict.fromkeys(f"{model.name}: {model.precision}" for model in models))
+        """The steps' precisions, each once."""
+        return ", ".join(dict.fromkeys(model.precision for model in self._models()))
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names of the steps' models, and of those that ensembles among these are made of."""
+        below = (model.composition.models for model in self._models() if model.composition is not None)
+        return frozenset(step.model for step in self.graph.steps).union(*below)
 
     @property
     def parts(self) -> list[str]:

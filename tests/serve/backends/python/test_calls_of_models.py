@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
+from halfserve.serve.observability.exposition import exposition
 from tests.models import save_mlp
 from tests.serve.backends.python.python_models import X_TO_Y, save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
@@ -160,3 +162,27 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
         ("_sum", {}, 5.5),
         ("_count", {}, 2),
     ]
+
+
+def test_metrics_that_prometheus_cannot_read_are_refused(tmp_path: Path) -> None:
+    code = r"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            histogram = pb_utils.MetricFamily("seconds", "Seconds", pb_utils.MetricFamily.HISTOGRAM)
+            gauge = pb_utils.MetricFamily("depth", 'a "text"\n# TYPE \ud800', pb_utils.MetricFamily.GAUGE)
+            refused = 0
+            for name in ("", "a b", 'a="1"} 1\n# ', "1st", "über", "__name__", "le"):
+                try:
+                    family, buckets = (histogram, [1.0]) if name == "le" else (gauge, None)
+                    family.Metric({name: "value"}, buckets)
+                except pb_utils.TritonModelException as error:
+                    refused += repr(name) in str(error)
+            gauge.Metric({"model": 'a\n"b" \\ \ud800'}).set(3)
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([refused], np.float32))])]
+    """
+    save_python_model(tmp_path, "measures", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "measures", np.ones(1, np.float32)) == [7]
+        text, _ = server.run(exposition(server.core))
+    (depth,) = [family for family in text_string_to_metric_families(text.decode()) if family.name == "depth"]
+    assert [(one.labels, one.value) for one in depth.samples] == [({"model": 'a\n"b" \\ ?'}, 3)]
