@@ -19,7 +19,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.http.error_forms import InputError
 from halfserve.serve.http.inference import inference_entry
 from halfserve.serve.http.options import HttpLimits
-from halfserve.serve.http.request_body import BodyReader
+from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
 from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import Content, Text, read_content, text_field
@@ -111,23 +111,27 @@ class TextEndpoint:
             InferenceError: a text is wrong, or a row was refused or failed.
             ClientDisconnect: the client has gone.
         """
+        memory = memory_held(request)
+        of_texts = memory.share.size
         for is_last in (False, True):
             try:
-                rows = await self._tokenized(request, model, tokenize, characters)
+                loaded, rows = await self._tokenized(request, model, tokenize, characters)
                 at_once = max(LEAST_AT_ONCE, 4 * model.max_batch_size)
                 entry = inference_entry(self._service, request)
-                messages = await RowRequests(entry, rows, at_once, time_left_s(request)).gather(request)
+                requests = RowRequests(entry, loaded, rows, at_once, memory, time_left_s(request))
+                messages = await requests.gather(request)
                 break
             except NotFoundError:
                 now = self.core.model(model.name)
                 if is_last or now is model:
                     raise
                 model = now
+                memory.share.resize(of_texts)
         size = sum(map(len, messages))
         vectors = await self.apart(size, lambda: [vector_of(message, model.name) for message in messages])
         if len({len(vector) for vector in vectors}) > 1:
             raise BackendError(f"model {model.name!r} answers with vectors of different sizes, expected one for each text")
-        return vectors, [row.count for row in rows], model
+        return vectors, [len(row.ids) for row in rows], model
 
     async def of_texts(
         self, request: Request, model: Model, texts: Sequence[Text], param: str, *, truncate: bool
@@ -158,10 +162,14 @@ class TextEndpoint:
         self.core.figures.refuse(error)
         inference_entry(self._service, request).failed(ModelInferRequest(model_name=name).SerializeToString(), error)
 
-    async def _tokenized(self, request: Request, model: Model, tokenize: Tokenize, characters: int) -> list[TokenRow]:
+    async def _tokenized(
+        self, request: Request, model: Model, tokenize: Tokenize, characters: int
+    ) -> tuple[TextModel, list[TokenRow]]:
         try:
             loaded = await self.models.of(model)
-            return await self.models.tokenized(characters, lambda: tokenize(loaded))
+            rows = await self.models.tokenized(characters, lambda: tokenize(loaded))
+            memory_held(request).grow(sum(row.nbytes for row in rows))
+            return loaded, rows
         except InferenceError as error:
             self.refuse(request, model.name, error)
             raise

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.varint import encoded_varint
@@ -43,11 +44,9 @@ CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, b
 TOGETHER: Final = 64  # texts tokenized at once: their encodings hold 100 bytes a token
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
 RAW_ENTRY: Final = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
-_PARTS: Final[dict[str, Callable[[Any], list[int]]]] = {
-    "input_ids": lambda encoding: encoding.ids,
-    "attention_mask": lambda encoding: encoding.attention_mask,
-    "token_type_ids": lambda encoding: encoding.type_ids,
-}
+IDS, MASK, TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
+INPUTS: Final = (IDS, MASK, TYPE_IDS)
+ROW_BYTES: Final = 256  # of the objects of a row
 
 
 def task_of(model: Model) -> str:
@@ -63,15 +62,20 @@ def labels_of(model: Model, count: int) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """The tokens of one text.
+    """The tokens of one text, special ones included, padding not.
 
     Attributes:
-        count: of tokens, special ones included, padding not.
-        message: a serialized ModelInferRequest of one row.
+        ids: int32 (tokens,).
+        type_ids: int32 (tokens,); None where all are 0.
     """
 
-    count: int
-    message: bytes
+    ids: NDArray[np.int32]
+    type_ids: NDArray[np.int32] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return ROW_BYTES + self.ids.nbytes + (0 if self.type_ids is None else self.type_ids.nbytes)
 
 
 class TextModel:
@@ -90,27 +94,27 @@ class TextModel:
         Raises:
             ModelLoadError: the model has other inputs than tokens.
         """
-        strange = sorted(model.inputs.keys() - _PARTS.keys())
-        if strange or "input_ids" not in model.inputs:
-            raise ModelLoadError(f"its inputs are {', '.join(model.inputs)}; expected input_ids and of {', '.join(_PARTS)}")
+        strange = sorted(model.inputs.keys() - set(INPUTS))
+        if strange or IDS not in model.inputs:
+            raise ModelLoadError(f"its inputs are {', '.join(model.inputs)}; expected {IDS} and of {', '.join(INPUTS)}")
         self.model = model
         self.output = next(iter(model.outputs))
-        fixed = model.inputs["input_ids"].shape[-1]
+        fixed = model.inputs[IDS].shape[-1]
         stated = tokenizer.truncation
         self.max_tokens = MAX_TOKENS if stated is None else int(stated["max_length"])
         if fixed != ANY_SIZE:
             self.max_tokens = fixed
         padding = tokenizer.padding or {}
+        self._least = 0 if fixed == ANY_SIZE else fixed
+        self._pads_left = padding.get("direction") == "left"
+        pads = {IDS: padding.get("pad_id", 0), TYPE_IDS: padding.get("pad_type_id", 0)}
         self.tokenizer, self._cutting = tokenizer, _sharing(tokenizer)
         tokenizer.no_truncation()
         direction = "right" if stated is None else stated["direction"]
         self._cutting.enable_truncation(self.max_tokens, direction=direction)
         for one in (tokenizer, self._cutting):
             one.no_padding()
-            if fixed != ANY_SIZE:
-                kept = {name: padding[name] for name in ("direction", "pad_id", "pad_type_id", "pad_token") if name in padding}
-                one.enable_padding(length=fixed, **kept)
-        self._inputs = tuple((name, _PARTS[name], spec.datatype.array_dtype) for name, spec in model.inputs.items())
+        self._inputs = tuple((name, spec.datatype.array_dtype, pads.get(name, 0)) for name, spec in model.inputs.items())
         self._head = lru_cache(maxsize=4096)(self._made_head)
 
     def rows(self, texts: Sequence[Text], param: str, *, truncate: bool) -> list[TokenRow]:
@@ -175,31 +179,30 @@ class TextModel:
         for number in ids:
             if type(number) is not int or not 0 <= number < size:
                 raise InputError(f"{param}[{index}] has {shown(number)}, expected token ids from 0 to {size - 1}", param=param)
-        padding = self.tokenizer.padding or {"pad_id": 0, "length": 0}
-        missing = max(0, (padding["length"] or 0) - len(ids))
-        values = {
-            "input_ids": [*ids, *[padding["pad_id"]] * missing],
-            "attention_mask": [1] * len(ids) + [0] * missing,
-            "token_type_ids": [0] * (len(ids) + missing),
-        }
-        return self._packed(len(ids), len(ids) + missing, [values[name] for name, _, _ in self._inputs])
+        return TokenRow(np.array(ids, np.int32), None)
+
+    def message(self, row: TokenRow) -> bytes:
+        """A serialized ModelInferRequest of one row, padded where the model's length is fixed."""
+        count = len(row.ids)
+        length = max(count, self._least)
+        start = length - count if self._pads_left else 0
+        values = {IDS: row.ids, MASK: 1, TYPE_IDS: 0 if row.type_ids is None else row.type_ids}
+        pieces = [self._head(length)]
+        for name, dtype, pad in self._inputs:
+            padded = np.full(length, pad, dtype)
+            padded[start : start + count] = values[name]
+            raw = padded.tobytes()
+            pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
+        return b"".join(pieces)
 
     def _row(self, encoding: Encoding, param: str, index: int) -> TokenRow:
-        length = len(encoding)
-        mask = encoding.attention_mask
-        count = sum(mask)
+        count = len(encoding)
         if not count:
             raise InputError(f"{param}[{index}] gives no token, expected text", param=param, fault=Fault.EMPTY)
-        if length > self.max_tokens:
-            raise self._too_long(param, index, f"{length} tokens", f"{self.max_tokens} tokens")
-        return self._packed(count, length, [part(encoding) for _, part, _ in self._inputs])
-
-    def _packed(self, count: int, length: int, values: list[list[int]]) -> TokenRow:
-        pieces = [self._head(length)]
-        for numbers, (_, _, dtype) in zip(values, self._inputs, strict=True):
-            raw = np.array(numbers, dtype).tobytes()
-            pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
-        return TokenRow(count, b"".join(pieces))
+        if count > self.max_tokens:
+            raise self._too_long(param, index, f"{count} tokens", f"{self.max_tokens} tokens")
+        types = encoding.type_ids
+        return TokenRow(np.array(encoding.ids, np.int32), np.array(types, np.int32) if any(types) else None)
 
     def _made_head(self, length: int) -> bytes:
         """The part of a message that is the same for all texts of this many tokens."""
