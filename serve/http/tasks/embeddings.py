@@ -28,7 +28,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     whole_field,
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows
-from halfserve.serve.http.tasks.text_models import CHARACTERS_PER_TEXT, EMBEDDINGS, TextModel, TokenRow, characters_of
+from halfserve.serve.http.tasks.text_models import EMBEDDINGS
 
 DIMENSIONS = "halfserve.embedding_dimensions"
 FORMATS = ("float", "base64")
@@ -62,13 +62,10 @@ class EmbeddingRoutes:
             endpoint.refuse(request, model.name, error)
             raise
 
-        def tokenize(loaded: TextModel) -> list[TokenRow]:
-            if isinstance(inputs[0], str):
-                return loaded.rows(inputs, "input", truncate=False)
-            return [loaded.row_of_ids(ids, "input", index) for index, ids in enumerate(inputs)]
-
-        characters = characters_of(inputs) if isinstance(inputs[0], str) else CHARACTERS_PER_TEXT * sum(map(len, inputs))
-        vectors, counts, model = await endpoint.vectors(request, model, tokenize, characters)
+        if isinstance(inputs[0], str):
+            vectors, counts, model = await endpoint.of_texts(request, model, inputs, "input", truncate=False)
+        else:
+            vectors, counts, model = await endpoint.vectors(request, model, lambda loaded: loaded.of_ids(inputs, "input"))
         if size is not None and size > len(vectors[0]):
             raise InputError(f"'dimensions' is {size}, but model {model.name!r} has {len(vectors[0])}", param="dimensions")
 

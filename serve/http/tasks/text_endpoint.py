@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
@@ -22,12 +22,13 @@ from halfserve.serve.http.options import HttpLimits
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
 from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
-from halfserve.serve.http.tasks.text_bodies import Content, Text, read_content, text_field
-from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, characters_of, task_of
+from halfserve.serve.http.tasks.text_bodies import Content, Text, memory_of_values, read_content, text_field
+from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, task_of
+from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
 from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
-Tokenize = Callable[[TextModel], list[TokenRow]]
+MakeWork = Callable[[TextModel], TokenizerWork[TokenRow]]
 
 
 class TextEndpoint:
@@ -45,13 +46,18 @@ class TextEndpoint:
         """The JSON object of a request.
 
         Raises:
-            InferenceError: the body is too large, too slow or not such an object; it is recorded.
+            InferenceError: the body is too large, too slow or not such an object, or there is no memory; it is recorded.
         """
         try:
-            return await self._bodies.understand(await self._bodies.read_texts(request), read_content)
+            body = await self._bodies.read_texts(request)
+            size, memory = await self._bodies.understand(body, memory_of_values), memory_held(request)
+            memory.grow(size)
+            content = await self._bodies.understand(body, read_content)
         except InferenceError as error:
             self.refuse(request, "", error)
             raise
+        memory.share.resize(size)
+        return content
 
     def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
         """The model that the field `model` names, in its latest version.
@@ -93,16 +99,13 @@ class TextEndpoint:
         latest = {model.name: model for model in self.core.models()}
         return [name for name, model in latest.items() if task_of(model) in tasks]
 
-    async def vectors(
-        self, request: Request, model: Model, tokenize: Tokenize, characters: int
-    ) -> tuple[list[Vector], list[int], Model]:
+    async def vectors(self, request: Request, model: Model, make_work: MakeWork) -> tuple[list[Vector], list[int], Model]:
         """Compute a row for each text.
 
         Args:
             request: that is answered.
             model: for all rows; if its version is replaced meanwhile, the rows are computed by the new one.
-            tokenize: makes the rows, maybe on a thread.
-            characters: of all texts, which say how long that takes.
+            make_work: says how a version tokenizes the texts.
 
         Returns:
             The vectors, float32, with the number of tokens of each row, and the version that answered.
@@ -115,7 +118,7 @@ class TextEndpoint:
         of_texts = memory.share.size
         for is_last in (False, True):
             try:
-                loaded, rows = await self._tokenized(request, model, tokenize, characters)
+                loaded, rows = await self.tokenized(request, model, make_work)
                 at_once = max(LEAST_AT_ONCE, 4 * model.max_batch_size)
                 entry = inference_entry(self._service, request)
                 requests = RowRequests(entry, loaded, rows, at_once, memory, time_left_s(request))
@@ -137,9 +140,26 @@ class TextEndpoint:
         self, request: Request, model: Model, texts: Sequence[Text], param: str, *, truncate: bool
     ) -> tuple[list[Vector], list[int], Model]:
         """`vectors` of texts, or of pairs of texts."""
-        return await self.vectors(
-            request, model, lambda loaded: loaded.rows(texts, param, truncate=truncate), characters_of(texts)
-        )
+        return await self.vectors(request, model, lambda loaded: loaded.of_texts(texts, param, truncate=truncate))
+
+    async def tokenized(
+        self, request: Request, model: Model, make_work: Callable[[TextModel], TokenizerWork[R]]
+    ) -> tuple[TextModel, list[R]]:
+        """A model's tokenizer, and the tokens of a request's texts.
+
+        Raises:
+            InferenceError: a text is wrong, the model takes none, or there is no memory; it is recorded.
+            ClientDisconnect: the client has gone; it is recorded.
+        """
+        try:
+            loaded = await self.models.of(model)
+            return loaded, await self.models.threads.tokens(request, make_work(loaded))
+        except InferenceError as error:
+            self.refuse(request, model.name, error)
+            raise
+        except ClientDisconnect:
+            inference_entry(self._service, request).gone(ModelInferRequest(model_name=model.name).SerializeToString())
+            raise
 
     async def answer(self, request: Request, size: int, write: Callable[[], bytes]) -> Response:
         """A response of JSON, written on a thread if it is large.
@@ -161,18 +181,6 @@ class TextEndpoint:
         """Record a request that is refused before any row is queued."""
         self.core.figures.refuse(error)
         inference_entry(self._service, request).failed(ModelInferRequest(model_name=name).SerializeToString(), error)
-
-    async def _tokenized(
-        self, request: Request, model: Model, tokenize: Tokenize, characters: int
-    ) -> tuple[TextModel, list[TokenRow]]:
-        try:
-            loaded = await self.models.of(model)
-            rows = await self.models.tokenized(characters, lambda: tokenize(loaded))
-            memory_held(request).grow(sum(row.nbytes for row in rows))
-            return loaded, rows
-        except InferenceError as error:
-            self.refuse(request, model.name, error)
-            raise
 
     def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
         model = self.core.model(name)

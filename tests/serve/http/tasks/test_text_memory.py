@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.request_body import FULL
+from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.engine.fakes import HOLD_S
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import tokenizer
 from tests.serve.http.tasks.test_text_routes import HeldTextBackend, held_text_model
-from tests.serve.running_server import running_server
+from tests.serve.running_server import RunningServer, running_server
 
 PADDED_TOKENS, ROWS = 4096, 2000  # 66 MB of padded rows
 PADDED_BYTES = 8 * PADDED_TOKENS  # of a row's ids
+TEXT = "the train " * 3000  # takes a thread some 20 ms
+
+
+@contextlib.contextmanager
+def text_server(folder: Path, budget: MemoryBudget) -> Iterator[tuple[RunningServer, RestServer, str]]:
+    """A server with the model "held", which answers with the number of a text's tokens, and its URL."""
+    with (
+        running_server(lambda: [held_text_model(HeldTextBackend(), folder)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+    ):
+        yield server, rest, f"http://127.0.0.1:{rest.port}"
+
+
+def asking(rest: RestServer, path: str, texts: list[str], address: str = "127.0.0.1") -> socket.socket:
+    """A connection from an address of this machine that has sent a request for these texts."""
+    peer = socket.create_connection(("127.0.0.1", rest.port), source_address=(address, 0))
+    body = json.dumps({"inputs": texts}).encode()
+    peer.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
+    return peer
+
+
+def wait_until_held(server: RunningServer, budget: MemoryBudget, least: int) -> None:
+    while server.call(lambda: budget.held_bytes) < least:
+        pass
+
+
+def wait_until_free(server: RunningServer, budget: MemoryBudget) -> None:
+    while server.call(lambda: budget.held_bytes):
+        pass
 
 
 def test_rows_are_padded_and_counted_as_their_turn_comes(tmp_path: Path) -> None:
@@ -64,3 +100,39 @@ def test_token_ids_are_padded_on_the_side_that_the_tokenizer_names(tmp_path: Pat
         for given in ("the train", [2, 4, 5, 3]):
             assert httpx.post(url, json={"model": "held", "input": given}).status_code == 200
     assert rows == [[1, 1, 2, 4, 5, 3]] * 2
+
+
+def test_texts_of_a_client_that_has_gone_are_not_tokenized(tmp_path: Path) -> None:
+    budget = MemoryBudget(2**28)
+    with text_server(tmp_path, budget) as (server, rest, _):
+        too_long = "the " * 40_000  # would be refused in its turn
+        with asking(rest, "/embed", [*[TEXT] * 40, too_long]):
+            wait_until_held(server, budget, len(TEXT) * 40)
+        wait_until_free(server, budget)
+        assert server.core.figures.refused == {}
+
+
+def test_a_clients_text_does_not_wait_for_all_texts_of_another(tmp_path: Path) -> None:
+    budget = MemoryBudget(2**28)
+    with text_server(tmp_path, budget) as (server, rest, url), contextlib.ExitStack() as others:
+        many = [others.enter_context(asking(rest, "/embed", [TEXT] * 30, "127.0.0.2")) for _ in range(4)]
+        wait_until_held(server, budget, 4 * len(TEXT) * 30)
+        answer = httpx.post(f"{url}/embed", json={"inputs": TEXT[:3000], "normalize": False}, timeout=HOLD_S)
+        assert answer.json() == [[602.0]]
+        for one in many:
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                one.recv(1)
+
+
+def test_a_text_beyond_the_budget_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    budget = MemoryBudget(4_000_000)
+    head = b"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2400000\r\n\r\n"
+    with (
+        text_server(tmp_path, budget) as (server, rest, url),
+        socket.create_connection(("127.0.0.1", rest.port)) as first,
+    ):
+        first.sendall(head + bytes(2_200_000))
+        wait_until_held(server, budget, 3_300_000)
+        answer = httpx.post(f"{url}/embed", json={"inputs": TEXT[:3000]}, timeout=HOLD_S)
+        assert (answer.status_code, answer.json()["error"]) == (503, FULL)
