@@ -38,15 +38,15 @@ class Account:
         return 1000 * statistics.quantiles(self.latencies_s, n=100)[98] if len(self.latencies_s) > 1 else float("nan")
 
 
-def ask(grpc_address: str, http_address: str, token: str | None, stop: Event, tls: Tls | None = None) -> Account:
+def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, stop: Event) -> Account:
     """Send a request each EVERY_S seconds until told to stop.
 
     Args:
         grpc_address: HOST:PORT of a server with the model "affine" (y = 2 x + 1).
         http_address: HOST:PORT of its REST interface, which is not asked.
         token: to show, where the server asks for one.
-        stop: ends the loop.
         tls: where the server speaks it.
+        stop: ends the loop.
     """
     del http_address
     random = np.random.default_rng(0)

@@ -31,7 +31,7 @@ TOKENIZERS, LEAVERS, PADDERS = 8, 20, 100  # connections of each attack
 LEAVES_AFTER_S = 1.0
 ATTACKER = ("127.0.0.2", 0)  # an address of its own: the attacker stands for another machine
 READ_BYTES = 2**18
-TEXT_EVERY_S = 0.02
+TEXT_EVERY_S = 0.05
 ASKED = " ".join(["the"] * 750)  # 3,000 characters: too many to be tokenised on the event loop
 
 
@@ -90,7 +90,7 @@ def gone_texts(grpc_address: str, http_address: str, seconds: float) -> str:
     return f"{sent} bodies of {len(LARGE_BODY) / 1e6:.2f} MB sent and left"
 
 
-def ask_texts(grpc_address: str, http_address: str, token: str | None, stop: Event, tls: Tls | None = None) -> Account:
+def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, stop: Event) -> Account:
     """Embed a text of 3,000 characters each TEXT_EVERY_S seconds until told to stop; see `bystander.ask`."""
     host, _, port = http_address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
