@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
+MAX_DESCRIBED: Final = 65_536  # tokens in one request: 6 MB of JSON, written in 0.1 s
 TEXT_BYTES: Final = 600  # of memory, of the objects of a text
 SPECIAL_BYTES: Final = 128  # of a special token's text
 TOGETHER: Final = 256  # tokens described at once: a description takes 1 us and 500 bytes

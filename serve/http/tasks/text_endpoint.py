@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from halfserve.serve.http.options import HttpLimits
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
 from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
-from halfserve.serve.http.tasks.text_bodies import Content, Text, memory_of_values, read_content, text_field
+from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
 from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
 from halfserve.serve.protocol.service import Service
@@ -51,8 +51,11 @@ class TextEndpoint:
         try:
             body = await self._bodies.read_texts(request)
             size, memory = await self._bodies.understand(body, memory_of_values), memory_held(request)
+            if len(body) <= self._limits.inline_bytes:
+                memory.grow(size - memory.share.size)
+                return read_content(body)
             memory.grow(size)
-            content = await self._bodies.understand(body, read_content)
+            content = await self.models.threads.done(request, PARSER_TIMES * len(body), lambda: read_content(body))
         except InferenceError as error:
             self.refuse(request, "", error)
             raise
@@ -131,7 +134,7 @@ class TextEndpoint:
                 model = now
                 memory.share.resize(of_texts)
         size = sum(map(len, messages))
-        vectors = await self.apart(size, lambda: [vector_of(message, model.name) for message in messages])
+        vectors = await self._apart(request, size, lambda: [vector_of(message, model.name) for message in messages])
         if len({len(vector) for vector in vectors}) > 1:
             raise BackendError(f"model {model.name!r} answers with vectors of different sizes, expected one for each text")
         return vectors, [len(row.ids) for row in rows], model
@@ -168,14 +171,20 @@ class TextEndpoint:
             request: that is answered.
             size: bytes of the response, about.
             write: makes the JSON.
+
+        Raises:
+            UnavailableError: the memory budget is spent.
         """
-        body = await self.apart(size, write)
+        body = await self._apart(request, size, write)
         self._bodies.hold_answer(request, len(body))
         return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
 
-    async def apart(self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which is done on a thread if it is about many bytes."""
-        return await asyncio.to_thread(work) if size > self._limits.inline_bytes else work()
+    async def _apart(self, request: Request, size: int, work: Callable[[], T]) -> T:
+        """The result of `work`, which is counted and done on a thread if it is about many bytes."""
+        if size <= self._limits.inline_bytes:
+            return work()
+        memory_held(request).grow(2 * size)  # of the parts, and of the whole that they are joined to
+        return await asyncio.to_thread(work)
 
     def refuse(self, request: Request, name: str, error: InferenceError) -> None:
         """Record a request that is refused before any row is queued."""
@@ -194,9 +203,19 @@ class TextEndpoint:
         return model
 
 
-def json_rows(rows: Sequence[Any]) -> bytes:
-    """A list as JSON; each entry by itself, as orjson holds the interpreter lock."""
-    return b"[%b]" % b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
+def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> bytes:
+    """A list as JSON between other bytes; each entry is made and written by itself, as orjson holds the interpreter lock."""
+    pieces = [before, b"["]
+    for row in rows:
+        pieces += (orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY), b",")
+    if len(pieces) > 2:
+        pieces.pop()
+    return b"".join([*pieces, b"]", behind])
+
+
+def json_with_rows(head: Mapping[str, Any], name: str, rows: Iterable[Any]) -> bytes:
+    """A non-empty object as JSON, with one more field that is a list."""
+    return json_rows(rows, b'%b,"%b":' % (orjson.dumps(head)[:-1], name.encode()), b"}")
 
 
 def sigmoid(values: Vector) -> Vector:

@@ -23,7 +23,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import require_inside
 from halfserve.serve.engine.tensors import ANY_SIZE
 from halfserve.serve.http.error_forms import Fault, InputError
-from halfserve.serve.http.tasks.described_tokens import DescribedTokens
+from halfserve.serve.http.tasks.described_tokens import MAX_DESCRIBED, DescribedTokens
 from halfserve.serve.http.tasks.text_bodies import Text, shown
 from halfserve.serve.http.tasks.tokenizing import CHARACTERS_PER_TEXT, R, TokenizerThreads, TokenizerWork
 
@@ -171,13 +171,22 @@ class TextModel:
             with_special: whether to add special tokens, which have no place in the text.
 
         Raises:
-            InputError: a text is too long, or all together are.
+            InputError: a text is too long; `tokens_of` raises it too, where all together have more than MAX_DESCRIBED tokens.
         """
         self.require_short(texts, param)
+        count = 0
 
         def tokens_of(piece: range) -> list[DescribedTokens]:
+            nonlocal count
             some = [texts[index] for index in piece]
             encodings = self.tokenizer.encode_batch(some, add_special_tokens=with_special)
+            count += sum(map(len, encodings))
+            if count > MAX_DESCRIBED:
+                raise InputError(
+                    f"{param!r} gives more than {MAX_DESCRIBED} tokens, expected at most as many in one request; split it",
+                    param=param,
+                    fault=Fault.TOO_MANY,
+                )
             return [DescribedTokens.of(text, encoding) for text, encoding in zip(some, encodings, strict=True)]
 
         return self._work(texts, param, tokens_of)
@@ -197,13 +206,16 @@ class TextModel:
         """A serialized ModelInferRequest of one row, padded where the model's length is fixed."""
         count = len(row.ids)
         length = max(count, self._least)
-        start = length - count if self._pads_left else 0
-        values = {IDS: row.ids, MASK: 1, TYPE_IDS: 0 if row.type_ids is None else row.type_ids}
         pieces = [self._head(length)]
         for name, dtype, pad in self._inputs:
-            padded = np.full(length, pad, dtype)
-            padded[start : start + count] = values[name]
-            raw = padded.tobytes()
+            if name == IDS:
+                raw = row.ids.astype(dtype).tobytes()
+            elif name == TYPE_IDS and row.type_ids is not None:
+                raw = row.type_ids.astype(dtype).tobytes()
+            else:
+                raw = dtype.type(name == MASK).tobytes() * count
+            padding = dtype.type(pad).tobytes() * (length - count)
+            raw = padding + raw if self._pads_left else raw + padding
             pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
         return b"".join(pieces)
 

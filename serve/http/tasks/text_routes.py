@@ -10,9 +10,9 @@ from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, NotFoundError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.responses import json_response
+from halfserve.serve.http.responses import json_in_pieces, json_response
 from halfserve.serve.http.tasks.classification import ClassificationRoutes
-from halfserve.serve.http.tasks.described_tokens import json_pieces
+from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
 from halfserve.serve.http.tasks.embeddings import EmbeddingRoutes
 from halfserve.serve.http.tasks.rerank import RerankRoutes
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
@@ -20,7 +20,6 @@ from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
 from halfserve.serve.http.tasks.text_models import EMBEDDINGS, RERANK, TEXT_TASKS, labels_of, task_of
 
 OWNER = "halfserve"
-TOKEN_BYTES = 80  # of JSON
 
 
 class TextRoutes:
@@ -84,8 +83,10 @@ class TextRoutes:
         _, tokens = await endpoint.tokenized(
             request, model, lambda loaded: loaded.described(texts, "inputs", with_special=with_special)
         )
-        size = TOKEN_BYTES * sum(len(one.ids) for one in tokens)
-        return await endpoint.answer(request, size, lambda: b"".join(json_pieces(tokens)))
+        written = json_pieces(tokens)
+        if sum(len(one.ids) for one in tokens) <= TOGETHER:
+            return await endpoint.answer(request, 0, lambda: b"".join(written))
+        return json_in_pieces(written)
 
 
 def _kind(model: Model) -> dict[str, Any]:

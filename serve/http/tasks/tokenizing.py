@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -29,6 +30,7 @@ class Tokens(Protocol):
 
 
 R = TypeVar("R", bound=Tokens)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,7 @@ class TokenizerWork(Generic[R]):
 
 
 class TokenizerThreads:
-    """Tokenizes the texts of all clients. Lives on the event loop."""
+    """Parses and tokenizes the texts of all clients. Lives on the event loop."""
 
     def __init__(self) -> None:
         self._turns = ClientTurns(TOKENIZING_THREADS)
@@ -61,28 +63,41 @@ class TokenizerThreads:
         """
         if sum(work.characters) <= INLINE_CHARACTERS:
             return work.tokens_of(range(len(work.characters)))
-        client, memory = client_of(request.scope), memory_held(request)
         tokens: list[R] = []
         for piece in pieces(work.characters):
             characters = sum(work.characters[piece.start : piece.stop])
-            async with self._turn(client, characters):
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                memory.grow(BYTES_PER_CHARACTER * characters)
-                # The tokenizer releases the interpreter lock.
-                some = await asyncio.to_thread(work.tokens_of, piece)
-            memory.shrink(BYTES_PER_CHARACTER * characters - sum(one.nbytes for one in some))
+            is_long = characters > PIECE_CHARACTERS
+            some = await self.done(request, BYTES_PER_CHARACTER * characters, partial(work.tokens_of, piece), is_long=is_long)
+            memory_held(request).grow(sum(one.nbytes for one in some))
             tokens += some
         return tokens
 
+    async def done(self, request: Request, size: int, work: Callable[[], T], *, is_long: bool = False) -> T:
+        """The result of one piece of work, which is done on a thread when it is the client's turn.
+
+        Args:
+            request: that the work is for.
+            size: bytes of memory that the work takes meanwhile.
+            work: releases the interpreter lock most of the time.
+            is_long: whether it takes longer than PIECE_CHARACTERS do.
+
+        Raises:
+            UnavailableError: the memory budget is spent.
+            ClientDisconnect: the client has gone.
+        """
+        memory = memory_held(request)
+        async with self._turn(client_of(request.scope), is_long=is_long):
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            memory.grow(size)
+            result = await asyncio.to_thread(work)
+        memory.shrink(size)
+        return result
+
     @asynccontextmanager
-    async def _turn(self, client: str, characters: int) -> AsyncIterator[None]:
-        if characters <= PIECE_CHARACTERS:
-            async with self._turns.turn(client):
-                yield
-        else:
-            async with self._long.turn(client), self._turns.turn(client):
-                yield
+    async def _turn(self, client: str, *, is_long: bool) -> AsyncIterator[None]:
+        async with self._long.turn(client) if is_long else nullcontext(), self._turns.turn(client):
+            yield
 
 
 class ClientTurns:

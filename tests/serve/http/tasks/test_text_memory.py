@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.options import HttpLimits, HttpOptions
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, memory_of_values, read_content
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.engine.fakes import HOLD_S
 from tests.serve.http.running_http import running_http
@@ -31,21 +32,41 @@ TEXT = "the train " * 3000  # takes a thread some 20 ms
 
 
 @contextlib.contextmanager
-def text_server(folder: Path, budget: MemoryBudget) -> Iterator[tuple[RunningServer, RestServer, str]]:
+def text_server(
+    folder: Path,
+    budget: MemoryBudget,
+    limits: HttpLimits = HttpLimits(),  # noqa: B008  (it is frozen)
+) -> Iterator[tuple[RunningServer, RestServer, str]]:
     """A server with the model "held", which answers with the number of a text's tokens, and its URL."""
     with (
         running_server(lambda: [held_text_model(HeldTextBackend(), folder)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits), budget=budget) as rest,
     ):
         yield server, rest, f"http://127.0.0.1:{rest.port}"
 
 
-def asking(rest: RestServer, path: str, texts: list[str], address: str = "127.0.0.1") -> socket.socket:
+def asking(
+    rest: RestServer, path: str, texts: list[str], address: str = "127.0.0.1", buffer_bytes: int | None = None
+) -> socket.socket:
     """A connection from an address of this machine that has sent a request for these texts."""
-    peer = socket.create_connection(("127.0.0.1", rest.port), source_address=(address, 0))
+    peer = socket.socket()
+    if buffer_bytes is not None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    peer.bind((address, 0))
+    peer.connect(("127.0.0.1", rest.port))
     body = json.dumps({"inputs": texts}).encode()
-    peer.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
+    lines = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    peer.sendall(lines.encode() + body)
     return peer
+
+
+def read_all(peer: socket.socket) -> int:
+    """Read and drop an answer until the connection ends; the number of its bytes."""
+    peer.settimeout(HOLD_S)
+    count = 0
+    while piece := len(peer.recv(65_536)):
+        count += piece
+    return count
 
 
 def wait_until_held(server: RunningServer, budget: MemoryBudget, least: int) -> None:
@@ -136,3 +157,65 @@ def test_a_text_beyond_the_budget_is_refused_before_it_is_tokenized(tmp_path: Pa
         wait_until_held(server, budget, 3_300_000)
         answer = httpx.post(f"{url}/embed", json={"inputs": TEXT[:3000]}, timeout=HOLD_S)
         assert (answer.status_code, answer.json()["error"]) == (503, FULL)
+
+
+def test_more_tokens_than_an_answer_describes_are_refused(tmp_path: Path) -> None:
+    with text_server(tmp_path, MemoryBudget(2**28)) as (_, _, url):
+        answer = httpx.post(f"{url}/tokenize", json={"inputs": ["the " * 25_000] * 3}, timeout=HOLD_S)
+    assert (answer.status_code, answer.json()["error"]) == (
+        413,
+        "'inputs' gives more than 65536 tokens, expected at most as many in one request; split it",
+    )
+
+
+def test_many_tokens_are_described_a_few_at_a_time(tmp_path: Path) -> None:
+    texts = ["the train " * 500] * 60  # 60,120 tokens
+    with text_server(tmp_path, MemoryBudget(2**28)) as (_, rest, url):
+        one = httpx.post(f"{url}/tokenize", json={"inputs": texts[0]}, timeout=HOLD_S).text
+        tracemalloc.start()
+        try:
+            with asking(rest, "/tokenize", texts) as peer:
+                count = read_all(peer)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        many = httpx.post(f"{url}/tokenize", json={"inputs": texts}, timeout=HOLD_S).text
+    assert count > len(texts) * len(one)
+    assert peak < 1.5 * count
+    assert many == f"[{','.join([one[1:-1]] * len(texts))}]"
+
+
+def test_tokens_that_are_not_read_are_given_up(tmp_path: Path) -> None:
+    budget = MemoryBudget(2**28)
+    limits = HttpLimits(stall_s=0.1)
+    with (
+        text_server(tmp_path, budget, limits) as (server, rest, _),
+        asking(rest, "/tokenize", [TEXT] * 10, buffer_bytes=4096),
+    ):
+        wait_until_held(server, budget, 10 * len(TEXT))
+        wait_until_free(server, budget)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"a": [0.5] * 200_000}),
+        json.dumps({"a": ["x" * 900 + "\U0001f600"] * 2000}, ensure_ascii=False),
+        json.dumps({"a": ["x" * 900 + "\U0001f600"] * 2000}),
+        json.dumps({"a": ["\u044f" * 400] * 2000}, ensure_ascii=False),
+        json.dumps({"a": [{str(number): []} for number in range(15_000)]}),
+        json.dumps({"a": [{}, []] * 400}),
+    ],
+    ids=["numbers", "wide-texts", "escaped-texts", "texts", "objects", "small"],
+)
+def test_a_bodys_values_take_no_more_memory_than_is_counted_before(body: str) -> None:
+    content = body.encode()
+    tracemalloc.start()
+    try:
+        values = read_content(content)
+        taken, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert values
+    assert taken < memory_of_values(content)
+    assert peak < memory_of_values(content) + PARSER_TIMES * len(content) + 4096
