@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -44,7 +45,8 @@ class DescribedTokens:
         return cls(
             text,
             np.array(encoding.ids, np.int32),
-            np.array(encoding.offsets, np.int32).reshape(-1, 2),
+            # In half the time of np.array, all of which holds the interpreter lock.
+            np.fromiter(chain.from_iterable(encoding.offsets), np.int32, 2 * len(encoding)).reshape(-1, 2),
             {index: names[index] for index in special},
         )
 
