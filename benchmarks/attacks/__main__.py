@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.attacks import many_connections, open_watches, unfinished_messages, unread_answers
+from benchmarks.attacks import many_connections, open_watches, texts, unfinished_messages, unread_answers
 from benchmarks.attacks.measure import Attack, Outcome, measure
 from benchmarks.soaking.broken_clients import INFER
 
@@ -40,6 +40,17 @@ ATTACKS = (
     Attack(name="unread_rest_answers", run=unread_answers.over_rest, asks_for_tokens=False, budget_mb=BUDGET_MB),
     Attack(name="idle_connections", run=many_connections.idle, max_files=1024, budget_mb=64),
     Attack(name="half_open_tls", run=many_connections.half_open, max_files=1024, tls=True, budget_mb=64),
+    *(
+        Attack(
+            name=attack.__name__,
+            run=attack,
+            save_models=texts.save_text_models,
+            bystander=texts.ask_texts,
+            asks_for_tokens=False,
+            budget_mb=BUDGET_MB,
+        )
+        for attack in (texts.tokenize_floods, texts.gone_texts, texts.padded_rows)
+    ),
 )
 ALLOWED = 1.2  # times the budget
 

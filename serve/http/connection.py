@@ -103,14 +103,19 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         """Start the time limit of reading the answer."""
         super().on_response_complete()
-        self._unread_bytes = self._write_buffer()
-        self._count()
-        if self._unread_bytes and self._unread is None:
-            self._await_reading()
+        self._expect_reading()
+
+    def pause_writing(self) -> None:
+        """Start the time limit of reading what is written so far: an answer may be written in pieces."""
+        super().pause_writing()
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._count()
+        if self._unread is not None and not self._is_answered():
+            self._unread.cancel()
+            self._unread = None
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, after a moment to read what has arrived."""
@@ -182,6 +187,12 @@ class HttpConnection(H11Protocol):
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
+
+    def _expect_reading(self) -> None:
+        self._unread_bytes = self._write_buffer()
+        self._count()
+        if self._unread_bytes and self._unread is None:
+            self._await_reading()
 
     def _await_reading(self) -> None:
         self._unread_since_s = self.loop.time()
