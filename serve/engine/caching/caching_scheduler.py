@@ -79,6 +79,10 @@ class _Computation:
         request.line = self
         self.waiting.append(request)
 
+    def end(self) -> None:
+        """Let go of what was computed: the two refer to each other, and its inputs may be large."""
+        self.own.done = _no_longer
+
 
 class CachingScheduler:
     """Answers requests that came before from the response cache, and computes identical ones in flight once.
@@ -131,6 +135,7 @@ class CachingScheduler:
             return
         if self._computing.get(computation.key) is computation:
             del self._computing[computation.key]
+        computation.end()
         self._model.cancel(computation.own)
 
     async def drain(self) -> None:
@@ -145,6 +150,7 @@ class CachingScheduler:
 
     def computed(self, computation: _Computation, result: Tensors | InferenceError) -> None:
         """The model has answered: so are all that wait, and the answer is kept."""
+        computation.end()
         if self._computing.get(computation.key) is computation:
             del self._computing[computation.key]
         first, *others = computation.waiting
@@ -224,6 +230,7 @@ class CachingScheduler:
             self._model.submit(computation.own)
         except InferenceError:
             first.line = None
+            computation.end()
             raise
         self._computing[key] = computation
         for request in others:
@@ -272,6 +279,10 @@ class CachingScheduler:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
+
+
+def _no_longer(_: Tensors | InferenceError) -> None:
+    """In place of the `done` of a computation that has ended."""
 
 
 async def _in_thread(request: InferRequest) -> tuple[Tensors, RequestKey]:
