@@ -55,25 +55,30 @@ class _Computation:
         self.waiting = [first]
         self.spent_ns = spent_ns
         first.line = self
-        self.own = InferRequest(
+        own = first.derived(
             first.inputs,
             first.outputs,
             first.rows,
             first.bucket,
-            first.deadline,
             self,
             first.priority,
             first.patience,
             first.leave_by,
             first.size,
-            first.arrived_ns,
-            first.id,
-            first.parameters,
         )
+        own.arrived_ns = first.arrived_ns
+        self.own = own
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         """The model's answer or error."""
         self._scheduler.computed(self, result)
+
+    def suits(self, request: InferRequest) -> bool:
+        """Whether a request may wait for it: it is urgent enough, and cannot be what this computation itself waits for.
+
+        The models that a computation calls have other callers than its own request.
+        """
+        return self.own.priority <= request.priority and self.own.callers == request.callers
 
     def add(self, request: InferRequest) -> None:
         request.line = self
@@ -196,7 +201,7 @@ class CachingScheduler:
             self._looked_ns += monotonic_ns() - began + read_ns
             return
         computation = self._computing.get(key)
-        if computation is not None and computation.own.priority <= request.priority:
+        if computation is not None and computation.suits(request):
             computation.add(request)
         else:
             self._compute(key, request, [], monotonic_ns() - began + read_ns)

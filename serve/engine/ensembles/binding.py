@@ -11,7 +11,7 @@ from halfserve.serve.engine.ensembles.fit import TensorSource, sources_of
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Parameter, RemarkedAnswer
+from halfserve.serve.engine.requests import Caller, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 MAX_PLANS: Final = 256  # selections of outputs that are kept
@@ -117,13 +117,15 @@ class Binding:
     """The models of an ensemble's steps from one change of the served models to the next. Requests keep theirs to their end.
 
     Attributes:
+        caller: the ensemble, among what waits for an answer of a step.
         models: of the steps, in their order.
         steps: likewise.
     """
 
-    def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -> None:
+    def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int, caller: Caller) -> None:
         """`models` fit the graph (see `misfit`); they are held until `retire`."""
         self._graph = graph
+        self.caller = caller
         self.models = tuple(models)
         self._sources = sources_of(graph, models, batched=max_batch_size > 0)
         self.steps = tuple(self._bound(index, max_batch_size) for index in range(len(graph.steps)))

@@ -134,20 +134,16 @@ class BoundStep:
             known = self._known.get(shapes)
             rows, bucket, size = self._measured(shapes) if known is None else known
         turn = self._turn(whole)
-        return InferRequest(
+        return whole.derived(
             inputs,
             outputs,
             rows,
             bucket,
-            whole.deadline,
             done,
             turn.level,
             None if turn.delay_after_s is None else monotonic() + turn.delay_after_s,
             None if turn.drop_after_s is None else monotonic() + turn.drop_after_s,
             size,
-            None,
-            whole.id,
-            whole.parameters,
         )
 
     def _gathered(self, given: Tensors, answers: Sequence[Tensors]) -> tuple[Tensors, tuple[tuple[int, ...], ...]]:

@@ -127,6 +127,8 @@ class EnsembleRun:
         step = self._binding.steps[index]
         call = StepCall(self, step, before)
         request = step.request(self._request, self._answers, self._plan.asked[index], call)
+        if request.callers:
+            request.callers = (*request.callers, self._binding.caller)
         call.request = request
         self._calls[index] = call
         try:
