@@ -50,6 +50,7 @@ FLUSH_S = 0.5
 ADMIN_CONNECTIONS = 8  # of the admin port, besides the limit of the other ports
 BUFFERED_PART = 16  # clients' messages get this part of the process's memory
 HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
+BETWEEN_STEPS_PART = 2  # of the memory budget: what tensors between the steps of ensembles are expected to take of it, at most
 LOST_DEVICE_DRAIN_S = 1.0  # for models on other devices to answer what they have accepted
 
 
@@ -275,6 +276,7 @@ async def _listen(
 ) -> StartupReport:
     """Listen on all ports; `listening` gets each server as soon as it listens."""
     budget = _memory_budget(options)
+    core.step_memory.bound(budget.limit_bytes // BETWEEN_STEPS_PART, budget.share(is_known=True))
     # The admin port has a limit of its own: it stays reachable while other clients hold all other connections.
     most = most_connections(regions=options.shared_memory)
     reason = f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)"

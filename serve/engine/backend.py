@@ -11,7 +11,7 @@ import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.requests import Caller, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
@@ -192,6 +192,11 @@ class RequestBackend:
 
     provider: str
     precision: str
+
+    @property
+    def caller(self) -> Caller | None:
+        """The execution in progress, of a model that may call models; None between two."""
+        return None
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """See `Backend`."""

@@ -17,6 +17,7 @@ from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_h
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.queueing.step_memory import StepMemory
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.handover import hand_over
 
@@ -47,6 +48,7 @@ class InferenceCore:
         loadable: models that could be loaded by request.
         control: loads and unloads at run time; None where only the models of the start are served.
         slots: for the batches of all models on the CPU, set before there are models; None: no bound.
+        step_memory: for tensors between the steps of ensembles.
         response_cache: for the models whose configuration asks for it, set like `slots`; None: they have none.
         on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
     """
@@ -65,6 +67,7 @@ class InferenceCore:
         self.loadable: frozenset[str] = frozenset()
         self.control: Control | None = None
         self.slots: ComputeSlots | None = None
+        self.step_memory = StepMemory()
         self.response_cache: ResponseCache | None = None
         self._occupancy = LoopOccupancy()
         self.on_lost_device: Callable[[str], None] = lambda _: None

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from halfserve.serve.engine.backend import Backend, RequestBackend
@@ -25,7 +26,7 @@ from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.queueing.waiting_line import is_late
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.requests import Caller, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,16 @@ class Instance:
     def batches(self) -> int:
         """Number of batches it has: the running one, and the next."""
         return len(self._jobs)
+
+    @property
+    def caller(self) -> Caller | None:
+        """The execution in progress, of a model that may call models."""
+        backend = self._copy.backend
+        return backend.caller if isinstance(backend, RequestBackend) else None
+
+    def has_next(self, request: InferRequest) -> bool:
+        """Whether a request waits here for the end of the running batch."""
+        return any(request in job.requests for job in islice(self._jobs, 1, None))
 
     def next_try_s(self) -> float:
         """Seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
