@@ -252,15 +252,31 @@ def open_reference(
     Raises:
         ExportError: The reference opens at no level.
     """
+    return at_first_level(path, sandbox, batches, levels, what="the reference").batches
+
+
+def at_first_level(
+    path: Path,
+    sandbox: Sandbox,
+    batches: Sequence[StagedFeed],
+    levels: Sequence[str] = LEVELS,
+    *,
+    what: str = "the fp16 model",
+) -> RunResult:
+    """A model's result at the first level at which it opens; `what` names the model in error texts.
+
+    Raises:
+        ExportError: The model opens at no level.
+    """
     troubles = []
     for level in levels:
         answer = sandbox.run(path, batches, level=level, provider=CPU)
         if answer.trouble is None or answer.batches:
-            return answer.batches
+            return answer
         troubles.append(f"{level}: {answer.trouble}")
         if answer.refusal is not None:
-            raise ExportError(f"ONNX Runtime cannot open the reference: {answer.refusal}")
-    raise ExportError(f"ONNX Runtime {onnxruntime.__version__} crashes when it opens the reference ({'; '.join(troubles)})")
+            raise ExportError(f"ONNX Runtime cannot open {what}: {answer.refusal}")
+    raise ExportError(f"ONNX Runtime {onnxruntime.__version__} crashes when it opens {what} ({'; '.join(troubles)})")
 
 
 def written_model(content: bytes, sandbox: Sandbox) -> Path:
