@@ -84,7 +84,9 @@ class Figures:
         kinds: The kinds, largest scale first; empty where the output is one kind.
         vanished: The part that is 0 in the candidate only; None where no part is.
         constant_rows: Rows left out of `rows` because agreement there is no evidence: after rounding to float16 the reference
-            gives all classes one number, or answers all samples alike.
+            gives all classes one number, chooses the same class in all rows, or answers all samples alike.
+        commonest: How many of `rows` the reference's most frequent choice takes; a model that always makes this choice agrees
+            in as many. 0 in outputs that are not floating, and in older certificates.
         noise: Change of the reference's own answers when its inputs change in the last float32 bit. Errors up to twice that
             are allowed. 0 where it was not measured.
     """
@@ -109,6 +111,7 @@ class Figures:
     kinds: tuple[ColumnKind, ...] = ()
     vanished: Vanished | None = None
     constant_rows: int = 0
+    commonest: int = 0
     noise: float = 0.0
 
     @property

@@ -198,9 +198,16 @@ def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certif
     assert "columns 1-2 on axis 1 reach" in text
     assert "of 1, in column 2" in text
     assert "columns 1-2 on axis 1 reach" in certificate_page(certificate)
-    alike = replace(full.outputs[0], figures=compare(np.ones((2, 2)), np.ones((2, 2))))
-    console.print(certificate_table(replace(full, outputs=(alike,))))
-    assert " none" in console.export_text()
+
+
+def test_agreement_without_evidence_is_shown_as_none(full: Certificate) -> None:
+    reference = np.random.default_rng(0).random((32, 3)) + np.eye(3)[0]
+    certificate = replace(full, outputs=(replace(full.outputs[0], figures=compare(reference, reference)),))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(certificate_table(certificate))
+    for report in (console.export_text(), certificate_page(certificate)):
+        assert "none" in report
+        assert "100.00%" not in report
 
 
 @pytest.fixture
