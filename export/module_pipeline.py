@@ -36,6 +36,7 @@ from halfserve.export.to_onnx.dimensions import BATCH
 from halfserve.export.to_onnx.export_onnx import traced_model, write_onnx
 from halfserve.export.to_onnx.forward_call import ForwardCall, call_of, require_python
 from halfserve.export.to_onnx.provenance import MODULE
+from halfserve.export.verification.samples import SampleSet
 from halfserve.export.verification.torch_reference import require_batch_invariance
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def export_verified(
         if target.max_batch_size > 1:
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
-            samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
+            samples=lambda _: SampleSet(inputs=[tensor.numpy(force=True) for tensor in call.tensors], note=samples.note),
             budget=options.budget,
             adversarial=options.adversarial,
             accumulators=options.accumulators,
@@ -208,7 +209,6 @@ def export_verified(
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
-            notes=(samples.note,) if samples.note else (),
             task=None if target.task is None else target.task.judge,
         )
         done = convert_verified(

@@ -61,7 +61,6 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON 
 Array = np.ndarray[Any, Any]
 
 MAX_BATCH_SIZE = 32
-NOTE = "the inputs were made up; give --samples for a verdict on your own"
 DYNAMIC = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<size>(?:[1-9]\d*\*)?(?P<name>\w+))")
 
 

@@ -13,9 +13,9 @@ from halfserve.export.certificate.budget import (
     Budget,
     Figures,
     adversarial_violations,
+    allowed_near_ties,
     disagrees,
     error_limit,
-    lone_near_tie,
     unit_of,
     violations,
 )
@@ -115,9 +115,10 @@ def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
             f"is at most {figures.scale:.2g}, where float16 has few digits or none: its error was judged beside "
             f"{unit_of(figures):.2g}; give max_abs_error for a limit of your own"
         )
-    if disagrees(figures, budget) and lone_near_tie(figures, budget):
+    if disagrees(figures, budget) and allowed_near_ties(figures, budget):
         yield (
-            f"differs in the argmax of 1 of {figures.rows} rows, which is a near-tie: float32's two numbers there are "
+            f"differs in the argmax of {figures.differing} of {figures.rows} rows, "
+            f"{'which is a near-tie' if figures.differing == 1 else 'all near-ties'}: float32's two numbers there are at most "
             f"{figures.margin:.2g} apart, and an error of {error_limit(figures, budget):.2g} is allowed"
         )
 

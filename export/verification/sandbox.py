@@ -42,12 +42,14 @@ class RunResult:
         refusal: Why the runtime refused to open the model.
         crash: What ended the process, such as "killed by SIGSEGV"; earlier batches are present.
         providers: The session's actual execution providers.
+        seconds: What the batches took to run, in all, without opening the model.
     """
 
     batches: tuple[list[Value] | str, ...] = ()
     refusal: str | None = None
     crash: str | None = None
     providers: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     @property
     def trouble(self) -> str | None:
@@ -168,6 +170,7 @@ class _Process:
     def ask(self, line: str, silence_seconds: float) -> RunResult:
         batches: list[list[Value] | str] = []
         providers: tuple[str, ...] = ()
+        seconds = 0.0
         try:
             self._send(line)
             while True:
@@ -178,11 +181,14 @@ class _Process:
                 if stage == "refused":
                     return RunResult(refusal=answer["error"])
                 if stage == "done":
-                    return RunResult(batches=tuple(batches), providers=providers)
+                    return RunResult(batches=tuple(batches), providers=providers, seconds=seconds)
                 if stage == "opened":
                     providers = tuple(answer["providers"])
+                elif stage == "failed":
+                    batches.append(answer["error"])
                 else:
-                    batches.append(answer["error"] if stage == "failed" else [_loaded(spec) for spec in answer["outputs"]])
+                    batches.append([_loaded(spec) for spec in answer["outputs"]])
+                    seconds += answer["seconds"]
         except queue.Empty:
             text = f"no answer within {silence_seconds:g} s"
             return RunResult(batches=tuple(batches), crash=text, providers=providers)

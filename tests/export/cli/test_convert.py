@@ -114,8 +114,10 @@ def test_without_samples_inputs_are_made_up(run: Run) -> None:
     result = run("in.onnx", "out.onnx", "--json", "--dim", "n=3")
     assert result.exit_code == 0, result.output
     certificate = json.loads(result.stdout)["certificate"]
-    assert certificate["samples"] >= 3
-    assert certificate["notes"] == ["the inputs were made up; give --samples for a verdict on your own"]
+    assert certificate["samples"] == 33  # the least multiple of 3 that is 32 or more
+    (note,) = (note for note in certificate["notes"] if "made-up" in note)
+    assert note.startswith("the inputs are 33 made-up rows: random numbers")
+    assert "cannot show how large numbers become inside the model on real data" in note
 
 
 def test_a_model_that_fails_on_made_up_inputs_asks_for_samples(run: Run, tmp_path: Path) -> None:
