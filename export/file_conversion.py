@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import onnx_ir
 
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.file_growth import growth
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.judging import Judge
     from halfserve.export.verification.samples import Array, SampleSet
+    from halfserve.protos.certificate_signature import SigningKey
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
@@ -67,6 +68,7 @@ class Verification:
         limits: When that search stops.
         record: The training record, whose modules the search tries first.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
+        key: Signs the certificate; None leaves it unsigned.
     """
 
     samples: Callable[[ModelFile], SampleSet]
@@ -79,6 +81,7 @@ class Verification:
     limits: SearchLimits = field(default_factory=SearchLimits)
     record: Record | None = None
     task: Judge | None = None
+    key: SigningKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,7 @@ def convert(
     adversarial: bool = True,
     accumulators: Accumulators = "float32",
     overwrite: bool = False,
+    certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
     """Convert a float32 ONNX file to float16, verify it, and write it if it is within the budget.
@@ -176,6 +180,7 @@ def convert(
         adversarial: Whether to also verify on samples at the edge of the given ones.
         accumulators: The type in which the target runtime sums.
         overwrite: Whether an existing model at `target` may be replaced.
+        certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
 
     Returns:
@@ -198,6 +203,7 @@ def convert(
         accumulators=accumulators,
         search=search,
         limits=limits or SearchLimits(),
+        key=signing_key(certificate_key),
     )
     options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset)
     place = FileTarget(path=Path(target), overwrite=overwrite)
@@ -238,7 +244,7 @@ def convert_verified(
         certificate, found = None, None
         if verification is not None and samples is not None:
             try:
-                certificate = _verified(attempt, samples, verification, target.model_name, progress)
+                certificate = _verified(attempt, samples, verification, target, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
@@ -248,7 +254,7 @@ def convert_verified(
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
                 attempt = _attempt(stack, opened, file, blocked, progress)
                 try:
-                    certificate = _verified(attempt, samples, verification, target.model_name, progress)
+                    certificate = _verified(attempt, samples, verification, target, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
@@ -285,7 +291,11 @@ def _attempt(
 
 
 def _verified(
-    attempt: _Attempt, samples: SampleSet, verification: Verification, name: str, progress: Callable[[str], None]
+    attempt: _Attempt,
+    samples: SampleSet,
+    verification: Verification,
+    target: ConversionTarget,
+    progress: Callable[[str], None],
 ) -> Certificate:
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
@@ -298,7 +308,7 @@ def _verified(
         samples.inputs,
         budget=samples.budget(verification.budget),
         labels=verification.labels,
-        name=name,
+        name=target.model_name,
         reference_bytes=done.source.size_bytes,
         conversion=done.conversion.report,
         adversarial=verification.adversarial,
@@ -308,7 +318,8 @@ def _verified(
         notes=samples.notes,
         task=verification.task,
     )
-    return embed_in_file(done.staged.path, certificate)
+    certificate = embed_in_file(done.staged.path, replace(certificate, files=target.bound_files(done.source)))
+    return certificate if verification.key is None else certificate.signed(verification.key)
 
 
 def _searched(

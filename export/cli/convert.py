@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.cli.options import (
     EXIT_CODES,
     MAX_BATCH_SIZE,
@@ -18,6 +19,7 @@ from halfserve.export.cli.options import (
     Adversarial,
     AsJson,
     CertificateFile,
+    CertificateKey,
     Fp32Twin,
     HtmlPage,
     KeepIoTypes,
@@ -89,6 +91,7 @@ def convert(
     max_minutes: MaxMinutes = None,
     certificate: CertificateFile = None,
     html: HtmlPage = False,
+    certificate_key: CertificateKey = None,
     placement: Annotated[
         bool, report("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
     ] = False,
@@ -126,6 +129,8 @@ def convert(
     ]
     if not verify and needing:
         raise UsageError(f"--{needing[0]} needs verification; leave --no-verify out")
+    if certificate_key is not None and repository is None and certificate is None:
+        raise UsageError("--certificate-key signs the certificate; give --certificate or --repository too")
     page = page_beside(certificate, html=html, others=(source, target, samples))
     inputs = _inputs(samples, sizes_of(dim or ()))
     work = partial(
@@ -147,6 +152,7 @@ def convert(
             accumulators=accumulators,
             search=search,
             limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
+            key=signing_key(certificate_key),
         )
         if verify
         else None,
