@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import onnx_ir
 
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.file_growth import growth
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from halfserve.export.onnx_fp16.report import ConversionReport
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.judging import Judge
-    from halfserve.export.verification.samples import Array
+    from halfserve.export.verification.samples import Array, SampleSet
+    from halfserve.protos.certificate_signature import SigningKey
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
@@ -57,7 +58,7 @@ class Verification:
     """How to verify; see `export.verify`.
 
     Attributes:
-        samples: Makes or loads the samples for a model.
+        samples: Makes or loads the samples for a model, with a note on them.
         budget: How much the float16 model may differ.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
@@ -66,11 +67,11 @@ class Verification:
         search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
         limits: When that search stops.
         record: The training record, whose modules the search tries first.
-        notes: Remarks for the certificate.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
+        key: Signs the certificate; None leaves it unsigned.
     """
 
-    samples: Callable[[ModelFile], Sequence[Array]]
+    samples: Callable[[ModelFile], SampleSet]
     budget: Budget
     reference: nn.Module | ModelSource | ModelFile | None = None
     labels: Array | None = None
@@ -79,8 +80,8 @@ class Verification:
     search: bool = True
     limits: SearchLimits = field(default_factory=SearchLimits)
     record: Record | None = None
-    notes: tuple[str, ...] = ()
     task: Judge | None = None
+    key: SigningKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,7 @@ def convert(
     adversarial: bool = True,
     accumulators: Accumulators = "float32",
     overwrite: bool = False,
+    certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
     """Convert a float32 ONNX file to float16, verify it, and write it if it is within the budget.
@@ -178,6 +180,7 @@ def convert(
         adversarial: Whether to also verify on samples at the edge of the given ones.
         accumulators: The type in which the target runtime sums.
         overwrite: Whether an existing model at `target` may be replaced.
+        certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
 
     Returns:
@@ -188,19 +191,19 @@ def convert(
         ExportError: The conversion fails for another reason; nothing was written.
     """
     from halfserve.export.certificate.budget import Budget  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.samples import load_samples  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.samples import SampleSet, load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
     verification = Verification(
-        samples=synthesize if given is None else lambda model: load_samples(given, model),
+        samples=synthetic_samples if given is None else lambda model: SampleSet(inputs=load_samples(given, model)),
         budget=budget or Budget(),
         labels=labels,
         adversarial=adversarial,
         accumulators=accumulators,
         search=search,
         limits=limits or SearchLimits(),
-        notes=("the inputs are random; give samples for a verdict on your own",) if given is None else (),
+        key=signing_key(certificate_key),
     )
     options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset)
     place = FileTarget(path=Path(target), overwrite=overwrite)
@@ -235,23 +238,23 @@ def convert_verified(
     progress("reading the model")
     opened = open_model(source)
     target.check(opened)
-    arrays = None if verification is None else verification.samples(opened)
+    samples = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
         attempt = _attempt(stack, opened, file, options, progress)
         certificate, found = None, None
-        if verification is not None and arrays is not None:
+        if verification is not None and samples is not None:
             try:
-                certificate = _verified(attempt, arrays, verification, target.model_name, progress)
+                certificate = _verified(attempt, samples, verification, target, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
                 if not comparable or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
                     raise
-                found = _searched(opened, options, arrays, verification, error, progress)
+                found = _searched(opened, options, samples, verification, error, progress)
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
                 attempt = _attempt(stack, opened, file, blocked, progress)
                 try:
-                    certificate = _verified(attempt, arrays, verification, target.model_name, progress)
+                    certificate = _verified(attempt, samples, verification, target, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
@@ -288,7 +291,11 @@ def _attempt(
 
 
 def _verified(
-    attempt: _Attempt, arrays: Sequence[Array], verification: Verification, name: str, progress: Callable[[str], None]
+    attempt: _Attempt,
+    samples: SampleSet,
+    verification: Verification,
+    target: ConversionTarget,
+    progress: Callable[[str], None],
 ) -> Certificate:
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
@@ -298,26 +305,27 @@ def _verified(
     certificate = verify(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
-        list(arrays),
-        budget=verification.budget,
+        samples.inputs,
+        budget=samples.budget(verification.budget),
         labels=verification.labels,
-        name=name,
+        name=target.model_name,
         reference_bytes=done.source.size_bytes,
         conversion=done.conversion.report,
         adversarial=verification.adversarial,
         source=done.source,
         accumulators=verification.accumulators,
         placement=None if isinstance(placement, str) else placement.to_json(),
-        notes=verification.notes,
+        notes=samples.notes,
         task=verification.task,
     )
-    return embed_in_file(done.staged.path, certificate)
+    certificate = embed_in_file(done.staged.path, replace(certificate, files=target.bound_files(done.source)))
+    return certificate if verification.key is None else certificate.signed(verification.key)
 
 
 def _searched(
     source: ModelFile,
     options: ConversionOptions,
-    arrays: Sequence[Array],
+    samples: SampleSet,
     verification: Verification,
     error: BudgetExceeded,
     progress: Callable[[str], None],
@@ -330,8 +338,8 @@ def _searched(
         upgrade_opset(model)
     found = find_fp32_nodes(
         model,
-        list(arrays),
-        budget=verification.budget,
+        samples.inputs,
+        budget=samples.budget(verification.budget),
         reference=verification.reference,
         keep_io_types=options.keep_io_types,
         op_block_list=options.op_block_list,

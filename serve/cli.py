@@ -171,6 +171,13 @@ def serve(
             help="Serve Python models (model.py) of PATH too. This trusts everybody who writes there: they run as this user.",
         ),
     ] = False,
+    certificate_key: Annotated[
+        Path | None,
+        _models(
+            help="PEM file of an Ed25519 public key: certificates of models have to be signed with its private key, as "
+            "`halfserve export --certificate-key` does."
+        ),
+    ] = ControlOptions.certificate_key,
     max_batch_size: Annotated[
         int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")
     ] = Defaults.max_batch_size,
@@ -339,6 +346,7 @@ def serve(
             uploads=model_uploads,
             warm_up_budget_s=warm_up_seconds,
             load_limit_s=load_seconds,
+            certificate_key=certificate_key,
             lame_duck_s=lame_duck_seconds,
         ),
         observe=ObserveOptions(

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfserve.protos.certificate_signature import CertificateKeyError, VerifyingKey
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache
 from halfserve.serve.engine.config.batching import BatchingOptions
@@ -30,7 +31,7 @@ from halfserve.serve.process import infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
 from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.storage.options import ObjectStorage
@@ -177,6 +178,7 @@ async def serve(
         placement=options.placement,
         defaults=options.defaults,
         warm_up_budget_s=options.control.warm_up_budget_s,
+        certificate_key=_certificate_key(options.control.certificate_key),
     )
     control = _control(core, options, loader)
     try:
@@ -208,6 +210,13 @@ async def serve(
     finally:
         control.close()
     lost.check()
+
+
+def _certificate_key(path: Path | None) -> VerifyingKey | None:
+    try:
+        return None if path is None else VerifyingKey(path)
+    except CertificateKeyError as error:
+        raise SecurityError(str(error)) from None
 
 
 def addresses(options: ServerOptions) -> dict[str, Address]:

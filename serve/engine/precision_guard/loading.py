@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
+from halfserve.protos.certificates import CERTIFICATE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.parameters import own_parameter
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 # Parameters of the comparison with the fp32 twin, and all that need the twin.
 COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")
 OF_TWIN = (*COMPARING, "halfserve.fp32_twin", "halfserve.shadow_rate")
-CERTIFICATE = "certificate.json"
 # A certificate's default budget: twenty float16 roundings of the output's size.
 DEFAULT_THRESHOLD = 0.01
 FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
