@@ -59,7 +59,7 @@ def serve(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A model repository folder, or one .onnx or .pt2 file; or the URL of one in object storage, such as "
+            help="A model repository folder, or one .onnx, .xml or .pt2 file; or the URL of one in object storage, such as "
             "s3://bucket/models.",
         ),
     ],

@@ -14,7 +14,11 @@ from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
-CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
+OPENVINO_BACKEND = "openvino"
+OPENVINO_PROVIDER = "OpenVINO on cpu"
+# `Backend.provider` of backends on the CPU; and of those that compute on the thread that asks them, with helpers of their own.
+CPU_PROVIDERS = frozenset({"CPUExecutionProvider", OPENVINO_PROVIDER, "torch on cpu"})
+CALLING_PROVIDERS = frozenset({"CPUExecutionProvider", OPENVINO_PROVIDER})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,12 @@ class ModelKind:
         return self.also | {self.platform, self.backend}
 
 
-ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="model.onnx")
+# Triton's OpenVINO backend takes ONNX files too, under a name that the configuration says.
+ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="model.onnx", also=frozenset({OPENVINO_BACKEND}))
+
+
+# OpenVINO's own files: the graph, and model.bin with its weights beside it.
+OPENVINO = ModelKind(platform="openvino", backend=OPENVINO_BACKEND, file_name="model.xml")
 
 
 # What torch.export.save writes. Triton's "pytorch" backend is its nearest equivalent.
@@ -59,13 +68,16 @@ PYTHON = ModelKind(platform="python", backend="python", file_name="model.py")
 
 
 # Where a version folder holds several and its configuration names none, the first one is used.
-KINDS = (ONNX, TORCH_EXPORT, PYTHON)
+KINDS = (ONNX, OPENVINO, TORCH_EXPORT, PYTHON)
 
 
 def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:
-    """The kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones."""
+    """The kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones.
+
+    First come those whose own names it uses.
+    """
     asked = {name for name in (config.platform, config.backend) if name}
-    return tuple(kind for kind in KINDS if asked <= kind.names)
+    return tuple(sorted((kind for kind in KINDS if asked <= kind.names), key=lambda kind: not asked.isdisjoint(kind.also)))
 
 
 @dataclass(frozen=True, kw_only=True)

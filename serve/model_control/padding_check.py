@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.padding import KEY, padding_settings
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.execution.assembly import padded_inputs
 from halfserve.serve.engine.execution.batch import Answered, run_batch
-from halfserve.serve.engine.execution.instance import ON_CPU
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import compare
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts, Measured
@@ -156,7 +156,8 @@ class _Trial:
             _NotProvedError: it takes none of those tried.
         """
         # An index out of range breaks a device for the process.
-        tries = (TOKENS, FEW_TOKENS) if self.version.backends[0].provider == ON_CPU and self._like is None else (FEW_TOKENS,)
+        takes_any = self.version.backends[0].provider in CALLING_PROVIDERS
+        tries = (TOKENS, FEW_TOKENS) if takes_any and self._like is None else (FEW_TOKENS,)
         for tokens in tries:
             self.tokens = tokens
             try:
