@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.cpu_trials import TrialCache
+from halfserve.serve.backends.onnx_models import OnnxModels
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
 from halfserve.serve.backends.python.runtime import PythonRuntime
 from halfserve.serve.engine.backend import (
     NO_TRUST,
-    ONNX,
-    OPENVINO_BACKEND,
     Backend,
     DevicePlacement,
     ModelInterface,
@@ -24,6 +25,9 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
 
+if TYPE_CHECKING:
+    from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
+
 TRUST_OPTION = "--trust-torch-archives"
 TRUST_PYTHON_OPTION = "--trust-python-models"
 PYTHON_SUFFIX = ".py"
@@ -32,19 +36,26 @@ ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf
 
 
 class Runtimes:
-    """ONNX files go to ONNX Runtime, exported torch programs to torch, and OpenVINO's graphs to OpenVINO.
+    """ONNX files go to ONNX Runtime or OpenVINO, exported torch programs to torch, and OpenVINO's graphs to OpenVINO.
 
-    The latter two are imported for the first of their files.
+    torch and OpenVINO are imported for the first model that needs them.
     """
 
-    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST) -> None:
-        """`probe` loads ONNX models in another process first; None trusts them. `trust`: which code of a repository may run."""
+    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
+        """The runtimes.
+
+        Args:
+            probe: loads ONNX models in another process first; None trusts them.
+            trust: which code of a repository may run.
+            trials: remembers which precision is faster on the CPU; None measures at each load.
+        """
         self._probe = probe
         self._trust = trust
         self._python = PythonRuntime()
-        self._onnx = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
+        runtime = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
+        self._onnx = OnnxModels(runtime, self._openvino_for, trials)
         self._torch: Runtime | None = None
-        self._openvino: Runtime | None = None
+        self._openvino: OpenVinoRuntime | None = None
 
     def connect(self, calls: ModelCalls) -> None:
         """See `CoreUser`."""
@@ -74,8 +85,6 @@ class Runtimes:
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, or a required GPU is missing.
         """
-        if interface.kind is ONNX and config.backend == OPENVINO_BACKEND:
-            return self._openvino_for(path).load(path, interface, placement, config)
         return self._of(path).load(path, interface, placement, config)
 
     def _trusted_python(self, path: Path) -> PythonRuntime:
@@ -114,7 +123,7 @@ class Runtimes:
             self._torch = TorchRuntime()
         return self._torch
 
-    def _openvino_for(self, path: Path) -> Runtime:
+    def _openvino_for(self, path: Path) -> OpenVinoRuntime:
         if self._openvino is None:
             try:
                 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime  # noqa: PLC0415  (may not be there)
@@ -129,4 +138,6 @@ class Runtimes:
 
 def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
     """All runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
-    return Runtimes(CrashProbe(CrashVerdictCache(default_folder())), trust)
+    folder = default_folder()
+    trials = TrialCache(None if folder is None else folder.with_name("cpu_precision"))
+    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,6 +129,15 @@ class Trust:
 NO_TRUST = Trust()
 
 
+class CpuPrecision(StrEnum):
+    """In which precision the CPU computes a model whose file is in half precision."""
+
+    AUTO = "auto"  # the fastest for which there is a passed verdict
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
     """Where to load a model.
@@ -137,12 +147,14 @@ class DevicePlacement:
         require_gpu: fail rather than run on the CPU.
         device_id: which CUDA device.
         threads: for one operator on the CPU; 0 lets the runtime choose.
+        cpu_precision: of ONNX models on the CPU whose configuration does not say.
     """
 
     use_gpu: bool = True
     require_gpu: bool = False
     device_id: int = 0
     threads: int = 0
+    cpu_precision: CpuPrecision = CpuPrecision.AUTO
 
 
 class Backend(Protocol):
@@ -249,4 +261,17 @@ class Runtime(Protocol):
 
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
+        """
+
+
+class OnnxOnOpenVino(Protocol):
+    """A runtime that computes ONNX files in a precision of the CPU's."""
+
+    def load_onnx(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
+    ) -> Backend:
+        """Load one copy of an ONNX file; see `Runtime.load`. `precision` AUTO is float32.
+
+        Raises:
+            ModelLoadError: see `Runtime.load`.
         """

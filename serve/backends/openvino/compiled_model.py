@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 
 from halfserve.serve.backends.index_ranges import IndexRange, check_indices
-from halfserve.serve.backends.openvino.plugin import Compilation, place_of, reason_of, reports_errors
+from halfserve.serve.backends.openvino.plugin import Compilation, input_places, place_of, reason_of, reports_errors
 from halfserve.serve.backends.openvino.sizes import SizeCheck
 from halfserve.serve.engine.backend import ONNX, OPENVINO_PROVIDER, ModelInterface
 from halfserve.serve.engine.errors import InstanceLostError, InvalidArgumentError, ModelLoadError, is_out_of_memory
@@ -67,10 +67,17 @@ class _Output:
 
 @dataclass(eq=False, kw_only=True)
 class OpenVinoBackend:
-    """One compiled model with the one request that it computes."""
+    """One compiled model with the one request that it computes.
+
+    Attributes:
+        provider: see `Backend`.
+        precision: of the computation, in words.
+        compiled: the model.
+    """
 
     provider: str = OPENVINO_PROVIDER
-    precision: str  # of the computation, in words
+    precision: str
+    compiled: ov.CompiledModel
     _request: ov.InferRequest
     _places: Mapping[str, int]  # of the inputs
     _elements: Mapping[str, ov.Type]
@@ -105,8 +112,9 @@ class OpenVinoBackend:
             ModelLoadError: OpenVINO has other outputs, or cannot compute every number of rows.
         """
         compiled = compilation.compiled
-        asked = {spec.name: place_of(compiled.inputs, given_names.get(spec.name, spec.name)) for spec in interface.inputs}
-        places = {name: place for name, place in asked.items() if place is not None}  # inputs without use are left out
+        own = [given_names.get(spec.name, spec.name) for spec in interface.inputs]
+        found = input_places(compiled.inputs, own)
+        places = {interface.inputs[number].name: place for number, place in found.items()}
         elements = {name: compiled.inputs[place].get_element_type() for name, place in places.items()}
         dtypes = {spec.name: spec.datatype.array_dtype for spec in interface.inputs}
         dtypes |= {name: _dtype(element) for name, element in elements.items()}
@@ -118,11 +126,12 @@ class OpenVinoBackend:
                 raise ModelLoadError(f"output {spec.name!r} is not in the model that OpenVINO has read; save the model again")
             outputs[spec.name] = _output(place, compiled.outputs[place], spec.datatype.array_dtype)
         try:
-            sizes = SizeCheck(compilation.model, interface, given_names)
+            sizes = SizeCheck(compilation.model, interface, places)
         except InvalidArgumentError as error:
             raise ModelLoadError(f"OpenVINO cannot compute every number of rows: {error}; convert the model again") from None
         return cls(
             precision=compilation.precision,
+            compiled=compiled,
             _request=compiled.create_infer_request(),
             _places=places,
             _elements=elements,

@@ -72,12 +72,6 @@ def native_halves() -> frozenset[str]:
     return frozenset(found[name] for name in core().get_property(DEVICE, "OPTIMIZATION_CAPABILITIES") if name in found)
 
 
-@cache
-def processor() -> str:
-    """The processor's name, as its maker writes it."""
-    return str(core().get_property(DEVICE, "FULL_DEVICE_NAME")).strip()
-
-
 def properties(settings: OpenVinoSettings, threads: int) -> dict[str, Any]:
     """How a graph is compiled: computed as it is written, by so many threads (0 for one per core that may be used)."""
     threads = (threads if settings.threads is None else settings.threads) or fewer_cores()
@@ -149,6 +143,24 @@ def place_of(ports: Sequence[Any], name: str) -> int | None:
     by_name = [number for number, port in enumerate(ports) if name in port.names]
     by_layer = [number for number, port in enumerate(ports) if name == port.node.get_friendly_name()]
     return next(iter([*by_name, *by_layer]), None)
+
+
+def input_places(ports: Sequence[Any], names: Sequence[str]) -> dict[int, int]:
+    """Which inputs of a model are those of its file: the number in the model, by the place of the name in `names`.
+
+    Inputs that a model does not use are left out of it. One that is an output too may have lost its name, and is found by its
+    order among those that are left.
+
+    Raises:
+        ModelLoadError: it cannot be told which one an input is.
+    """
+    known = {number: place_of(ports, name) for number, name in enumerate(names)}
+    found = {number: place for number, place in known.items() if place is not None}
+    unnamed = [place for place in range(len(ports)) if place not in found.values()]
+    missing = [number for number in known if number not in found]
+    if unnamed and len(unnamed) != len(missing):
+        raise ModelLoadError(f"OpenVINO has lost the names of inputs {[names[number] for number in missing]}; convert it again")
+    return found | dict(zip(missing, unnamed, strict=False))
 
 
 def reports_errors(compiled: ov.CompiledModel) -> bool:

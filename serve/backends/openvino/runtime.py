@@ -17,14 +17,18 @@ from halfserve.serve.backends.onnx_runtime.custom_operators import stamp
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import prepared
 from halfserve.serve.backends.onnx_runtime.request_errors import index_ranges
-from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel
+from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, read_settings
+from halfserve.serve.backends.onnx_runtime.upcast import FP16_AS_BF16, UPCAST
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
 from halfserve.serve.backends.openvino.ir_file import read_ir_interface
-from halfserve.serve.backends.openvino.plugin import Compilation, compiled_with, properties
+from halfserve.serve.backends.openvino.plugin import Compilation, compiled_with, in_words, properties
 from halfserve.serve.backends.openvino.settings import OpenVinoSettings, read_openvino_settings
-from halfserve.serve.engine.backend import ONNX, DevicePlacement, ModelInterface
+from halfserve.serve.engine.backend import ONNX, OPENVINO_BACKEND, CpuPrecision, DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
+
+# The types that a graph is computed in, by those of the file.
+TYPES: Mapping[CpuPrecision, Mapping[int, int]] = {CpuPrecision.BFLOAT16: FP16_AS_BF16, CpuPrecision.FLOAT16: {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +85,33 @@ class OpenVinoRuntime:
         Raises:
             ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
         """
+        if interface.kind is ONNX:
+            return self.load_onnx(path, interface, placement, config, placement.cpu_precision)
         _require_cpu(path, placement)
         settings = read_openvino_settings(config, path, trusted=self._trust_custom_operators)
-        if interface.kind is not ONNX:
-            compilation = self._compiled(path, str(path), settings, placement)
-            return _backend(compilation, interface, config, {}, {})
-        with prepared(path, for_gpu=False) as model:
-            compilation = self._compiled(path, model.source, settings, placement, "fp32")
-            compilation, names = replace(compilation, precision=model.precision), model.given_names
+        compilation = self._compiled(path, str(path), settings, placement)
+        return _backend(compilation, interface, config, {}, {})
+
+    def load_onnx(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
+    ) -> OpenVinoBackend:
+        """Load one copy of an ONNX file; see `OnnxOnOpenVino`.
+
+        Nodes of a half-precision type are computed in `precision`, and those of float32 in float32.
+
+        Raises:
+            ModelLoadError: see `load`.
+        """
+        _require_cpu(path, placement)
+        if config.backend == OPENVINO_BACKEND:
+            settings = read_openvino_settings(config, path, trusted=self._trust_custom_operators)
+        else:
+            settings = OpenVinoSettings(threads=read_settings(config, path).intra_op_threads)
+        types = TYPES.get(precision, UPCAST)
+        with prepared(path, for_gpu=False, types=types) as model:
+            compilation, names = self._compiled(path, model.source, settings, placement, str(precision)), model.given_names
+            words = model.precision if types == UPCAST else in_words(compilation.nodes, model.halves)
+            compilation = replace(compilation, precision=words)
         with open_onnx(path) as file:
             ranges = index_ranges(file.model.graph)
         return _backend(compilation, interface, config, ranges, names)

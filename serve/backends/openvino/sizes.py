@@ -14,7 +14,7 @@ import openvino as ov
 from openvino import opset13
 
 from halfserve.serve.backends.onnx_runtime.request_errors import free_sizes
-from halfserve.serve.backends.openvino.plugin import place_of, reason_of
+from halfserve.serve.backends.openvino.plugin import reason_of
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.tensors import Tensors
@@ -29,16 +29,14 @@ Sizes = tuple[tuple[int, ...], ...]
 class SizeCheck:
     """Infers shapes in a copy of a model's graph that holds no weights. Used by one thread at a time."""
 
-    def __init__(self, model: ov.Model, interface: ModelInterface, given_names: Mapping[str, str]) -> None:
-        """`given_names`: see `PreparedModel`.
+    def __init__(self, model: ov.Model, interface: ModelInterface, places: Mapping[str, int]) -> None:
+        """`places`: the numbers of the inputs in the model, by their names.
 
         Raises:
             InvalidArgumentError: the model's sizes are all known but the number of rows, and it cannot compute any number.
         """
         self._graph = _without_weights(model)
-        named = {spec.name: given_names.get(spec.name, spec.name) for spec in interface.inputs}
-        places = {name: place_of(model.inputs, own) for name, own in named.items()}
-        self._places = {name: place for name, place in places.items() if place is not None}
+        self._places = places
         self._batched = interface.batched
         self._known: set[Sizes] = set()
         self._is_open = any(free_sizes(interface, batched=interface.batched))

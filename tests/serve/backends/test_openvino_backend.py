@@ -177,6 +177,20 @@ def test_read_only_memory_is_read_and_not_written(tmp_path: Path, op: str) -> No
     np.testing.assert_array_equal(x, np.linspace(-1, 1, WIDE, dtype=np.float32)[None])
 
 
+def test_an_input_that_is_also_an_output_is_read(tmp_path: Path) -> None:
+    shape: list[int | str] = ["batch", 2]
+    nodes = [helper.make_node("Dropout", ["a"], ["y"]), helper.make_node("Relu", ["b"], ["z"])]
+    inputs: list[tuple[str, int, list[int | str]]] = [("unused", FLOAT, shape), ("b", FLOAT, shape)]
+    outputs: list[tuple[str, int, list[int | str]]] = [("y", FLOAT, shape), ("z", FLOAT, shape)]
+    alone = load(save_model(tmp_path / "alone.onnx", nodes[:1], [("a", FLOAT, shape)], outputs[:1]))
+    assert alone.run({"a": np.array([[3, 4]], np.float32)})["y"].tolist() == [[3.0, 4.0]]
+    both = load(save_model(tmp_path / "both.onnx", nodes, [("a", FLOAT, shape), inputs[1]], outputs))
+    answers = both.run({"a": np.array([[3, 4]], np.float32), "b": np.array([[-1, 1]], np.float32)})
+    assert {name: array.tolist() for name, array in answers.items()} == {"y": [[3.0, 4.0]], "z": [[0.0, 1.0]]}
+    unused = load(save_model(tmp_path / "unused.onnx", nodes[1:], inputs, outputs[1:]))
+    assert unused.run({"unused": np.ones((1, 2), np.float32), "b": -np.ones((1, 2), np.float32)})["z"].tolist() == [[0.0, 0.0]]
+
+
 def test_an_index_out_of_a_table_is_refused(tmp_path: Path) -> None:
     backend = load(save_table(tmp_path / "m.onnx", np.float32))
     with pytest.raises(InvalidArgumentError, match="input 'i' has the value 2, expected -2 to 1: it is the index of one of 2"):
