@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from halfserve.protos.atomic_files import atomic_file
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError
@@ -61,12 +61,8 @@ class TrialCache:
             return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f"{key}.{os.urandom(4).hex()}.part"
-            try:
-                part.write_text(json.dumps(asdict(result)), encoding="utf-8")
-                part.replace(self.folder / f"{key}.json")
-            except OSError:
-                part.unlink(missing_ok=True)
+            with atomic_file(self.folder / f"{key}.json") as file:
+                file.write(json.dumps(asdict(result)).encode())
 
 
 def compared(half: Backend, float32: Backend, interface: ModelInterface, rows: int) -> TrialResult | None:

@@ -12,26 +12,17 @@ from halfserve.protos.onnx_tensors import all_tensors
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 from halfserve.serve.backends.onnx_runtime.onnx_interface import STANDARD, is_open_ended
 
-# Operators that OpenVINO computes otherwise in one case at least: windows and empty masks of attention, and NaN replaced behind
-# its softmax; batches first in recurrent layers; rounded sizes and antialiasing in Resize; the order of equal values in TopK;
-# shifts of negative numbers; the rounding of halves where it quantizes. What it refuses need not be here. Random operators have
-# no right answer to compare with.
-UNFIT_OPERATORS = frozenset(
+# Operators that OpenVINO computes otherwise in one case at least: windows and empty masks of attention; batches first in
+# recurrent layers; the maximum of nothing but -inf; rounded sizes and antialiasing in Resize; equal values in TopK; shifts of
+# negative numbers; the rounding of halves where it quantizes. What it refuses need not be here.
+WRONG = frozenset(
     {
-        *("Attention", "Bernoulli", "BitShift", "DFT", "DynamicQuantizeLinear", "GRU", "IsNaN", "LSTM", "Multinomial"),
-        *(
-            "NonMaxSuppression",
-            "QuantizeLinear",
-            "RNN",
-            "RandomNormal",
-            "RandomNormalLike",
-            "RandomUniform",
-            "RandomUniformLike",
-            "Resize",
-        ),
-        *("RoiAlign", "SpaceToDepth", "TopK"),
+        *("Attention", "BitShift", "DFT", "DynamicQuantizeLinear", "GRU", "LSTM", "NonMaxSuppression", "QuantizeLinear", "RNN"),
+        *("ReduceMax", "ReduceMin", "Resize", "RoiAlign", "SpaceToDepth", "TopK"),
     }
 )
+# There is no right answer to compare with.
+RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # float64 becomes float32 there, and texts end its process.
 UNFIT_TYPES = {TensorProto.DOUBLE: "float64", TensorProto.STRING: "text"}
 
@@ -54,4 +45,4 @@ def why_unfit(model: ModelProto) -> str | None:
 def _is_unfit(node: NodeProto) -> bool:
     if node.op_type == "MaxPool":  # it counts a last window that lies in the padding
         return any(attribute.name == "ceil_mode" and attribute.i for attribute in node.attribute)
-    return node.op_type in UNFIT_OPERATORS or node.domain not in STANDARD
+    return node.op_type in WRONG | RANDOM or node.domain not in STANDARD

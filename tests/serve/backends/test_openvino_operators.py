@@ -21,8 +21,6 @@ from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.tensors import Array
 
 ON_CPU = DevicePlacement(use_gpu=False, threads=2)
-# The maximum of nothing is the least finite number there, in place of -inf. Few models take it; many use the operator.
-TOLERATED = {"test_reduce_max_empty_set"}
 LEAST_RIGHT = 700  # of the cases that are not left to ONNX Runtime
 
 
@@ -74,5 +72,5 @@ def test_what_is_given_to_openvino_is_answered_as_onnx_defines_it(tmp_path: Path
             wrong.append(case.name)
         else:
             right += 1
-    assert set(wrong) <= TOLERATED
+    assert wrong == []
     assert right >= LEAST_RIGHT
