@@ -68,6 +68,7 @@ BELOW = {
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors", "serve.engine.cuda_driver"},
 }
+OPENVINO_ROOM = "serve/backends/openvino"
 RAY = "serve/cluster/on_ray"
 # Where torch may be imported at all.
 TORCH = {"amp_core", "export"}
@@ -144,6 +145,14 @@ def test_protos_needs_protobuf_and_numpy_alone() -> None:
 def test_ray_is_needed_by_one_room_only() -> None:
     for path in files("serve"):
         assert path.parent == ROOT / RAY or not any(under(m, {"ray"}) for m in imported(path)), path
+
+
+def test_openvino_is_needed_by_one_room_only() -> None:
+    """Nothing imports that room before a model needs it; the crash probe's child imports the package alone."""
+    child = ROOT / "serve/backends/onnx_runtime/probe_child.py"
+    for path in files("serve"):
+        allowed = path.is_relative_to(ROOT / OPENVINO_ROOM) or path == child
+        assert allowed or not any(under(m, {"openvino"}) for m in imported(path)), path
 
 
 def test_torch_stays_where_it_belongs() -> None:

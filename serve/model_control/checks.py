@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from halfserve.serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
+from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
-from halfserve.serve.engine.execution.instance import ON_CPU
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.resource_limits import available_bytes
 from halfserve.serve.engine.tensors import Array, Tensors
@@ -48,6 +48,8 @@ def require_memory(model: Path, copies: int) -> None:
 def _weights_bytes(model: Path) -> int:
     """Size of the model file, its data files, and files beside it that begin with its name (model.onnx.data)."""
     beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
+    if model.suffix == ".xml":  # OpenVINO's weights
+        beside.add(model.with_suffix(".bin"))
     locations, read = _data(model)
     named = {model.parent / name for name in locations}
     return _size(beside - named) + max(_size(named), read)
@@ -148,7 +150,7 @@ def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
 
 def _pair(version: LoadedVersion, row: Mapping[str, Array], *, seed: int) -> tuple[Tensors, Tensors, Tensors]:
     """Two rows like this one, and both together."""
-    random, on_cpu = np.random.default_rng(seed), version.backends[0].provider == ON_CPU
+    random, on_cpu = np.random.default_rng(seed), version.backends[0].provider in CALLING_PROVIDERS
     first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in row.items()} for _ in range(PAIR))
     return first, second, {name: np.concatenate([first[name], second[name]]) for name in first}
 

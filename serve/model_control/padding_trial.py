@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.execution.assembly import pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.instance import ON_CPU
 from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
@@ -82,7 +82,7 @@ class Trial:
             OutOfTimeError: there is no time for them.
             ModelLoadError: the device was lost.
         """
-        if self.version.backends[0].provider == ON_CPU and not self._samples:
+        if self.version.backends[0].provider in CALLING_PROVIDERS and not self._samples:
             self._tokens = TOKENS
             if not self.rows(SHORTEST[-1], 0):
                 self._tokens = FEW_TOKENS

@@ -16,14 +16,13 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelWarmup
-from halfserve.serve.engine.backend import PYTHON, Backend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, PYTHON, Backend
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.instance import ON_CPU
 from halfserve.serve.engine.execution.short_batches import LONE_S
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.repository.model_repository import named_file
@@ -332,7 +331,7 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return {}
     steady = version.interface.is_steady(batched=version.config.max_batch_size > 0)
-    if not steady or any(backend.provider != ON_CPU for backend in version.backends):
+    if not steady or any(backend.provider not in CALLING_PROVIDERS for backend in version.backends):
         return {}
     declared = declared_requests(version)
     sizes = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from halfserve.serve.engine.backend import Backend, RequestBackend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, Backend, RequestBackend
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S: Final = 1.0
 LONGEST_WAIT_S: Final = 60.0
 LOOKS: Final = 4  # at a running batch, within its time limit
-ON_CPU: Final = "CPUExecutionProvider"
 # An instance whose batches take at most this long gets its next one while it computes: the way from its thread to the loop and
 # back takes half a millisecond, in which it would idle. Not for short batches, which the loop computes, nor for long ones: a
 # request would be computed before a more urgent one that arrives meanwhile.
@@ -203,7 +202,7 @@ class Instance:
     def may_run_on_loop(self) -> bool:
         """Whether short batches need no thread: their time is predictable and has no limit, and no device is waited for."""
         how = self._how
-        return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider == ON_CPU
+        return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider in CALLING_PROVIDERS
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
         """Compute a short batch on the calling thread, while no other runs. `is_up` says then whether it can take more."""

@@ -13,7 +13,7 @@ import tritonclient.grpc.aio as triton_aio
 from onnx import NodeProto, TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
-from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
+from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
@@ -29,27 +29,29 @@ from tests.serve.running_server import running_server
 node = helper.make_node
 
 
-def loaded(root: Path) -> LoadedVersion:
+def loaded(root: Path, runtime: Runtime | None = None) -> LoadedVersion:
     (files,) = find_models(root)
-    return loader().load(files)
+    return loader(runtime=runtime).load(files)
 
 
 def parameter(key: str, value: str) -> str:
     return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
 
 
-def test_a_model_that_heeds_its_mask_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_heeds_its_mask_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     save_masked_mean(tmp_path / "m")
-    version = loaded(tmp_path)
+    version = loaded(tmp_path, runtime)
     assert version.mixed is not None
     assert version.mixed.costs.is_confident, "what batches cost has been measured"
     assert version.config.parameters["halfserve.padding"].string_value == RULE
     assert caplog.text == ""
 
 
-def test_a_model_that_ignores_its_mask_is_served_unpadded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_ignores_its_mask_is_served_unpadded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime: Runtime
+) -> None:
     save_masked_mean(tmp_path / "m", ignores_mask=True)
-    version = loaded(tmp_path)
+    version = loaded(tmp_path, runtime)
     assert version.mixed is None
     assert "halfserve.padding" not in version.config.parameters
     assert "m/1: it is served without padding" in caplog.text
@@ -356,7 +358,7 @@ def tensors(tokens: Array) -> list[triton.InferInput]:
     return [triton.InferInput(name, list(array.shape), "INT64").set_data_from_numpy(array) for name, array in both]
 
 
-def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path) -> None:
+def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path, runtime: Runtime) -> None:
     save_masked_mean(tmp_path / "m")
     random = np.random.default_rng(0)
     asked = [random.integers(1, VOCABULARY, (int(random.integers(1, 4)), length)) for length in random.integers(1, 60, 120)]
@@ -366,7 +368,7 @@ def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path) -> Non
             return list(await asyncio.gather(*(client.infer("m", tensors(tokens)) for tokens in asked)))
 
     def make() -> list[Model]:
-        return [loaded(tmp_path).model()]
+        return [loaded(tmp_path, runtime).model()]
 
     with running_server(make) as server:
         answers = asyncio.run(ask(server.address))
