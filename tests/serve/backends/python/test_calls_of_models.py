@@ -5,6 +5,7 @@ import queue
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_a_cycle_through_the_response_cache_is_an_error(tmp_path: Path, calling:
     save_python_model(tmp_path, "back", CALLS.replace("NAME", "calls"), cached)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         for name in ("calls", "back"):
-            server.call(lambda name=name: cache_answers(server.core.model(name), ResponseCache(2**20)))
+            server.call(partial(cache_answers, server.call(partial(server.core.model, name)), ResponseCache(2**20)))
         with pytest.raises(InferenceServerException, match="is called by itself"):
             infer(client, "calls", np.ones(1, np.float32), client_timeout=20)
 
