@@ -171,13 +171,6 @@ def serve(
             help="Serve Python models (model.py) of PATH too. This trusts everybody who writes there: they run as this user.",
         ),
     ] = False,
-    certificate_key: Annotated[
-        Path | None,
-        _models(
-            help="PEM file of an Ed25519 public key: certificates of models have to be signed with its private key, as "
-            "`halfserve export --certificate-key` does."
-        ),
-    ] = ControlOptions.certificate_key,
     max_batch_size: Annotated[
         int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")
     ] = Defaults.max_batch_size,
@@ -275,6 +268,13 @@ def serve(
     token_file: Annotated[
         Path | None, _security(help="Lines that `halfserve token --add-to` writes; who has none of these tokens is not let in.")
     ] = SecurityOptions.token_file,
+    certificate_key: Annotated[
+        Path | None,
+        _security(
+            help="PEM file of an Ed25519 public key: certificates of models have to be signed with its private key, as "
+            "`halfserve export --certificate-key` does."
+        ),
+    ] = ControlOptions.certificate_key,
     admin_port: Annotated[
         int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
     ] = SecurityOptions.admin_port,

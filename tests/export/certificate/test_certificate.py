@@ -278,7 +278,7 @@ def test_a_signature_covers_every_field(certificate: Certificate, tmp_path: Path
     assert not VerifyingKey(key_pair(tmp_path / "other")[1]).signed(content)
     for name in content.keys() - {"signature"}:
         assert not key.signed({**content, name: "changed"}), name
-    for signature in ("", "?", 7, None, signed.signature[:-8] + "AAAAAA=="):
+    for signature in ("", "?", "\u00e9", 7, None, signed.signature[:-8] + "AAAAAA=="):
         assert not key.signed({**content, "signature": signature}), signature
 
 
