@@ -17,7 +17,7 @@ from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
-from halfserve.export.onnx_fp16.prepare import upgrade_opset
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.placement.audit import Placement, audit_placement
 from halfserve.export.search.narrowing import SearchLimits
 
