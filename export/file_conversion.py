@@ -1,4 +1,4 @@
-"""Conversion of an ONNX file to float16: convert, verify, search for nodes that must stay float32, and publish."""
+"""Conversion of an ONNX file to half precision: convert, verify, search for nodes that must stay float32, and publish."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import onnx_ir
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
+# ONNX Runtime's CPU provider cannot open a bfloat16 model, so that its placement is asked for where a device computes it.
+NO_PLACEMENT = "not asked for: where no device computes bfloat16, the server computes the model in float32"
 Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
 
@@ -49,6 +52,7 @@ class ConversionOptions:
     node_block_list: Collection[str] = ()
     repair: bool = True
     upgrade_opset: bool = False
+    dtype: HalfName = "float16"
     external_data: ExternalData = "auto"
 
 
@@ -58,7 +62,7 @@ class Verification:
 
     Attributes:
         samples: Makes or loads the samples for a model.
-        budget: How much the float16 model may differ.
+        budget: How much the converted model may differ.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
         adversarial: Whether to try samples at the edge of the given ones too.
@@ -90,7 +94,7 @@ class Converted:
     Attributes:
         path: Its file, or its version's folder in a repository; below the URL of one in object storage.
         source_bytes: Size of the float32 model, data files included.
-        size_bytes: Size of the float16 model, data files included.
+        size_bytes: Size of the converted model, data files included.
         report: What the conversion did.
         certificate: The verdict; None without verification.
         placement: Where ONNX Runtime puts its nodes, or why that is unknown.
@@ -125,7 +129,7 @@ class Certified(Converted):
 
 
 class SearchFailed(BudgetExceeded):
-    """The float16 model is over budget, and the search found no set of float32 nodes that brings it within.
+    """The converted model is over budget, and the search found no set of float32 nodes that brings it within.
 
     Attributes:
         search: What was tried. Where it passed, its set was within the budget in the search and over it in the verification.
@@ -154,6 +158,7 @@ def convert(
     labels: Array | None = None,
     keep_io_types: bool | Collection[str] = True,
     upgrade_opset: bool = False,
+    dtype: HalfName = "float16",
     search: bool = True,
     limits: SearchLimits | None = None,
     adversarial: bool = True,
@@ -161,7 +166,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
-    """Convert a float32 ONNX file to float16, verify it, and write it if it is within the budget.
+    """Convert a float32 ONNX file to float16 or bfloat16, verify it, and write it if it is within the budget.
 
     `halfserve convert SOURCE TARGET` does the same. Over budget, it searches for the fewest nodes that must stay float32.
 
@@ -169,10 +174,11 @@ def convert(
         source: The float32 model.
         target: The file to write.
         samples: Arrays by input name, samples first, or a file that `numpy.savez` wrote; by default random inputs.
-        budget: How much the float16 model may differ; `Budget()` by default.
+        budget: How much the converted model may differ; the usual budget of its type by default.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
-        keep_io_types: True: inputs and outputs stay float32; False: they become float16; or the names of those that stay.
-        upgrade_opset: Whether to raise a model below opset 17 to it first.
+        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of those that stay.
+        upgrade_opset: Whether to raise the model's opset first, as far as that lets more nodes compute in `dtype`.
+        dtype: The type to convert to, "float16" or "bfloat16".
         search: Whether to search for nodes that must stay float32.
         limits: When the search ends although a smaller set may be found.
         adversarial: Whether to also verify on samples at the edge of the given ones.
@@ -184,17 +190,17 @@ def convert(
         The path, the certificate, the report of the conversion and the result of the search.
 
     Raises:
-        BudgetExceeded: The float16 model is over budget; nothing was written.
+        BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The conversion fails for another reason; nothing was written.
     """
-    from halfserve.export.certificate.budget import Budget  # noqa: PLC0415  (slow to import)
+    from halfserve.export.certificate.budget import usual_budget  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.samples import load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
     verification = Verification(
         samples=synthesize if given is None else lambda model: load_samples(given, model),
-        budget=budget or Budget(),
+        budget=budget or usual_budget(dtype),
         labels=labels,
         adversarial=adversarial,
         accumulators=accumulators,
@@ -202,7 +208,7 @@ def convert(
         limits=limits or SearchLimits(),
         notes=("the inputs are random; give samples for a verdict on your own",) if given is None else (),
     )
-    options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset)
+    options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset, dtype=dtype)
     place = FileTarget(path=Path(target), overwrite=overwrite)
     return Certified(
         **vars(convert_verified(Path(source), place, options=options, verification=verification, progress=progress))
@@ -222,14 +228,14 @@ def convert_verified(
 
     Args:
         source: The float32 model.
-        target: Where the float16 model goes.
+        target: Where the converted model goes.
         options: How to convert.
         verification: How to verify; None skips it.
         progress: Called with each step before it begins.
         beside: More files made of the certificate, as (path, content), written together with the model or not at all.
 
     Raises:
-        BudgetExceeded: The float16 model is over budget; nothing was written.
+        BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The conversion fails for another reason; nothing was written.
     """
     progress("reading the model")
@@ -269,7 +275,7 @@ _Attempt: TypeAlias = tuple[StagedConversion, Placement | str]
 def _attempt(
     stack: ExitStack, source: ModelFile, file: Path, options: ConversionOptions, progress: Callable[[str], None]
 ) -> _Attempt:
-    progress("converting to float16")
+    progress(f"converting to {options.dtype}")
     done = stack.enter_context(
         staged_conversion(
             source,
@@ -279,10 +285,13 @@ def _attempt(
             node_block_list=options.node_block_list,
             repair=options.repair,
             upgrade_opset=options.upgrade_opset,
+            dtype=options.dtype,
             external_data=options.external_data,
             overwrite=True,  # the target was checked first
         )
     )
+    if options.dtype != "float16":
+        return done, NO_PLACEMENT
     progress("asking ONNX Runtime for the placement")
     return done, _placement(done)
 
@@ -327,7 +336,7 @@ def _searched(
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
     model = onnx_ir.from_proto(source.proto)
     if options.upgrade_opset:
-        upgrade_opset(model)
+        upgrade_opset(model, half_named(options.dtype))
     found = find_fp32_nodes(
         model,
         list(arrays),
@@ -337,6 +346,7 @@ def _searched(
         op_block_list=options.op_block_list,
         node_block_list=options.node_block_list,
         repair=options.repair,
+        dtype=options.dtype,
         record=verification.record,
         adversarial=verification.adversarial,
         accumulators=verification.accumulators,

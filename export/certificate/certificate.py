@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from halfserve.export.certificate.budget import NO_HEADROOM, Budget, Figures
 from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.half_types import HalfName
 from halfserve.export.weight_ledger import FP16_MAX
 
 SCHEMA = "halfserve.certificate"
@@ -67,7 +68,7 @@ class Plot:
     Attributes:
         reference: At most 300 finite values of the reference: those with the largest errors, the largest magnitudes, and an
             even selection of the others.
-        candidate: The fp16 model's values at the same places.
+        candidate: The converted model's values at the same places.
         edges: Edges of the histogram's bins: log10(error / unit of the output).
         counts: Values per bin, one fewer than edges. Errors below the first edge count in the first bin.
     """
@@ -142,7 +143,7 @@ class OutputVerdict:
 
     Attributes:
         name: The output's name in the ONNX model.
-        execution: "rounded" (float16 rounding after every node, which simulates a GPU), "runtime" (ONNX Runtime's CPU
+        execution: "rounded" (rounding after every node, which simulates half-precision hardware), "runtime" (ONNX Runtime's CPU
             provider) or "cuda" (its CUDA provider, where there is a GPU).
         figures: Error figures against the reference.
         violations: What is over budget.
@@ -160,7 +161,7 @@ class OutputVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Share of labels that equal the argmax, for the reference and for the fp16 model in two executions."""
+    """Share of labels that equal the argmax, for the reference and for the converted model in two executions."""
 
     reference: float
     rounded: float
@@ -173,6 +174,7 @@ class Certificate:
 
     Attributes:
         model: The model's name.
+        precision: The type in which the model was judged, "float16" or "bfloat16". Certificates without it are about float16.
         onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
             files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
         onnx_bytes: Size of the file and its data files in bytes.
@@ -216,6 +218,7 @@ class Certificate:
     risks: tuple[Risk, ...] = ()
     notes: tuple[str, ...] = ()
     placement: dict[str, Any] | None = None
+    precision: HalfName = "float16"
 
     @property
     def violations(self) -> list[str]:
@@ -240,6 +243,8 @@ class Certificate:
     def to_json(self) -> dict[str, Any]:
         """The certificate as JSON types; NaN and infinities become strings."""
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
+        if self.precision == "float16":
+            del content["precision"]  # older certificates lack it, and models hold the hashes of these
         plain: dict[str, Any] = json_values(content)
         return plain
 
@@ -264,7 +269,7 @@ def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
 
 
 class BudgetExceeded(ExportError):  # noqa: N818  (named by what happened; the base class says that it is an error)
-    """The fp16 model differs from its reference by more than the budget allows.
+    """The converted model differs from its reference by more than the budget allows.
 
     Attributes:
         certificate: The certificate with all figures; its `passed` is False.

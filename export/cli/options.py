@@ -16,6 +16,7 @@ import typer
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.file_conversion import Accumulators
+from halfserve.export.half_types import HalfName
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
@@ -26,14 +27,18 @@ report = partial(typer.Option, rich_help_panel="Report")
 repository_version = partial(typer.Option, rich_help_panel="Model repository")
 
 KeepIoTypes: TypeAlias = Annotated[
-    bool, conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
+    bool, conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become --dtype too.")
 ]
 MaxAbsError: TypeAlias = Annotated[
     float | None, budget_limit(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
 ]
 MaxScaledError: TypeAlias = Annotated[
-    float, budget_limit(help="Largest error of an output, as a share of its largest magnitude.")
+    float | None,
+    budget_limit(
+        help="Largest error of an output, as a share of its largest magnitude; by default 0.01 for float16, 0.04 for bfloat16."
+    ),
 ]
+Dtype: TypeAlias = Annotated[HalfName, conversion(help="The half-precision type to convert to.")]
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
 Adversarial: TypeAlias = Annotated[
     bool, verification(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")

@@ -149,8 +149,8 @@ def _refuse_other_half(model: onnx_ir.Model, half: HalfType) -> None:
             continue
         if any(value is not None and value.dtype == other for value in (*node.inputs, *node.outputs)):
             raise ExportError(
-                f"{node.op_type} {node.name!r} computes in {other.name.lower()}; expected float32: export the model again from "
-                "the module after .float(), which keeps every weight's value, and convert that"
+                f"{node.op_type} {node.name!r} computes in {other.name.lower()}; expected a float32 model: export it "
+                "again from the module after .float(), which keeps every weight's value, and convert that"
             )
 
 

@@ -19,6 +19,8 @@ from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.proto_graphs import bodies as proto_bodies
 from halfserve.export.onnx_fp16.graph import all_nodes, bodies, slots_of
 
+# The opset to which a model may be raised: convolutions and pools take bfloat16 from it on, and later ones add little.
+LAST_RAISED = 22
 RUNTIME_DOMAINS = frozenset({"com.microsoft", "com.microsoft.nchwc"})
 _NAMES = {
     "float": onnx_ir.DataType.FLOAT,

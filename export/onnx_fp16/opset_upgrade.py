@@ -13,6 +13,7 @@ from halfserve.export.errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_fp16.element_types import (
+    LAST_RAISED,
     declared_values,
     first_opset_with_half,
     forget_inferred,
@@ -25,7 +26,6 @@ from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
 from halfserve.export.onnx_fp16.report import Repair
 
 UPGRADE = "upgrade-opset"
-LAST_RAISED = 22  # convolutions and pools take bfloat16 from this opset on; later ones add little
 _LAST_REWRITTEN = 13  # from this opset on, see `_raise_node`
 # They stay float32 in bfloat16 models, or make numbers out of none, so that a later opset gains nothing.
 _NOT_WORTH_IT = (

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import onnx_ir
 
 from halfserve.export.half_types import FP16
-from halfserve.export.onnx_fp16.element_types import first_opset_with_half
+from halfserve.export.onnx_fp16.element_types import LAST_RAISED, first_opset_with_half
 from halfserve.export.onnx_fp16.graph import ELEMENTWISE, FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
-from halfserve.export.onnx_fp16.opset_upgrade import LAST_RAISED
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
 from halfserve.export.onnx_fp16.planning.few_digits import keep_precise
 from halfserve.export.onnx_fp16.planning.plan import KEEP, Plan
