@@ -81,7 +81,12 @@ def main(
 ) -> None:
     """Convert every model to both types and show the errors."""
     warnings.simplefilter("ignore")  # the architectures' own
-    found = {name: dict(_costs(model)) for name, model in MODELS.items() if only in name}
+    found: dict[str, dict[str, Cost]] = {}
+    for name, model in MODELS.items():
+        if only in name:
+            found[name] = dict(_costs(model))
+            told = ", ".join(f"{half} {cost.problem or f'{cost.error:.4f}'}" for half, cost in found[name].items())
+            Console(stderr=True).print(f"{name}: {told}", markup=False, soft_wrap=True)
     if as_json:
         plain = {name: {half: dataclasses.asdict(cost) for half, cost in costs.items()} for name, costs in found.items()}
         print(json.dumps(plain, indent=1))

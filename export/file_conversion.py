@@ -12,8 +12,9 @@ import onnx_ir
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.errors import ExportError
-from halfserve.export.half_types import HalfName, half_named
+from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.half_types import FP16, DtypeChoice, HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
@@ -52,7 +53,7 @@ class ConversionOptions:
     node_block_list: Collection[str] = ()
     repair: bool = True
     upgrade_opset: bool = False
-    dtype: HalfName = "float16"
+    dtype: DtypeChoice = "float16"
     external_data: ExternalData = "auto"
 
 
@@ -62,7 +63,7 @@ class Verification:
 
     Attributes:
         samples: Makes or loads the samples for a model.
-        budget: How much the converted model may differ.
+        budget: How much the converted model may differ: one budget for every type, or one by type.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
         adversarial: Whether to try samples at the edge of the given ones too.
@@ -75,7 +76,7 @@ class Verification:
     """
 
     samples: Callable[[ModelFile], Sequence[Array]]
-    budget: Budget
+    budget: Budget | Mapping[HalfName, Budget]
     reference: nn.Module | ModelSource | ModelFile | None = None
     labels: Array | None = None
     adversarial: bool = True
@@ -85,6 +86,10 @@ class Verification:
     record: Record | None = None
     notes: tuple[str, ...] = ()
     task: Judge | None = None
+
+    def budget_of(self, dtype: HalfName) -> Budget:
+        """The limits for a model of this type."""
+        return self.budget[dtype] if isinstance(self.budget, Mapping) else self.budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +163,7 @@ def convert(
     labels: Array | None = None,
     keep_io_types: bool | Collection[str] = True,
     upgrade_opset: bool = False,
-    dtype: HalfName = "float16",
+    dtype: DtypeChoice = "float16",
     search: bool = True,
     limits: SearchLimits | None = None,
     adversarial: bool = True,
@@ -178,7 +183,9 @@ def convert(
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of those that stay.
         upgrade_opset: Whether to raise the model's opset first, as far as that lets more nodes compute in `dtype`.
-        dtype: The type to convert to, "float16" or "bfloat16".
+        dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
+            does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
+            such numbers.
         search: Whether to search for nodes that must stay float32.
         limits: When the search ends although a smaller set may be found.
         adversarial: Whether to also verify on samples at the edge of the given ones.
@@ -193,14 +200,14 @@ def convert(
         BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The conversion fails for another reason; nothing was written.
     """
-    from halfserve.export.certificate.budget import usual_budget  # noqa: PLC0415  (slow to import)
+    from halfserve.export.certificate.budget import usual_budgets  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.samples import load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
     verification = Verification(
         samples=synthesize if given is None else lambda model: load_samples(given, model),
-        budget=budget or usual_budget(dtype),
+        budget=budget or usual_budgets(),
         labels=labels,
         adversarial=adversarial,
         accumulators=accumulators,
@@ -241,13 +248,56 @@ def convert_verified(
     progress("reading the model")
     opened = open_model(source)
     target.check(opened)
+    if options.dtype == "auto":
+        return _converted_to_either(opened, target, options, verification, progress, beside)
+    return _converted(opened, target, options, verification, progress, beside)
+
+
+def _converted_to_either(
+    opened: ModelFile,
+    target: ConversionTarget,
+    options: ConversionOptions,
+    verification: Verification | None,
+    progress: Callable[[str], None],
+    beside: Beside,
+) -> Converted:
+    """Convert to the first type that passes, else search in the one that is nearer to its budget; notes say why."""
+    if verification is None:
+        raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
+    types: tuple[HalfName, ...] = ("float16", "bfloat16")
+    notes = verification.notes
+    if holds_bfloat16_weights(opened):
+        types, notes = types[::-1], (*notes, BFLOAT16_WEIGHTS)
+    over: dict[HalfName, BudgetExceeded] = {}
+    for dtype in types:
+        attempt = replace(verification, search=False, notes=(*notes, *why_not(over)))
+        try:
+            return _converted(opened, target, replace(options, dtype=dtype), attempt, progress, beside)
+        except BudgetExceeded as error:
+            over[dtype] = error
+    nearest = nearest_to_budget(over)
+    if not verification.search:
+        raise over[nearest]
+    last = replace(verification, notes=(*notes, *why_not(over)))
+    return _converted(opened, target, replace(options, dtype=nearest), last, progress, beside)
+
+
+def _converted(
+    opened: ModelFile,
+    target: ConversionTarget,
+    options: ConversionOptions,
+    verification: Verification | None,
+    progress: Callable[[str], None],
+    beside: Beside,
+) -> Converted:
+    half = half_named(options.dtype)
     arrays = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
         attempt = _attempt(stack, opened, file, options, progress)
         certificate, found = None, None
         if verification is not None and arrays is not None:
             try:
-                certificate = _verified(attempt, arrays, verification, target.model_name, progress)
+                certificate = _verified(attempt, arrays, verification, half.name, target.model_name, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
@@ -257,7 +307,7 @@ def convert_verified(
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
                 attempt = _attempt(stack, opened, file, blocked, progress)
                 try:
-                    certificate = _verified(attempt, arrays, verification, target.model_name, progress)
+                    certificate = _verified(attempt, arrays, verification, half.name, target.model_name, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
@@ -275,7 +325,8 @@ _Attempt: TypeAlias = tuple[StagedConversion, Placement | str]
 def _attempt(
     stack: ExitStack, source: ModelFile, file: Path, options: ConversionOptions, progress: Callable[[str], None]
 ) -> _Attempt:
-    progress(f"converting to {options.dtype}")
+    half = half_named(options.dtype)
+    progress(f"converting to {half.name}")
     done = stack.enter_context(
         staged_conversion(
             source,
@@ -285,19 +336,24 @@ def _attempt(
             node_block_list=options.node_block_list,
             repair=options.repair,
             upgrade_opset=options.upgrade_opset,
-            dtype=options.dtype,
+            dtype=half.name,
             external_data=options.external_data,
             overwrite=True,  # the target was checked first
         )
     )
-    if options.dtype != "float16":
+    if half is not FP16:
         return done, NO_PLACEMENT
     progress("asking ONNX Runtime for the placement")
     return done, _placement(done)
 
 
 def _verified(
-    attempt: _Attempt, arrays: Sequence[Array], verification: Verification, name: str, progress: Callable[[str], None]
+    attempt: _Attempt,
+    arrays: Sequence[Array],
+    verification: Verification,
+    dtype: HalfName,
+    name: str,
+    progress: Callable[[str], None],
 ) -> Certificate:
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
@@ -308,7 +364,7 @@ def _verified(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
         list(arrays),
-        budget=verification.budget,
+        budget=verification.budget_of(dtype),
         labels=verification.labels,
         name=name,
         reference_bytes=done.source.size_bytes,
@@ -334,19 +390,19 @@ def _searched(
     from halfserve.export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
 
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
-    model = onnx_ir.from_proto(source.proto)
+    half, model = half_named(options.dtype), onnx_ir.from_proto(source.proto)
     if options.upgrade_opset:
-        upgrade_opset(model, half_named(options.dtype))
+        upgrade_opset(model, half)
     found = find_fp32_nodes(
         model,
         list(arrays),
-        budget=verification.budget,
+        budget=verification.budget_of(half.name),
         reference=verification.reference,
         keep_io_types=options.keep_io_types,
         op_block_list=options.op_block_list,
         node_block_list=options.node_block_list,
         repair=options.repair,
-        dtype=options.dtype,
+        dtype=half.name,
         record=verification.record,
         adversarial=verification.adversarial,
         accumulators=verification.accumulators,

@@ -12,6 +12,7 @@ from halfserve.export.errors import UsageError
 
 Array: TypeAlias = np.ndarray[Any, Any]
 HalfName: TypeAlias = Literal["float16", "bfloat16"]
+DtypeChoice: TypeAlias = Literal["float16", "bfloat16", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)

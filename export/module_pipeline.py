@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfserve.amp_core.calling import arguments_of, described_call
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.export.certificate.budget import Budget, usual_budget
+from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.file_conversion import (
@@ -29,7 +29,7 @@ from halfserve.export.file_conversion import (
     nothing_beside,
 )
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
-from halfserve.export.half_types import FP16, HalfName, HalfType, half_named
+from halfserve.export.half_types import FP16, DtypeChoice, HalfName, HalfType, half_named
 from halfserve.export.samples import Samples
 from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
 from halfserve.export.to_onnx.capture import FlatModel, run
@@ -53,8 +53,8 @@ class ExportOptions:
     """How to convert and verify a module.
 
     Attributes:
-        budget: How much the converted model may differ; None for the usual budget of its type.
-        dtype: The half-precision type.
+        budget: How much the converted model may differ, in every type or by type; None for the usual budgets.
+        dtype: The half-precision type, or "auto" (see `halfserve.export.file_conversion.convert`).
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: Whether inputs and outputs stay float32, or names and shell patterns of inputs and outputs that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
@@ -65,8 +65,8 @@ class ExportOptions:
         beside: More files made of the certificate.
     """
 
-    budget: Budget | None = None
-    dtype: HalfName = "float16"
+    budget: Budget | Mapping[HalfName, Budget] | None = None
+    dtype: DtypeChoice = "float16"
     keep_fp32: Sequence[str] = ()
     keep_io_types: bool | Collection[str] = True
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def export_module(
     *,
     labels: Tensor | None = None,
     budget: Budget | None = None,
-    dtype: HalfName = "float16",
+    dtype: DtypeChoice = "float16",
     keep_fp32: Sequence[str] = (),
     keep_io_types: bool | Collection[str] = True,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
@@ -113,7 +113,7 @@ def export_module(
         name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the converted model may differ; the usual budget of its type by default.
-        dtype: The type to convert to, "float16" or "bfloat16".
+        dtype: The type to convert to, "float16" or "bfloat16", or "auto": see `halfserve.convert`.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
             that stay, such as an output over 65504.
@@ -196,7 +196,13 @@ def export_verified(
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
         source = Path(folder) / "model.onnx"
-        kept = float32_parts(module, keep_fp32=options.keep_fp32, policy=policy, record=record, half=half_named(options.dtype))
+        kept = float32_parts(
+            module,
+            keep_fp32=options.keep_fp32,
+            policy=policy,
+            record=record,
+            half=FP16 if options.dtype == "auto" else half_named(options.dtype),
+        )
         args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
         traced = traced_model(module, args, kwargs=named, dynamic_shapes=sizes, metadata=metadata, policy=policy)
         mark_float32(traced, kept)
@@ -206,7 +212,7 @@ def export_verified(
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
             samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
-            budget=options.budget or usual_budget(options.dtype),
+            budget=options.budget or usual_budgets(),
             adversarial=options.adversarial,
             accumulators=options.accumulators,
             search=options.search,
@@ -221,9 +227,7 @@ def export_verified(
             source,
             target,
             # The exporter chose the opset, so that nobody depends on it.
-            options=ConversionOptions(
-                keep_io_types=options.keep_io_types, dtype=options.dtype, upgrade_opset=options.dtype == "bfloat16"
-            ),
+            options=ConversionOptions(keep_io_types=options.keep_io_types, dtype=options.dtype, upgrade_opset=True),
             verification=verification,
             progress=progress,
             beside=options.beside,

@@ -177,6 +177,21 @@ def usual_budget(
     )
 
 
+def usual_budgets(
+    *,
+    max_scaled_error: float | None = None,
+    max_abs_error: float | None = None,
+    min_agreement: float = Budget.min_agreement,
+) -> dict[HalfName, Budget]:
+    """The `usual_budget` of each type."""
+    return {
+        precision: usual_budget(
+            precision, max_scaled_error=max_scaled_error, max_abs_error=max_abs_error, min_agreement=min_agreement
+        )
+        for precision in MAX_SCALED_ERROR
+    }
+
+
 def violations(figures: Figures, budget: Budget) -> list[str]:
     """Describe each figure that is over budget, with its value and its limit.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfserve.export.certificate.budget import usual_budget
+from halfserve.export.certificate.budget import usual_budgets
 from halfserve.export.cli.options import (
     EXIT_CODES,
     MAX_BATCH_SIZE,
@@ -126,7 +126,7 @@ def convert(
 
     Example: halfserve convert model.onnx --repository models --fp32-twin
     """
-    budget = usual_budget(dtype, max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
+    budget = usual_budgets(max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
     place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)
     needing = [
         option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfserve.export.certificate.budget import usual_budget
+from halfserve.export.certificate.budget import usual_budgets
 from halfserve.export.cli.options import (
     EXIT_CODES,
     MAX_BATCH_SIZE,
@@ -134,7 +134,7 @@ def export(
     Example: halfserve export my_package.model:build --weights model.safetensors --samples samples.npz --repository models
     """
     page = page_beside(certificate, html=html, others=(Path(source), weights, samples))
-    budget = usual_budget(dtype, max_abs_error=max_abs_error, min_agreement=min_agreement)
+    budget = usual_budgets(max_abs_error=max_abs_error, min_agreement=min_agreement)
     # torch takes seconds to import; --help and wrong usage answer before it.
     from halfserve.export.module_pipeline import ExportOptions, export_verified  # noqa: PLC0415  (see above)
     from halfserve.export.sources.opening import open_source  # noqa: PLC0415  (see above)

@@ -16,7 +16,7 @@ import typer
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.file_conversion import Accumulators
-from halfserve.export.half_types import HalfName
+from halfserve.export.half_types import DtypeChoice
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
@@ -38,7 +38,10 @@ MaxScaledError: TypeAlias = Annotated[
         help="Largest error of an output, as a share of its largest magnitude; by default 0.01 for float16, 0.04 for bfloat16."
     ),
 ]
-Dtype: TypeAlias = Annotated[HalfName, conversion(help="The half-precision type to convert to.")]
+Dtype: TypeAlias = Annotated[
+    DtypeChoice,
+    conversion(help="The type to convert to; auto takes float16 where it passes, else bfloat16, else searches, and says why."),
+]
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
 Adversarial: TypeAlias = Annotated[
     bool, verification(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")

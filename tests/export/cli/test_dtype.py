@@ -13,11 +13,13 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from halfserve.export.certificate.certificate import read_certificate
+from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
 from halfserve.export.certificate.embed import check_embedded
 from halfserve.export.cli.convert import convert
 from halfserve.export.cli.export import export
 from halfserve.export.cli.verify import verify
+from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
+from halfserve.export.errors import UsageError
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.onnx_files.model_file import open_model
 from tests.export import models
@@ -83,3 +85,47 @@ def test_a_module_becomes_a_bfloat16_version_at_an_opset_that_has_it(tmp_path: P
     assert [entry.version for entry in written.opset_import if not entry.domain] == [22]
     assert "Conv" not in {node.op_type for node in done.report.kept}
     assert read_certificate((done.path / "certificate.json").read_bytes()).precision == "bfloat16"
+
+
+def test_auto_takes_float16_where_that_passes(run: Run) -> None:
+    in_one_file(parse("g (float[n,8] x) => (float[n,8] y) { y = MatMul (x, w) }", w=normal(8, 8)), Path("plain.onnx"))
+    made = run("convert", "plain.onnx", "out.onnx", "--dtype", "auto", "--samples", "samples.npz", "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found["conversion"]["dtype"] == "float16"
+    assert "precision" not in found["certificate"]
+
+
+def test_auto_takes_bfloat16_where_float16_overflows_and_says_why(run: Run) -> None:
+    made = run("convert", "in.onnx", "out.onnx", "--dtype", "auto", "--no-repair", "--samples", "samples.npz", "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert (found["certificate"]["precision"], found["search"]) == ("bfloat16", None)
+    (why,) = [note for note in found["certificate"]["notes"] if "float16 alone is over budget" in note]
+    assert "NaN or infinite" in why
+
+
+def test_auto_searches_in_the_nearer_type_where_none_passes(run: Run) -> None:
+    limits = ("--max-scaled-error", "0.0005", "--samples", "samples.npz")
+    made = run("convert", "hard.onnx", "out.onnx", "--dtype", "auto", *limits, "--json")
+    assert made.exit_code == 0, made.output
+    found = json.loads(made.stdout)
+    assert found["conversion"]["dtype"] == "float16"
+    assert found["search"]["passed"]
+    assert len([note for note in found["certificate"]["notes"] if "alone is over budget" in note]) == 2
+    without = run("convert", "hard.onnx", "no.onnx", "--dtype", "auto", *limits, "--no-search")
+    assert isinstance(without.exception, BudgetExceeded)
+    assert not Path("no.onnx").exists()
+
+
+def test_auto_starts_with_bfloat16_where_the_weights_are_such_numbers(tmp_path: Path) -> None:
+    samples = torch.rand(16, 1, 8, 8)
+    done = export_module(models.cnn().bfloat16().float(), samples, tmp_path, "cnn", dtype="auto")
+    assert done.certificate.precision == "bfloat16"
+    assert BFLOAT16_WEIGHTS in done.certificate.notes
+
+
+def test_auto_without_a_verdict_is_refused(run: Run) -> None:
+    made = run("convert", "in.onnx", "out.onnx", "--dtype", "auto", "--no-verify")
+    assert isinstance(made.exception, UsageError)
+    assert "dtype 'auto' chooses by the verdict" in str(made.exception)
