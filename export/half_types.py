@@ -60,7 +60,8 @@ class HalfType:
             return np.dtype(np.float16)
         import ml_dtypes  # noqa: PLC0415  (float16 alone does without)
 
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
 
     def narrowed(self, values: Array, *, saturate: bool = False) -> Array:
         """Round to the nearest numbers of this type, ties to even.
