@@ -248,18 +248,17 @@ def convert_verified(
     progress("reading the model")
     opened = open_model(source)
     target.check(opened)
+
+    def convert_to(dtype: DtypeChoice, verification: Verification | None) -> Converted:
+        return _converted(opened, target, replace(options, dtype=dtype), verification, progress, beside)
+
     if options.dtype == "auto":
-        return _converted_to_either(opened, target, options, verification, progress, beside)
-    return _converted(opened, target, options, verification, progress, beside)
+        return _converted_to_either(opened, verification, convert_to)
+    return convert_to(options.dtype, verification)
 
 
 def _converted_to_either(
-    opened: ModelFile,
-    target: ConversionTarget,
-    options: ConversionOptions,
-    verification: Verification | None,
-    progress: Callable[[str], None],
-    beside: Beside,
+    opened: ModelFile, verification: Verification | None, convert_to: Callable[[HalfName, Verification], Converted]
 ) -> Converted:
     """Convert to the first type that passes, else search in the one that is nearer to its budget; notes say why."""
     if verification is None:
@@ -272,14 +271,13 @@ def _converted_to_either(
     for dtype in types:
         attempt = replace(verification, search=False, notes=(*notes, *why_not(over)))
         try:
-            return _converted(opened, target, replace(options, dtype=dtype), attempt, progress, beside)
+            return convert_to(dtype, attempt)
         except BudgetExceeded as error:
             over[dtype] = error
     nearest = nearest_to_budget(over)
     if not verification.search:
         raise over[nearest]
-    last = replace(verification, notes=(*notes, *why_not(over)))
-    return _converted(opened, target, replace(options, dtype=nearest), last, progress, beside)
+    return convert_to(nearest, replace(verification, notes=(*notes, *why_not(over))))
 
 
 def _converted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -38,11 +39,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command in a folder with `in.onnx` (overflows in float16), `hard.onnx` (cancels) and samples for both."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    weights = {"up": normal(8, 8) * 1e5, "down": normal(8, 8) * 1e-5}
+    weights: dict[str, Any] = {"up": normal(8, 8) * 1e5, "down": normal(8, 8) * 1e-5}
     in_one_file(
         parse("g (float[n,8] x) => (float[n,8] y) { a = MatMul (x, up) y = MatMul (a, down) }", **weights), tmp_path / "in.onnx"
     )
-    numbers = {"w": np.eye(8), "large": np.array(60.0), "square": np.array(3600.0)}
+    numbers: dict[str, Any] = {"w": np.eye(8), "large": np.array(60.0), "square": np.array(3600.0)}
     in_one_file(parse(CANCELLING, **numbers), tmp_path / "hard.onnx")
     np.savez("samples.npz", x=normal(16, 8))
     app = typer.Typer()

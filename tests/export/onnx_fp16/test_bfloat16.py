@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -127,7 +129,7 @@ def test_the_way_to_a_sampling_grid_stays_exact() -> None:
 
 def test_tables_of_positions_over_256_stay_exact_up_to_their_sine() -> None:
     text = "g (float[300,4] x) => (float[300,4] y) { a = Mul (p, f) s = Sin (a) h = MatMul (x, w) y = Mul (s, h) }"
-    weights = {"p": np.arange(300.0)[:, None], "f": normal(1, 4), "w": normal(4, 4)}
+    weights: dict[str, Any] = {"p": np.arange(300.0)[:, None], "f": normal(1, 4), "w": normal(4, 4)}
     assert kept(parse(text, opset=22, ir=10, **weights)) == dict.fromkeys("as", "positions up to their sine or cosine")
     small = {**weights, "p": np.arange(300.0)[:, None] % 200}
     assert kept(parse(text, opset=22, ir=10, **small)) == {}
