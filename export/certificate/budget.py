@@ -165,7 +165,7 @@ def usual_budget(
 ) -> Budget:
     """A budget whose largest scaled error is by default that of a type: 0.01 for float16, 0.04 for bfloat16.
 
-    bfloat16 rounds eight times as coarsely (2**-8). Sound conversions measure 0.003 to 0.02; models that do not stand it, such
+    bfloat16 rounds eight times as coarsely (2**-8). Sound conversions measure 0.003 to 0.03; models that do not stand it, such
     as sharp attention and differences of large numbers, 0.1 and more.
     """
     return Budget(

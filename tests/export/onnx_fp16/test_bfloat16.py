@@ -65,7 +65,7 @@ def test_converting_again_with_the_same_type_changes_nothing() -> None:
 @pytest.mark.parametrize(("first", "second"), [("float16", "bfloat16"), ("bfloat16", "float16")])
 def test_a_model_of_the_other_half_type_is_refused(first: str, second: str) -> None:
     model, _ = halve(parse(TWO_LAYERS, w=normal(4, 4)), dtype=first)  # type: ignore[arg-type]  # (parametrized)
-    with pytest.raises(ExportError, match=f"MatMul 'a' computes in {first}; expected float32"):
+    with pytest.raises(ExportError, match=f"MatMul 'a' computes in {first}; expected a float32 model"):
         halve(model, dtype=second)  # type: ignore[arg-type]  # (parametrized)
 
 
