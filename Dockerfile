@@ -1,6 +1,6 @@
 # Each image is a virtual environment: first the packages, as constraints.txt pins them, then the project's wheel. An edit of the
 # sources builds the last layer alone. It needs BuildKit, which docker has by default.
-#   docker build --target serve      -t halfserve:serve .         serves models on the CPU; no torch and no CUDA inside
+#   docker build --target serve      -t halfserve:serve .         serves models on the CPU, with OpenVINO; no torch and no CUDA
 #   docker build --target serve-cuda -t halfserve:serve-cuda .    the same with ONNX Runtime for GPUs and the CUDA libraries
 #   docker build --target export     -t halfserve:export .        trains and exports
 # --build-arg EXTRAS="text trace" adds extras of pyproject.toml.
@@ -68,7 +68,7 @@ WORKDIR /models
 FROM server AS serve
 ARG EXTRAS=""
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
-  for extra in ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
+  for extra in openvino ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
   && /opt/tools/bin/uv venv --quiet \
   && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@" \
   --excludes /opt/tools/without-gpu.txt onnxruntime

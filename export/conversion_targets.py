@@ -15,6 +15,7 @@ from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_files.model_writer import StagedModel, superseded_files
 from halfserve.export.onnx_fp16.convert import require_free
 from halfserve.export.repository.version_writer import (
+    bound_files,
     latest_version,
     require_addable,
     require_same_network,
@@ -61,6 +62,9 @@ class ConversionTarget(Protocol):
     def file(self) -> Iterator[Path]:
         """The file that the model is staged for."""
 
+    def bound_files(self, source: ModelFile) -> dict[str, str]:
+        """Hashes of the files that are written beside the model, for its certificate (`Certificate.files`)."""
+
     def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
         """Publish a staged model.
 
@@ -91,6 +95,9 @@ class FileTarget:
     @contextmanager
     def file(self) -> Iterator[Path]:
         yield self.path
+
+    def bound_files(self, source: ModelFile) -> dict[str, str]:  # noqa: ARG002  (a file has none beside it)
+        return {}
 
     def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:  # noqa: ARG002  (a file needs none)
         try:
@@ -169,6 +176,9 @@ class RepositoryTarget:
     @property
     def _place(self) -> str:
         return str(self.repository) if self._stored is None else self._stored.url
+
+    def bound_files(self, source: ModelFile) -> dict[str, str]:
+        return bound_files(source if self.fp32_twin else None, self.task)
 
     def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
         if certificate is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import onnx_ir
 
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
 from halfserve.export.errors import ExportError, UsageError
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from halfserve.export.onnx_fp16.report import ConversionReport
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.judging import Judge
-    from halfserve.export.verification.samples import Array
+    from halfserve.export.verification.samples import Array, SampleSet
+    from halfserve.protos.certificate_signature import SigningKey
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
@@ -62,7 +63,7 @@ class Verification:
     """How to verify; see `export.verify`.
 
     Attributes:
-        samples: Makes or loads the samples for a model.
+        samples: Makes or loads the samples for a model, with a note on them.
         budget: How much the converted model may differ: one budget for every type, or one by type.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
@@ -71,11 +72,12 @@ class Verification:
         search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
         limits: When that search stops.
         record: The training record, whose modules the search tries first.
-        notes: Remarks for the certificate.
+        notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
+        key: Signs the certificate; None leaves it unsigned.
     """
 
-    samples: Callable[[ModelFile], Sequence[Array]]
+    samples: Callable[[ModelFile], SampleSet]
     budget: Budget | Mapping[HalfName, Budget]
     reference: nn.Module | ModelSource | ModelFile | None = None
     labels: Array | None = None
@@ -86,6 +88,7 @@ class Verification:
     record: Record | None = None
     notes: tuple[str, ...] = ()
     task: Judge | None = None
+    key: SigningKey | None = None
 
     def budget_of(self, dtype: HalfName) -> Budget:
         """The limits for a model of this type."""
@@ -169,6 +172,7 @@ def convert(
     adversarial: bool = True,
     accumulators: Accumulators = "float32",
     overwrite: bool = False,
+    certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
     """Convert a float32 ONNX file to float16 or bfloat16, verify it, and write it if it is within the budget.
@@ -191,6 +195,7 @@ def convert(
         adversarial: Whether to also verify on samples at the edge of the given ones.
         accumulators: The type in which the target runtime sums.
         overwrite: Whether an existing model at `target` may be replaced.
+        certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
 
     Returns:
@@ -201,19 +206,19 @@ def convert(
         ExportError: The conversion fails for another reason; nothing was written.
     """
     from halfserve.export.certificate.budget import usual_budgets  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.samples import load_samples  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.samples import SampleSet, load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
     verification = Verification(
-        samples=synthesize if given is None else lambda model: load_samples(given, model),
+        samples=synthetic_samples if given is None else lambda model: SampleSet(inputs=load_samples(given, model)),
         budget=budget or usual_budgets(),
         labels=labels,
         adversarial=adversarial,
         accumulators=accumulators,
         search=search,
         limits=limits or SearchLimits(),
-        notes=("the inputs are random; give samples for a verdict on your own",) if given is None else (),
+        key=signing_key(certificate_key),
     )
     options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset, dtype=dtype)
     place = FileTarget(path=Path(target), overwrite=overwrite)
@@ -263,6 +268,8 @@ def _converted_to_either(
     """Convert to the first type that passes, else search in the one that is nearer to its budget; notes say why."""
     if verification is None:
         raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
+    samples = verification.samples(opened)
+    verification = replace(verification, samples=lambda _: samples)  # made once for both types
     types: tuple[HalfName, ...] = ("float16", "bfloat16")
     notes = verification.notes
     if holds_bfloat16_weights(opened):
@@ -288,24 +295,23 @@ def _converted(
     progress: Callable[[str], None],
     beside: Beside,
 ) -> Converted:
-    half = half_named(options.dtype)
-    arrays = None if verification is None else verification.samples(opened)
+    samples = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
         attempt = _attempt(stack, opened, file, options, progress)
         certificate, found = None, None
-        if verification is not None and arrays is not None:
+        if verification is not None and samples is not None:
             try:
-                certificate = _verified(attempt, arrays, verification, half.name, target.model_name, progress)
+                certificate = _verified(attempt, samples, verification, target, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
                 if not comparable or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
                     raise
-                found = _searched(opened, options, arrays, verification, error, progress)
+                found = _searched(opened, options, samples, verification, error, progress)
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
                 attempt = _attempt(stack, opened, file, blocked, progress)
                 try:
-                    certificate = _verified(attempt, arrays, verification, half.name, target.model_name, progress)
+                    certificate = _verified(attempt, samples, verification, target, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
@@ -347,10 +353,9 @@ def _attempt(
 
 def _verified(
     attempt: _Attempt,
-    arrays: Sequence[Array],
+    samples: SampleSet,
     verification: Verification,
-    dtype: HalfName,
-    name: str,
+    target: ConversionTarget,
     progress: Callable[[str], None],
 ) -> Certificate:
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
@@ -361,26 +366,27 @@ def _verified(
     certificate = verify(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
-        list(arrays),
-        budget=verification.budget_of(dtype),
+        samples.inputs,
+        budget=samples.budget(verification.budget_of(done.conversion.report.dtype)),
         labels=verification.labels,
-        name=name,
+        name=target.model_name,
         reference_bytes=done.source.size_bytes,
         conversion=done.conversion.report,
         adversarial=verification.adversarial,
         source=done.source,
         accumulators=verification.accumulators,
         placement=None if isinstance(placement, str) else placement.to_json(),
-        notes=verification.notes,
+        notes=(*samples.notes, *verification.notes),
         task=verification.task,
     )
-    return embed_in_file(done.staged.path, certificate)
+    certificate = embed_in_file(done.staged.path, replace(certificate, files=target.bound_files(done.source)))
+    return certificate if verification.key is None else certificate.signed(verification.key)
 
 
 def _searched(
     source: ModelFile,
     options: ConversionOptions,
-    arrays: Sequence[Array],
+    samples: SampleSet,
     verification: Verification,
     error: BudgetExceeded,
     progress: Callable[[str], None],
@@ -393,8 +399,8 @@ def _searched(
         upgrade_opset(model, half)
     found = find_fp32_nodes(
         model,
-        list(arrays),
-        budget=verification.budget_of(half.name),
+        samples.inputs,
+        budget=samples.budget(verification.budget_of(half.name)),
         reference=verification.reference,
         keep_io_types=options.keep_io_types,
         op_block_list=options.op_block_list,

@@ -17,6 +17,7 @@ from halfserve.amp_core.calling import arguments_of, described_call
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
 from halfserve.export.certificate.budget import Budget, usual_budgets
+from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.file_conversion import (
@@ -37,10 +38,12 @@ from halfserve.export.to_onnx.dimensions import BATCH
 from halfserve.export.to_onnx.export_onnx import traced_model, write_onnx
 from halfserve.export.to_onnx.forward_call import ForwardCall, call_of, require_python
 from halfserve.export.to_onnx.provenance import MODULE
+from halfserve.export.verification.samples import SampleSet
 from halfserve.export.verification.torch_reference import require_batch_invariance
 
 if TYPE_CHECKING:
     from halfserve.amp_core.recorder import Record
+    from halfserve.protos.certificate_signature import SigningKey
 
 
 EXAMPLES = 2
@@ -63,6 +66,7 @@ class ExportOptions:
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
         beside: More files made of the certificate.
+        key: Signs the certificate; None leaves it unsigned.
     """
 
     budget: Budget | Mapping[HalfName, Budget] | None = None
@@ -75,6 +79,7 @@ class ExportOptions:
     adversarial: bool = True
     accumulators: Accumulators = "float32"
     beside: Beside = nothing_beside
+    key: SigningKey | None = None
 
 
 def export_module(
@@ -99,6 +104,7 @@ def export_module(
     version: int | None = None,
     max_batch_size: int = 32,
     fp32_twin: bool = False,
+    certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
     """Convert a module to float16 or bfloat16, verify it on samples, and add it to a model repository if it passes.
@@ -129,6 +135,7 @@ def export_module(
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
         fp32_twin: Whether the float32 model is written too, for a server that answers from it where half precision fails.
+        certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
 
     Returns:
@@ -152,6 +159,7 @@ def export_module(
         limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
         adversarial=adversarial,
         accumulators=accumulators,
+        key=signing_key(certificate_key),
     )
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
     return export_verified(
@@ -211,7 +219,7 @@ def export_verified(
         if target.max_batch_size > 1:
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
-            samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
+            samples=lambda _: SampleSet(inputs=[tensor.numpy(force=True) for tensor in call.tensors], note=samples.note),
             budget=options.budget or usual_budgets(),
             adversarial=options.adversarial,
             accumulators=options.accumulators,
@@ -220,8 +228,8 @@ def export_verified(
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
-            notes=(samples.note,) if samples.note else (),
             task=None if target.task is None else target.task.judge,
+            key=options.key,
         )
         done = convert_verified(
             source,

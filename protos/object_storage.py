@@ -6,6 +6,7 @@ puts last. A version folder without it is unfinished, and no reader takes it for
 
 from __future__ import annotations
 
+import hashlib
 import re
 import textwrap
 import time
@@ -20,6 +21,7 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)")  # at least two letters: C:
 USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+@")
 QUERY = re.compile(r"(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
 HIDDEN = "***"
+MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 # By protocol: the extra that installs what opens it, and where it looks for credentials.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "hf": "hf-hub"}
@@ -103,19 +105,20 @@ class ObjectStore:
         except ModuleNotFoundError:
             raise StorageError(self._missing("fsspec")) from None
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-        if self._extra == "s3":
-            options["config_kwargs"] = {**S3_CONFIG, **config.conf.get("s3", {}).get("config_kwargs", {})}
         if self._protocol in {"file", "local"}:
             options["auto_mkdir"] = True
         try:
+            if self._extra == "s3":
+                from halfserve.protos.s3_files import S3Files  # noqa: PLC0415  (needs an extra)
+
+                options["config_kwargs"] = {**S3_CONFIG, **config.conf.get("s3", {}).get("config_kwargs", {})}
+                return S3Files.opened(url, options)
             fs, root = url_to_fs(url, **options)
         except ImportError as error:
             raise StorageError(self._missing(getattr(error.__cause__, "name", None) or str(error))) from None
         except Exception as error:  # noqa: BLE001  (implementations raise what they want)
             expected = "expected s3://, gs://, az://, hf:// or another that fsspec knows"
             raise StorageError(f"{self.url}: cannot be opened: {self._line(error)}; {expected}") from None
-        if self._extra == "s3":
-            fs.retries = 1
         return fs, root
 
     @property
@@ -220,6 +223,29 @@ class ObjectStore:
                 break
         assert failure is not None  # noqa: S101  (something is not done)
         raise StorageError(f"{self.url}/{failure[0].path}: cannot be read: {self._line(failure[1])}")
+
+    def is_intact(self, stored: StoredObject, copy: Path) -> bool:
+        """Whether a copy has the content that the object's tag promises; True where it promises none.
+
+        S3's ETag is the MD5 of an object that was written in one piece, unless a key of KMS or of the client encrypts it.
+
+        Raises:
+            StorageError: The store cannot be asked.
+            OSError: The copy cannot be read.
+        """
+        promised = MD5.fullmatch(stored.tag) if self._extra == "s3" else None
+        if promised is None:
+            return True
+        with copy.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        return digest == promised[1] or self._has_other_tag(stored)
+
+    def _has_other_tag(self, stored: StoredObject) -> bool:
+        """Whether an object's ETag is no MD5, though it looks like one."""
+        bucket, key, _ = self._fs.split_path(f"{self._root}/{stored.path}")
+        with self._told("cannot be read", stored.path):
+            head = self._fs.call_s3("head_object", Bucket=bucket, Key=key)
+        return "SSECustomerAlgorithm" in head or head.get("ServerSideEncryption", "AES256") != "AES256"
 
     def read(self, path: str) -> bytes:
         """A small object's content.

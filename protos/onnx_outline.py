@@ -7,7 +7,7 @@ in milliseconds, and its tensors are read one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import BinaryIO, Generic, TypeVar
@@ -102,6 +102,33 @@ def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_byt
     return _Walker(FileWindow(file, size), _ALL_GRAPHS, large_bytes=large_bytes, refer=refer).model()
 
 
+@dataclass(frozen=True)
+class TopLevelField:
+    """Where a field of a message lies in its file, as offsets in bytes.
+
+    Attributes:
+        number: in the message's definition.
+        start: of its key.
+        body: where the content of a field with a length begins; the end of the key of any other.
+        end: the first byte after it.
+    """
+
+    number: int
+    start: int
+    body: int
+    end: int
+
+
+def top_level_fields(data: FileWindow) -> Iterator[TopLevelField]:
+    """The fields of the message in a file, without those inside them.
+
+    Raises:
+        DamagedFileError: the file is no protobuf message, or ends within one.
+        OSError: the file cannot be read.
+    """
+    return _Walker(data, {}, large_bytes=0).top_level_fields()
+
+
 class FileWindow:
     """Random access to a file through a window of WINDOW_BYTES.
 
@@ -187,6 +214,20 @@ class _Walker:
 
     def model(self) -> bytes:
         return self._rebuilt(0, self._data.size, _Message.MODEL, 0)
+
+    def top_level_fields(self) -> Iterator[TopLevelField]:
+        position, end = 0, self._data.size
+        while position < end:
+            start = position
+            key, body = self._key(position, end)
+            if key & 7 == LENGTH:
+                length, body = self._varint(body, end)
+                position = body + length
+            else:
+                position = self._skipped(body, end, key & 7)
+            if position > end:
+                raise DamagedFileError("it breaks off")
+            yield TopLevelField(number=key >> 3, start=start, body=body, end=position)
 
     def _rebuilt(self, start: int, end: int, message: _Message, depth: int) -> bytes:
         if depth > MAX_DEPTH:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from halfserve.protos.object_storage import is_url
-from halfserve.serve.engine.backend import DevicePlacement, Trust
+from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.cuda_driver import device_count
@@ -59,7 +59,7 @@ def serve(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A model repository folder, or one .onnx or .pt2 file; or the URL of one in object storage, such as "
+            help="A model repository folder, or one .onnx, .xml or .pt2 file; or the URL of one in object storage, such as "
             "s3://bucket/models.",
         ),
     ],
@@ -171,6 +171,13 @@ def serve(
             help="Serve Python models (model.py) of PATH too. This trusts everybody who writes there: they run as this user.",
         ),
     ] = False,
+    certificate_key: Annotated[
+        Path | None,
+        _models(
+            help="PEM file of an Ed25519 public key: certificates of models have to be signed with its private key, as "
+            "`halfserve export --certificate-key` does."
+        ),
+    ] = ControlOptions.certificate_key,
     max_batch_size: Annotated[
         int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")
     ] = Defaults.max_batch_size,
@@ -205,6 +212,13 @@ def serve(
             help="CPU threads of one operator; 0 lets the runtime choose, and divides the cores among --processes.",
         ),
     ] = DevicePlacement.threads,
+    cpu_precision: Annotated[
+        CpuPrecision,
+        _computing(
+            help="In which precision the CPU computes ONNX models whose config does not say; auto: the fastest for which a "
+            "certificate has a passed verdict."
+        ),
+    ] = DevicePlacement.cpu_precision,
     processes: Annotated[
         str,
         _computing(
@@ -323,7 +337,7 @@ def serve(
         path=_place(path, storage_folder, storage_gib),
         host=host,
         grpc_port=grpc_port,
-        placement=DevicePlacement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
+        placement=DevicePlacement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads, cpu_precision=cpu_precision),
         defaults=Defaults(
             max_batch_size=max_batch_size,
             max_queue_delay_us=max_queue_delay_us,
@@ -339,6 +353,7 @@ def serve(
             uploads=model_uploads,
             warm_up_budget_s=warm_up_seconds,
             load_limit_s=load_seconds,
+            certificate_key=certificate_key,
             lame_duck_s=lame_duck_seconds,
         ),
         observe=ObserveOptions(

@@ -15,7 +15,13 @@ import time
 from enum import StrEnum
 from typing import TextIO
 
+from halfserve.serve.engine.errors import cut
+
+MAX_TEXT = 16_384  # characters of a message, and of a traceback; of longer ones the middle is left out
 PIECE = 1024  # characters of at most four bytes: a pipe that polls as writable takes 4096 bytes at once
+# Line ends, what terminals take for orders, and what changes the direction of writing.
+CONTROLS = (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+ESCAPES = {code: ascii(chr(code))[1:-1] for code in CONTROLS}
 LABEL = re.compile(r"(.+?)(?:/(\d+))?(?: instance \d+)?", re.DOTALL)
 
 
@@ -40,26 +46,37 @@ def time_stamp(seconds: float) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL MESSAGE`; the lines of a traceback follow. `[PROCESS]` begins all lines where there are several processes."""
+    """`TIME LEVEL MESSAGE`; the lines of a traceback follow, indented. `[PROCESS]` begins all lines where there are several.
+
+    A message or a traceback may quote names and texts of others. Whatever they hold, it looks like no other line of the log.
+    """
 
     def __init__(self, process: int | None = None) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        super().__init__()
         self._prefix = "" if process is None else f"[{process}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return self._prefix + text.replace("\n", f"\n{self._prefix}") if self._prefix else text
+        message, *trace = _message(record).rstrip(), *filter(None, _trace(self, record).split("\n"))
+        lines = [f"{time_stamp(record.created)} {record.levelname} {message}", *(f"  {line}" for line in trace)]
+        return "\n".join([self._prefix + line.translate(ESCAPES) for line in lines])
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802  (the signature is logging's)
-        return time_stamp(record.created)
+
+def _message(record: logging.LogRecord) -> str:
+    return cut(record.getMessage(), MAX_TEXT)
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """The traceback of a record: of its exception, or that of another process in its `extra`, `trace`."""
+    trace = formatter.formatException(record.exc_info) if record.exc_info else str(vars(record).get("trace", ""))
+    return cut(trace, MAX_TEXT)
 
 
 class JsonFormatter(logging.Formatter):
     """A JSON object with `time`, `level`, `logger` and `message`, and what else the record knows.
 
     A record of a model or a request has it in its `extra`: `model` ("NAME", "NAME/VERSION" or "NAME/VERSION instance NUMBER",
-    which is written as `model` and `version`) and `id`, the request's. A traceback is the text `exception`. `process` is there
-    where there are several.
+    which is written as `model` and `version`) and `id`, the request's. A traceback is the text `exception`; `extra` has that of
+    another process as `trace`. `process` is there where there are several.
     """
 
     def __init__(self, process: int | None = None) -> None:
@@ -71,7 +88,7 @@ class JsonFormatter(logging.Formatter):
             "time": time_stamp(record.created),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if self._process is not None:
             content["process"] = self._process
@@ -83,8 +100,8 @@ class JsonFormatter(logging.Formatter):
         request_id = vars(record).get("id")
         if request_id:
             content["id"] = str(request_id)
-        if record.exc_info:
-            content["exception"] = self.formatException(record.exc_info)
+        if trace := _trace(self, record):
+            content["exception"] = trace
         return json.dumps(content)
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfserve.protos.certificate_signature import CertificateKeyError, VerifyingKey
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache
 from halfserve.serve.engine.config.batching import BatchingOptions
@@ -30,7 +31,7 @@ from halfserve.serve.process import infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
 from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.storage.options import ObjectStorage
@@ -50,6 +51,7 @@ FLUSH_S = 0.5
 ADMIN_CONNECTIONS = 8  # of the admin port, besides the limit of the other ports
 BUFFERED_PART = 16  # clients' messages get this part of the process's memory
 HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
+BETWEEN_STEPS_PART = 2  # of the memory budget: what tensors between the steps of ensembles are expected to take of it, at most
 LOST_DEVICE_DRAIN_S = 1.0  # for models on other devices to answer what they have accepted
 
 
@@ -176,6 +178,7 @@ async def serve(
         placement=options.placement,
         defaults=options.defaults,
         warm_up_budget_s=options.control.warm_up_budget_s,
+        certificate_key=_certificate_key(options.control.certificate_key),
     )
     control = _control(core, options, loader)
     try:
@@ -207,6 +210,13 @@ async def serve(
     finally:
         control.close()
     lost.check()
+
+
+def _certificate_key(path: Path | None) -> VerifyingKey | None:
+    try:
+        return None if path is None else VerifyingKey(path)
+    except CertificateKeyError as error:
+        raise SecurityError(str(error)) from None
 
 
 def addresses(options: ServerOptions) -> dict[str, Address]:
@@ -275,6 +285,7 @@ async def _listen(
 ) -> StartupReport:
     """Listen on all ports; `listening` gets each server as soon as it listens."""
     budget = _memory_budget(options)
+    core.step_memory.bound(budget.limit_bytes // BETWEEN_STEPS_PART, budget.share(is_known=True))
     # The admin port has a limit of its own: it stays reachable while other clients hold all other connections.
     most = most_connections(regions=options.shared_memory)
     reason = f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
@@ -13,10 +13,11 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
-TRUNCATED = "truncated"
+TRUNCATED, FLIPPED = "truncated", "flipped"
 TESTS = "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-# What becomes of a request (its method and its path without the bucket): a status, TRUNCATED, or None for the true answer.
-Fault = Callable[[str, str], int | str | None]
+# What becomes of a request (its method and its path without the bucket): a status, a URL to redirect to, an answer's content,
+# TRUNCATED, FLIPPED (one of its bits), or None for the true answer.
+Fault = Callable[[str, str], int | str | bytes | None]
 
 
 class Quiet(WSGIRequestHandler):
@@ -56,12 +57,20 @@ class S3Server:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(f"{fault} Fault", [("Content-Length", "0")])
             return [b""]
+        if isinstance(fault, str) and fault.startswith("http:"):
+            start_response("307 Temporary Redirect", [("Content-Length", "0"), ("Location", fault)])
+            return [b""]
+        if isinstance(fault, bytes):
+            start_response("200 OK", [("Content-Length", str(len(fault)))])
+            return [fault]
         content = b"".join(self._moto(environ, start_response))
+        if fault == FLIPPED:
+            return [bytes([content[0] ^ 1]) + content[1:]]
         return [content[: len(content) // 2] if fault == TRUNCATED else content]
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Write an object, as another program would."""
-        self._ask("PUT", f"/{BUCKET}/{path}", content)
+        self._ask("PUT", f"/{BUCKET}/{path}", content, headers)
 
     def delete(self, path: str) -> None:
         self._ask("DELETE", f"/{BUCKET}/{path}")
@@ -74,10 +83,10 @@ class S3Server:
         listing = self._ask("GET", f"/{BUCKET}").decode()
         return [part.partition("</Key>")[0] for part in listing.split("<Key>")[1:]]
 
-    def _ask(self, method: str, path: str, content: bytes | None = None) -> bytes:
+    def _ask(self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         connection = HTTPConnection("127.0.0.1", self._server.port, timeout=10)
         try:
-            connection.request(method, path, body=content, headers={"Authorization": TESTS})
+            connection.request(method, path, body=content, headers={"Authorization": TESTS, **(headers or {})})
             answer = connection.getresponse()
             assert answer.status < 300, (method, path, answer.status)
             return answer.read()

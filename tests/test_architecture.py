@@ -68,6 +68,7 @@ BELOW = {
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors", "serve.engine.cuda_driver"},
 }
+OPENVINO_ROOM = "serve/backends/openvino"
 RAY = "serve/cluster/on_ray"
 # Where torch may be imported at all.
 TORCH = {"amp_core", "export"}
@@ -135,14 +136,23 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
 
 def test_protos_needs_protobuf_and_numpy_alone() -> None:
     outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
-    # ml_dtypes gives numpy its bfloat16, and fsspec opens object storage; they are imported when such a tensor or URL is met.
-    ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec"}
+    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, and cryptography signs
+    # certificates; they are imported when such a tensor, URL or key is met.
+    ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec", "s3fs", "aiobotocore", "cryptography"}
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 
 def test_ray_is_needed_by_one_room_only() -> None:
     for path in files("serve"):
         assert path.parent == ROOT / RAY or not any(under(m, {"ray"}) for m in imported(path)), path
+
+
+def test_openvino_is_needed_by_one_room_only() -> None:
+    """Nothing imports that room before a model needs it; the crash probe's child imports the package alone."""
+    child = ROOT / "serve/backends/onnx_runtime/probe_child.py"
+    for path in files("serve"):
+        allowed = path.is_relative_to(ROOT / OPENVINO_ROOM) or path == child
+        assert allowed or not any(under(m, {"openvino"}) for m in imported(path)), path
 
 
 def test_torch_stays_where_it_belongs() -> None:

@@ -16,7 +16,15 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.attacks import many_connections, open_watches, unfinished_messages, unread_answers
+from benchmarks.attacks import (
+    cache_keys,
+    many_connections,
+    open_watches,
+    pipelines,
+    texts,
+    unfinished_messages,
+    unread_answers,
+)
 from benchmarks.attacks.measure import Attack, Outcome, measure
 from benchmarks.soaking.broken_clients import INFER
 
@@ -38,8 +46,41 @@ ATTACKS = (
     Attack(name="open_watches", run=open_watches.run, budget_mb=BUDGET_MB / 16),
     Attack(name="unread_answers", run=unread_answers.over_grpc, asks_for_tokens=False, budget_mb=BUDGET_MB),
     Attack(name="unread_rest_answers", run=unread_answers.over_rest, asks_for_tokens=False, budget_mb=BUDGET_MB),
+    Attack(
+        name="cache_keys",
+        run=cache_keys.run,
+        save_models=cache_keys.save_models,
+        asks_for_tokens=False,
+        server_options=("--response-cache-mib", str(cache_keys.CACHE_MIB)),
+        budget_mb=2 * cache_keys.CACHE_MIB,  # and what one request takes
+    ),
+    Attack(
+        name="between_steps",
+        run=pipelines.between_steps,
+        save_models=pipelines.save_ensemble,
+        asks_for_tokens=False,
+        budget_mb=BUDGET_MB,
+    ),
+    Attack(
+        name="cycles",
+        run=pipelines.cycles,
+        save_models=pipelines.save_cycles,
+        asks_for_tokens=False,
+        server_options=("--trust-python-models",),
+    ),
     Attack(name="idle_connections", run=many_connections.idle, max_files=1024, budget_mb=64),
     Attack(name="half_open_tls", run=many_connections.half_open, max_files=1024, tls=True, budget_mb=64),
+    *(
+        Attack(
+            name=attack.__name__,
+            run=attack,
+            save_models=texts.save_text_models,
+            bystander=texts.ask_texts,
+            asks_for_tokens=False,
+            budget_mb=BUDGET_MB,
+        )
+        for attack in (texts.tokenize_floods, texts.gone_texts, texts.padded_rows)
+    ),
 )
 ALLOWED = 1.2  # times the budget
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
 
@@ -37,29 +38,41 @@ class Account:
         return 1000 * statistics.quantiles(self.latencies_s, n=100)[98] if len(self.latencies_s) > 1 else float("nan")
 
 
-def ask(address: str, token: str | None, stop: Event, tls: Tls | None = None) -> Account:
+def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, stop: Event) -> Account:
     """Send a request each EVERY_S seconds until told to stop.
 
     Args:
-        address: HOST:PORT of a server with the model "affine" (y = 2 x + 1).
+        grpc_address: HOST:PORT of a server with the model "affine" (y = 2 x + 1).
+        http_address: HOST:PORT of its REST interface, which is not asked.
         token: to show, where the server asks for one.
-        stop: ends the loop.
         tls: where the server speaks it.
+        stop: ends the loop.
     """
-    account, random = Account(), np.random.default_rng(0)
-    with Client(address, timeout_s=TIMEOUT_S, retries=RetryPolicy(retries=0), token=token, tls=tls) as client:
-        due = time.monotonic()
-        while not stop.wait(max(0.0, due - time.monotonic())):
+    del http_address
+    random = np.random.default_rng(0)
+    with Client(grpc_address, timeout_s=TIMEOUT_S, retries=RetryPolicy(retries=0), token=token, tls=tls) as client:
+
+        def once() -> str | None:
             x = random.integers(-500, 500, (ROWS, COLUMNS)).astype(np.float16)
             try:
                 right = np.array_equal(client.infer("affine", {"x": x})["y"], 2 * x + 1)
             except ClientError as error:
-                account.lost.append(f"{error.code}: {error}")
-            else:
-                if right:
-                    account.latencies_s.append(time.monotonic() - due)
-                else:
-                    account.lost.append("a wrong answer")
-            due = max(due + EVERY_S, time.monotonic() - 1.0)  # catch up with one second at most
+                return f"{error.code}: {error}"
+            return None if right else "a wrong answer"
+
+        account = at_a_pace(once, EVERY_S, stop)
         account.has_second = client.is_ready("flip", "2")
+    return account
+
+
+def at_a_pace(once: Callable[[], str | None], every_s: float, stop: Event) -> Account:
+    """Call `once`, which asks and returns why there was no right answer, each `every_s` seconds until told to stop."""
+    account, due = Account(), time.monotonic()
+    while not stop.wait(max(0.0, due - time.monotonic())):
+        lost = once()
+        if lost is None:
+            account.latencies_s.append(time.monotonic() - due)
+        else:
+            account.lost.append(lost)
+        due = max(due + every_s, time.monotonic() - 1.0)  # catch up with one second at most
     return account

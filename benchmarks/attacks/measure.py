@@ -38,7 +38,8 @@ class Attack:
         name: for the table and the command line.
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
-        save_models: writes the models that the attack needs into a repository, beside those of the client; None needs no others.
+        save_models: writes the models that the attack needs into a repository, beside those of the client.
+        bystander: the client beside it; takes the gRPC address, the REST address, a token or None, the TLS and what ends it.
         asks_for_tokens: whether the server does; the attacker has none either way.
         server_options: more of them for `halfserve serve`.
         max_files: that the server may open; None leaves it as it is here.
@@ -49,6 +50,7 @@ class Attack:
     name: str
     run: Callable[[str, str, float], str]
     save_models: Callable[[Path], None] | None = None
+    bystander: Callable[[str, str, str | None, Tls | None, threading.Event], Account] = ask
     asks_for_tokens: bool = True
     server_options: Sequence[str] = ()
     max_files: int | None = None
@@ -102,7 +104,8 @@ def measure(attack: Attack, seconds: float) -> Outcome:
             options += ["--tls-cert", str(tls.authorities), "--tls-key", str(Path(folder) / KEY)]
         with server_process(Path(folder) / "models", *options, max_files=attack.max_files) as server:
             shown = token if attack.asks_for_tokens else None
-            ask_it = partial(ask, server.address.replace("127.0.0.1", "localhost"), shown, tls=tls)
+            grpc_address = server.address.replace("127.0.0.1", "localhost")
+            ask_it = partial(attack.bystander, grpc_address, server.http_address, shown, tls)
             _beside(ask_it, lambda: time.sleep(WARM_UP_S))
             quiet, _ = _beside(ask_it, lambda: time.sleep(seconds))
             idle_mb, lines = _memory_mb(server, "VmRSS"), server.log_text().count("\n")

@@ -86,8 +86,10 @@ class Figures:
         axis: The axis that separates kinds of columns; None where the output is one kind.
         kinds: The kinds, largest scale first; empty where the output is one kind.
         vanished: The part that is 0 in the candidate only; None where no part is.
-        constant_rows: Rows left out of `rows` because agreement there is no evidence: after rounding to its type the reference
-            gives all classes one number, or answers all samples alike.
+        constant_rows: Rows left out of `rows` because agreement there is no evidence: after rounding to the candidate's type
+            the reference gives all classes one number, chooses the same class in all rows, or answers all samples alike.
+        commonest: How many of `rows` the reference's most frequent choice takes; a model that always makes this choice agrees
+            in as many. 0 in outputs that are not floating, and in older certificates.
         noise: Change of the reference's own answers when its inputs change in the last float32 bit. Errors up to twice that
             are allowed. 0 where it was not measured.
     """
@@ -112,6 +114,7 @@ class Figures:
     kinds: tuple[ColumnKind, ...] = ()
     vanished: Vanished | None = None
     constant_rows: int = 0
+    commonest: int = 0
     noise: float = 0.0
 
     @property
@@ -131,7 +134,9 @@ class Budget:
             of that magnitude; sound conversions measure 0.0004 to 0.0015. See `usual_budget` for bfloat16's.
         max_abs_error: Largest absolute error; replaces `max_scaled_error` when given.
         min_agreement: Least share of rows with the reference's argmax (of equal elements in integer outputs), 0 to 1. Below 1,
-            a single differing row among ten or more is allowed where it is a near-tie (see `lone_near_tie`).
+            a single differing row among ten or more is allowed where it is a near-tie (see `allowed_near_ties`).
+        judge_near_ties: Whether other near-ties count as differing rows. False for made-up samples, on which a model hardly
+            prefers any class: their choices mean nothing.
         max_non_finite: How many values may be NaN or infinite where the reference's are not.
         adversarial_factor: Multiplies `max_scaled_error` and `max_abs_error` on the adversarial samples (see
             `halfserve.export.verification.generated_samples`).
@@ -141,6 +146,7 @@ class Budget:
     max_scaled_error: float = 0.01
     max_abs_error: float | None = None
     min_agreement: float = 0.995
+    judge_near_ties: bool = True
     max_non_finite: int = 0
     adversarial_factor: float = 5.0
     min_headroom: float = 1.0
@@ -209,7 +215,7 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
             broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {budget.max_abs_error:.3g})")
     elif figures.floating:
         broken += _scaled_errors(figures, budget.max_scaled_error)
-    if disagrees(figures, budget) and not lone_near_tie(figures, budget):
+    if disagrees(figures, budget) and not allowed_near_ties(figures, budget):
         broken.append(
             f"agreement {figures.agreement:.4f} (limit {budget.min_agreement:.4f}): "
             f"{figures.differing} of {figures.rows} {'rows' if figures.floating else 'values'} differ"
@@ -243,14 +249,16 @@ def disagrees(figures: Figures, budget: Budget) -> bool:
     return figures.agreement is not None and not figures.agreement >= budget.min_agreement
 
 
-def lone_near_tie(figures: Figures, budget: Budget) -> bool:
-    """Whether exactly one row differs, and there the reference's two numbers are closer than the allowed error.
+def allowed_near_ties(figures: Figures, budget: Budget) -> bool:
+    """Whether all differing rows are near-ties that prove nothing: there is only one, or the budget does not judge them.
+
+    In a near-tie the reference's two numbers are closer than the allowed error.
 
     With fewer than 1 / (1 - min_agreement) rows, 200 by default, one differing row already exceeds the limit, so a single
     near-tie proves nothing. Two differing rows, or one with a clear lead, do.
     """
     alone = figures.differing == 1 and figures.rows >= FEWEST_ROWS
-    return alone and budget.min_agreement < 1 and figures.margin <= error_limit(figures, budget)
+    return (alone or not budget.judge_near_ties) and budget.min_agreement < 1 and figures.margin <= error_limit(figures, budget)
 
 
 def error_limit(figures: Figures, budget: Budget) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from itertools import repeat
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -15,10 +15,11 @@ from halfserve.export.certificate.budget import NO_HEADROOM, Budget, Figures
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.half_types import HalfName
 from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
+from halfserve.protos.certificates import SCHEMA, certificate_sha256
 
-SCHEMA = "halfserve.certificate"
-SCHEMA_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+SCHEMA_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,10 @@ class Certificate:
         onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
             files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
         onnx_bytes: Size of the file and its data files in bytes.
+        content_sha256: SHA-256 of the file without the entry of its metadata that names the certificate, where it has one.
         graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
+        files: SHA-256 of the other files of the model's version that its answers depend on, such as the float32 twin, by path
+            in the version's folder.
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
         budget: The limits.
@@ -196,12 +200,16 @@ class Certificate:
         risks: Nodes whose inner sums exceed float16's range although their results do not.
         notes: What could not be compared, and why.
         placement: Which provider runs which node (`Placement.to_json`), where known.
+        signature: Of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without one.
     """
 
     model: str
+    precision: HalfName = "float16"
     onnx_sha256: str
     onnx_bytes: int
+    content_sha256: str = ""
     graph_sha256: str = ""
+    files: dict[str, str] = field(default_factory=dict)
     reference_bytes: int | None = None
     samples: int
     budget: Budget
@@ -218,7 +226,7 @@ class Certificate:
     risks: tuple[Risk, ...] = ()
     notes: tuple[str, ...] = ()
     placement: dict[str, Any] | None = None
-    precision: HalfName = "float16"
+    signature: str = ""
 
     @property
     def violations(self) -> list[str]:
@@ -243,19 +251,20 @@ class Certificate:
     def to_json(self) -> dict[str, Any]:
         """The certificate as JSON types; NaN and infinities become strings."""
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
-        if self.precision == "float16":
-            del content["precision"]  # older certificates lack it, and models hold the hashes of these
         plain: dict[str, Any] = json_values(content)
         return plain
 
     @property
     def sha256(self) -> str:
-        """SHA-256 in hexadecimal of the certificate without `onnx_sha256` and `onnx_bytes`; the model's metadata holds it.
+        """SHA-256 in hexadecimal of the certificate without `onnx_sha256`, `onnx_bytes` and `signature`.
 
-        Writing this hash into the model file changes the file's hash, so it cannot depend on the latter.
+        The model's metadata holds it. Writing it there changes the file's hash, so it cannot depend on the latter.
         """
-        content = {name: value for name, value in self.to_json().items() if name not in ("onnx_sha256", "onnx_bytes")}
-        return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+        return certificate_sha256(self.to_json())
+
+    def signed(self, key: SigningKey) -> Certificate:
+        """The same with a signature; a later change makes the signature invalid."""
+        return replace(self, signature=key.signature(self.to_json()))
 
     def to_bytes(self) -> bytes:
         """The certificate as a JSON file."""
@@ -266,6 +275,18 @@ def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
     """Whether any element was compared; where there are floating outputs, whether one of their elements was."""
     floating = [verdict for verdict in outputs if verdict.figures.floating]
     return any(verdict.figures.elements for verdict in floating or outputs)
+
+
+def signing_key(path: Path | str | None) -> SigningKey | None:
+    """The Ed25519 private key in a PEM file; None without a path.
+
+    Raises:
+        UsageError: The file holds no such key, or the package cryptography is missing.
+    """
+    try:
+        return None if path is None else SigningKey(Path(path))
+    except CertificateKeyError as error:
+        raise UsageError(str(error)) from error
 
 
 class BudgetExceeded(ExportError):  # noqa: N818  (named by what happened; the base class says that it is an error)
@@ -296,7 +317,7 @@ def read_certificate(content: bytes | str) -> Certificate:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ExportError("this is not a halfserve certificate; expected a certificate.json that `halfserve export` wrote")
     if data.get("schema_version") not in READABLE_VERSIONS:
-        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 3")
+        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 4")
     values = {name: value for name, value in data.items() if name not in ("schema", "schema_version", "passed")}
     try:
         certificate: Certificate = _decoded(Certificate, values)

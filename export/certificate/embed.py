@@ -1,18 +1,13 @@
-"""Mutual hashes that bind a model file and its certificate.
-
-The certificate holds a hash of the model, and the model's metadata a hash of the certificate. To avoid a cycle, the hash in the
-model omits the certificate's `onnx_sha256` and `onnx_bytes` (`Certificate.sha256`), and the certificate's `graph_sha256` omits
-the model's metadata about certificates. A changed weight, figure or limit breaks one of the two. `onnx_sha256` remains the
-output of `sha256sum model.onnx`.
-"""
+"""Mutual hashes that bind a model file and its certificate (see `halfserve.protos.certificates`)."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx
 
@@ -21,13 +16,16 @@ from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
 from halfserve.protos.atomic_files import sync_folder
+from halfserve.protos.certificates import NAME, PIECE_BYTES, named_entry, unnamed_pieces
 
 PREFIX = "halfserve.certificate"
-KEY = "halfserve.certificate_sha256"
+KEY = NAME
 
 
 def embed(model: onnx.ModelProto, certificate: Certificate) -> tuple[onnx.ModelProto, Certificate]:
     """Return a copy of the model that names its certificate, and the certificate for that copy's bytes (see `serialize`).
+
+    The certificate loses a signature, which would not cover the new hashes: sign it afterwards.
 
     Raises:
         ExportError: The certificate is about another model.
@@ -38,29 +36,32 @@ def embed(model: onnx.ModelProto, certificate: Certificate) -> tuple[onnx.ModelP
     kept = [entry for entry in named.metadata_props if not entry.key.startswith(PREFIX)]
     del named.metadata_props[:]
     named.metadata_props.extend(kept)
-    named.metadata_props.add(key=KEY, value=certificate.sha256)
+    bound = replace(certificate, content_sha256=hashlib.sha256(serialize(named)).hexdigest(), signature="")
+    named.metadata_props.add(key=KEY, value=bound.sha256)
     content = serialize(named)
-    digest = hashlib.sha256(content).hexdigest()
-    return named, replace(certificate, onnx_sha256=digest, onnx_bytes=len(content))
+    return named, replace(bound, onnx_sha256=hashlib.sha256(content).hexdigest(), onnx_bytes=len(content))
 
 
 def embed_in_file(path: Path, certificate: Certificate) -> Certificate:
     """Name the certificate in a model file and return the certificate for the new file. Data files stay untouched.
 
-    The metadata is appended to the file, since protobuf concatenates the parts of a repeated field.
+    The metadata is appended to the file, since protobuf concatenates the parts of a repeated field; the name of another
+    certificate is left out. The certificate loses a signature, as in `embed`.
 
     Raises:
-        ExportError: The certificate is about another model, the file names a certificate already, or it cannot be written.
+        ExportError: The certificate is about another model, or the file cannot be written.
     """
     opened = open_model(path)
     _require_same_graph(opened, certificate)
-    if any(entry.key.startswith(PREFIX) for entry in opened.outline.metadata_props):
-        raise ExportError(f"{path} names a certificate already; convert the model again, or remove {KEY} from its metadata")
-    suffix = onnx.ModelProto()
-    suffix.metadata_props.add(key=KEY, value=certificate.sha256)
-    _append(path, suffix.SerializeToString(deterministic=True))
+    bound = replace(certificate, content_sha256=opened.digests.content, signature="")
+    _write_named(path, bound.sha256)
     embedded = open_model(path)
-    return replace(certificate, onnx_sha256=embedded.sha256, onnx_bytes=embedded.size_bytes)
+    return replace(bound, onnx_sha256=embedded.sha256, onnx_bytes=embedded.size_bytes)
+
+
+def name_of_certificate(model: ModelFile) -> str | None:
+    """The hash of the certificate that a model names in its metadata; None where it names none."""
+    return next((entry.value for entry in model.outline.metadata_props if entry.key == KEY), None)
 
 
 def check_embedded(model: ModelSource | ModelFile, certificate: Certificate) -> None:
@@ -70,7 +71,7 @@ def check_embedded(model: ModelSource | ModelFile, certificate: Certificate) -> 
         ExportError: The model names no certificate or another one, or the certificate is about another model.
     """
     opened = model if isinstance(model, ModelFile) else open_model(model)
-    found = next((entry.value for entry in opened.outline.metadata_props if entry.key == KEY), None)
+    found = name_of_certificate(opened)
     if found is None:
         raise ExportError(f"{opened.name} names no certificate in its metadata ({KEY}); verify it and embed its certificate")
     if found != certificate.sha256:
@@ -96,20 +97,29 @@ def graph_sha256(model: ModelSource | ModelFile) -> str:
     return digest.hexdigest()
 
 
-def _append(path: Path, suffix: bytes) -> None:
+def _write_named(path: Path, digest: str) -> None:
+    """Replace a model file by one that names the certificate with this hash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        shutil.copyfile(path, temporary)
-        with temporary.open("ab") as file:
-            file.write(suffix)
-            file.flush()
-            os.fsync(file.fileno())
+        with path.open("rb") as file, temporary.open("wb") as named:
+            for start, end in list(unnamed_pieces(file, os.fstat(file.fileno()).st_size)):
+                file.seek(start)
+                named.writelines(_pieces(file, end - start))
+            named.write(named_entry(digest))
+            named.flush()
+            os.fsync(named.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _pieces(file: BinaryIO, length: int) -> Iterable[bytes]:
+    while length > 0 and (piece := file.read(min(PIECE_BYTES, length))):
+        length -= len(piece)
+        yield piece
 
 
 def _require_same_graph(model: ModelSource | ModelFile, certificate: Certificate) -> None:

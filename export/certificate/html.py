@@ -63,7 +63,7 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield _section("At the edge", _edges(certificate))
     yield _section("Optimisation levels of ONNX Runtime", _levels(certificate))
     yield _section("Sums that outgrow float16", _risks(certificate))
-    yield _section("Not compared", _list(certificate.notes))
+    yield _section("Notes", _list(certificate.notes))
     yield from _conversion(certificate.conversion or {})
     yield _section("Model and libraries", _facts(certificate))
 

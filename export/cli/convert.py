@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfserve.export.certificate.budget import usual_budgets
+from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.cli.options import (
     EXIT_CODES,
     MAX_BATCH_SIZE,
-    NOTE,
     AccumulatorType,
     Adversarial,
     AsJson,
     CertificateFile,
+    CertificateKey,
     Dtype,
     Fp32Twin,
     HtmlPage,
@@ -44,11 +45,10 @@ from halfserve.export.errors import UsageError
 from halfserve.export.file_conversion import ConversionOptions, Verification, convert_verified
 from halfserve.export.onnx_files.model_writer import ExternalData
 from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
-from halfserve.export.verification.samples import load_samples
+from halfserve.export.verification.samples import SampleSet, load_samples
 
 if TYPE_CHECKING:
     from halfserve.export.onnx_files.model_file import ModelFile
-    from halfserve.export.verification.samples import Array
 
 __all__ = ["EXIT_CODES", "convert"]
 
@@ -94,6 +94,7 @@ def convert(
     max_minutes: MaxMinutes = None,
     certificate: CertificateFile = None,
     html: HtmlPage = False,
+    certificate_key: CertificateKey = None,
     placement: Annotated[
         bool, report("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
     ] = False,
@@ -133,6 +134,8 @@ def convert(
     ]
     if not verify and needing:
         raise UsageError(f"--{needing[0]} needs verification; leave --no-verify out")
+    if certificate_key is not None and repository is None and certificate is None:
+        raise UsageError("--certificate-key signs the certificate; give --certificate or --repository too")
     page = page_beside(certificate, html=html, others=(source, target, samples))
     inputs = _inputs(samples, sizes_of(dim or ()))
     work = partial(
@@ -155,7 +158,7 @@ def convert(
             accumulators=accumulators,
             search=search,
             limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
-            notes=(NOTE,) if samples is None else (),
+            key=signing_key(certificate_key),
         )
         if verify
         else None,
@@ -200,10 +203,10 @@ def _target(
     )
 
 
-def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:
-    def synthetic(model: ModelFile) -> Sequence[Array]:
-        from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
+def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], SampleSet]:
+    def synthetic(model: ModelFile) -> SampleSet:
+        from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import, and needed only here)
 
-        return synthesize(model, dims=sizes)
+        return synthetic_samples(model, dims=sizes)
 
-    return synthetic if samples is None else lambda model: load_samples(samples, model)
+    return synthetic if samples is None else lambda model: SampleSet(inputs=load_samples(samples, model))

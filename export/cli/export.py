@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfserve.export.certificate.budget import usual_budgets
+from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.cli.options import (
     EXIT_CODES,
     MAX_BATCH_SIZE,
@@ -18,6 +19,7 @@ from halfserve.export.cli.options import (
     Adversarial,
     AsJson,
     CertificateFile,
+    CertificateKey,
     Dtype,
     Fp32Twin,
     HtmlPage,
@@ -114,6 +116,7 @@ def export(
     fp32_twin: Fp32Twin = False,
     certificate: CertificateFile = None,
     html: HtmlPage = False,
+    certificate_key: CertificateKey = None,
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -183,6 +186,7 @@ def export(
         adversarial=adversarial,
         accumulators=accumulators,
         beside=verdict_files(certificate, page),
+        key=signing_key(certificate_key),
     )
     done = run_explained(work)
     if as_json:

@@ -60,6 +60,10 @@ MaxMinutes: TypeAlias = Annotated[
 ]
 CertificateFile: TypeAlias = Annotated[Path | None, report(help="Write the verdict to this JSON file too.")]
 HtmlPage: TypeAlias = Annotated[bool, report("--html", help="Write it as an HTML page beside --certificate too.")]
+CertificateKey: TypeAlias = Annotated[
+    Path | None,
+    report(help="Sign the certificate with the Ed25519 private key in this PEM file, for servers that hold the public key."),
+]
 ModelVersion: TypeAlias = Annotated[int | None, repository_version(help="The version; the next free one by default.")]
 Fp32Twin: TypeAlias = Annotated[
     bool, repository_version("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
@@ -69,7 +73,6 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON 
 Array = np.ndarray[Any, Any]
 
 MAX_BATCH_SIZE = 32
-NOTE = "the inputs were made up; give --samples for a verdict on your own"
 DYNAMIC = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<size>(?:[1-9]\d*\*)?(?P<name>\w+))")
 
 

@@ -16,7 +16,6 @@ from halfserve.export.certificate.html import certificate_page
 from halfserve.export.certificate.table import certificate_table
 from halfserve.export.cli.options import (
     EXIT_CODES,
-    NOTE,
     MaxAbsError,
     MaxScaledError,
     MinAgreement,
@@ -29,8 +28,8 @@ from halfserve.export.cli.options import (
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_files.model_writer import write_atomically
 from halfserve.export.onnx_files.proto_graphs import half_type_of
-from halfserve.export.verification.generated_samples import synthesize
-from halfserve.export.verification.samples import load_labels, load_samples
+from halfserve.export.verification.generated_samples import synthetic_samples
+from halfserve.export.verification.samples import SampleSet, load_labels, load_samples
 from halfserve.export.verification.verify import verify as verify_models
 
 __all__ = ["EXIT_CODES", "verify"]
@@ -100,14 +99,14 @@ def verify(
     require_output(certificate, "the certificate", others=given)
     require_output(html, "the page", others=(*given, certificate))
     sizes = sizes_of(dim or ())
-    arrays = synthesize(wide, dims=sizes) if samples is None else load_samples(samples, wide)
+    judged_on = synthetic_samples(wide, dims=sizes) if samples is None else SampleSet(inputs=load_samples(samples, wide))
     try:
         with hint_for_synthetic_inputs(synthetic=samples is None), stderr.status("verifying"):
             verdict = verify_models(
                 wide,
                 half,
-                arrays,
-                budget=budget,
+                judged_on.inputs,
+                budget=judged_on.budget(budget),
                 labels=None if labels is None else load_labels(labels),
                 batch_size=batch_size,
                 name=candidate.stem,
@@ -115,7 +114,7 @@ def verify(
                 longest=None if samples is None else sizes,
                 accumulators=accumulators,
                 cuda=None if provider == "auto" else provider == "cuda",
-                notes=(NOTE,) if samples is None else (),
+                notes=judged_on.notes,
             )
     except BudgetExceeded as error:
         _show(error.certificate, html, certificate, as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.external_data import data_files, external_tensors, location_of, map_tensors, stored_at, take_in
 from halfserve.export.onnx_files.model_checks import HEAD_BYTES, no_model, require_sound
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
+from halfserve.protos.certificates import ModelDigests, model_digests
 from halfserve.protos.onnx_outline import DamagedFileError, without_large_tensors
 
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
@@ -65,18 +67,29 @@ class ModelFile:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the file's bytes, in hexadecimal.
+        """SHA-256 of the file's bytes and its data files, in hexadecimal (see `ModelDigests.with_data_files`)."""
+        return self.digests.file
 
-        With data files it is the hash of the lines that `sha256sum` prints for the model file (called `model`) and for its data
-        files, sorted by location, so that it covers all bytes and does not depend on the model file's own name.
-        """
+    @cached_property
+    def digests(self) -> ModelDigests:
+        """Hashes of the file and its data files."""
+        return self.own_digests.with_data_files(self.data_digests)
+
+    @cached_property
+    def own_digests(self) -> ModelDigests:
+        """Hashes of the file alone."""
         if self.path is None:
-            return hashlib.sha256(self.content).hexdigest()
-        if not self.locations:
-            return _sha256_of(self.path)
-        lines = [f"{_sha256_of(self.path)}  model\n"]
-        lines += [f"{_sha256_of(self._folder / location)}  {location}\n" for location in sorted(self.locations)]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+            return model_digests(io.BytesIO(self.content), len(self.content))
+        try:
+            with self.path.open("rb") as file:
+                return model_digests(file, os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise _unreadable(str(self.path), error) from error
+
+    @cached_property
+    def data_digests(self) -> dict[str, str]:
+        """SHA-256 of each data file in hexadecimal, by location."""
+        return {location: _sha256_of(self._folder / location) for location in self.locations}
 
     @cached_property
     def content(self) -> bytes:

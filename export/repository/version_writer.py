@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
 
-from halfserve.export.certificate.certificate import Certificate
+from halfserve.export.certificate.certificate import Certificate, signing_key
+from halfserve.export.certificate.embed import embed_in_file, name_of_certificate
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.repository.model_config import (
@@ -25,11 +27,12 @@ from halfserve.export.repository.model_config import (
 )
 from halfserve.export.tasks.task import Task
 from halfserve.protos.atomic_files import sync_folder, write_and_sync
+from halfserve.protos.certificate_signature import SigningKey
+from halfserve.protos.certificates import CERTIFICATE
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 MODEL = "model.onnx"
 FP32_TWIN = f"fp32/{MODEL}"
-CERTIFICATE = "certificate.json"
 LABELS = "labels.txt"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LARGEST_VERSION = 2**63 - 1
@@ -45,17 +48,19 @@ class VersionFiles:
         twin: The float32 model, if the version has one.
         certificate: The certificate of the fp16 model.
         task: The model's task, whose files lie beside the model and whose labels beside config.pbtxt.
+        key: Signs a certificate that has to be changed.
     """
 
     model: ModelFile
     twin: ModelFile | None
     certificate: Certificate
     task: Task | None = None
+    key: SigningKey | None = None
 
     @property
     def labels(self) -> bytes:
         """The text of the labels file; empty for a model without labels."""
-        return "".join(f"{label}\n" for label in self.task.labels).encode() if self.task is not None else b""
+        return labels_file(self.task)
 
     def write(self, folder: Path) -> None:
         """Make the folder with all files, and wait until it is on the disk.
@@ -71,11 +76,40 @@ class VersionFiles:
         if self.twin is not None:
             (folder / FP32_TWIN).parent.mkdir()
             place_model(self.twin, folder / FP32_TWIN)
+            if open_model(folder / FP32_TWIN).sha256 != self.twin.sha256:
+                raise ExportError(f"{self.twin.name} changed while it was copied; export it again")
             sync_folder((folder / FP32_TWIN).parent)
         for name, content in self.task.files.items() if self.task is not None else ():
             write_and_sync(folder / name, content)
-        write_and_sync(folder / CERTIFICATE, self.certificate.to_bytes())
+        write_and_sync(folder / CERTIFICATE, self._bound(folder / MODEL).to_bytes())
         sync_folder(folder)
+
+    def _bound(self, model: Path) -> Certificate:
+        """The certificate that names all files of the version, which the written model names."""
+        files = bound_files(self.twin, self.task)
+        certificate = self.certificate
+        if certificate.files == files and certificate.sha256 == name_of_certificate(open_model(model)):
+            return certificate
+        bound = embed_in_file(model, replace(certificate, files=files))
+        return bound if self.key is None else bound.signed(self.key)
+
+
+def bound_files(twin: ModelFile | None, task: Task | None) -> dict[str, str]:
+    """SHA-256 in hexadecimal of the files that a version's answers depend on besides the model, by path in its folder."""
+    contents = {} if task is None else dict(task.files)
+    if labels := labels_file(task):
+        contents[f"../{LABELS}"] = labels  # beside config.pbtxt
+    found = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    if twin is not None:
+        folder = Path(FP32_TWIN).parent
+        found[FP32_TWIN] = twin.own_digests.file
+        found |= {(folder / location).as_posix(): digest for location, digest in twin.data_digests.items()}
+    return found
+
+
+def labels_file(task: Task | None) -> bytes:
+    """The text of a task's labels file; empty where it has no labels."""
+    return "".join(f"{label}\n" for label in task.labels).encode() if task is not None else b""
 
 
 def place_model(model: ModelFile, place: Path) -> None:
@@ -117,6 +151,7 @@ def write_model_version(
     max_batch_size: int = 32,
     fp32_twin: ModelSource | ModelFile | None = None,
     task: Task | None = None,
+    certificate_key: Path | str | None = None,
 ) -> Path:
     """Add a version to a model repository in Triton's layout.
 
@@ -128,6 +163,9 @@ def write_model_version(
     models' data files may have the same names. The parameter `halfserve.fp32_twin` of a new config.pbtxt states the path within
     the version's folder; a server assumes this path where an older config.pbtxt states none. Triton ignores both.
 
+    The certificate names the twin, the task's files and labels with their hashes, and the model names the certificate. Where
+    the given ones do not yet, both are changed when they are written.
+
     Args:
         repository: The repository's folder; it is made if it is missing.
         name: Letters, digits, dots, dashes and underscores, a letter or digit first.
@@ -137,6 +175,7 @@ def write_model_version(
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
         fp32_twin: The original float32 model, for a server that answers from it where float16 fails.
         task: The model's task: config.pbtxt names it and its labels, and its files lie in the version's folder.
+        certificate_key: PEM file of an Ed25519 private key, which signs a certificate that is changed.
 
     Returns:
         The version's folder.
@@ -163,7 +202,8 @@ def write_model_version(
             config.parameters[key].string_value = value
         if task.labels:
             config.output[0].label_filename = LABELS
-    files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task)
+    signing = signing_key(certificate_key)
+    files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task, key=signing)
     folder = Path(repository) / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,8 @@ import onnx
 
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from halfserve.export.verification.samples import Array, Feed, Input, inputs_of
+from halfserve.export.verification.samples import Array, Feed, Input, SampleSet, inputs_of, is_batched
+from halfserve.export.verification.sandbox import Sandbox, at_first_level, on_disk
 
 ROWS = 2
 TINY = 2.0**-12
@@ -21,6 +23,11 @@ SPATIAL = 32
 LENGTH = 16
 LARGEST_INDEX = 8
 SYNTHETIC_SEED = 0
+SYNTHETIC_ROWS = 32
+# Bounds of what these rows may cost. The float32 model's run is about a sixth of a verification, and a verdict takes some ten
+# arrays of float64 as large as the outputs of all rows.
+MOST_SECONDS = 10.0
+MOST_NUMBERS = 1 << 24
 # Indices pass through these operators unchanged or rearranged.
 _CARRIERS = frozenset(
     {"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Slice", "Gather", "Concat"}
@@ -208,6 +215,57 @@ def _as_given(array: Array, like: Array) -> Array:
 
 def _same(one: Feed, other: Feed) -> bool:
     return all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in one)
+
+
+def synthetic_samples(model: ModelSource | ModelFile, *, dims: Mapping[str, int] | None = None) -> SampleSet:
+    """Generate samples from a model's declared inputs, in batches that `synthesize` makes, which may be as small as 2 rows.
+
+    There are at least 32 rows, or as many batches for a model without a batch dimension. A model whose outputs would hold too
+    many numbers, or that takes too long, gets fewer: as many as fit, and one batch at least. The note states the number of rows
+    and what they cannot show.
+
+    Args:
+        model: The float32 model. It runs on one batch, in a child process, to see what a row costs.
+        dims: As in `synthesize`.
+
+    Raises:
+        ExportError: As `synthesize`.
+    """
+    opened = model if isinstance(model, ModelFile) else open_model(model)
+    wanted = inputs_of(opened.outline)
+    first = _batch(opened, wanted, dims, SYNTHETIC_SEED)
+    size = next((len(array) for array in first.values()), 1) if is_batched(wanted) else 1
+    count = max(1, math.ceil(SYNTHETIC_ROWS / size)) if wanted else 1
+    fitting, reason = _affordable(opened, first, count) if count > 1 else (count, "")
+    batches = [first, *(_batch(opened, wanted, dims, SYNTHETIC_SEED + number) for number in range(1, fitting))]
+    rows = fitting * size
+    fewer = f" and not {SYNTHETIC_ROWS}, since {reason}" if fitting < count else ""
+    note = (
+        f"the inputs are {rows} made-up rows{fewer}: random numbers, which show rounding and overflow at their own magnitude. "
+        "They cannot show how large numbers become inside the model on real data, nor how often its classes change there "
+        "(near-ties are not judged); give samples (--samples) for a verdict on your own"
+    )
+    return SampleSet(inputs=batches, note=note, made_up=True)
+
+
+def _batch(model: ModelFile, wanted: Sequence[Input], dims: Mapping[str, int] | None, seed: int) -> Feed:
+    return dict(zip((value.name for value in wanted), synthesize(model, dims=dims, seed=seed), strict=True))
+
+
+def _affordable(model: ModelFile, feed: Feed, count: int) -> tuple[int, str]:
+    """How many such batches, at most `count`, stay within the bounds, and the reason where these are fewer."""
+    with Sandbox() as sandbox:
+        try:
+            answer = at_first_level(on_disk(model, sandbox), sandbox, sandbox.stage([feed]))
+        except ExportError:  # the verification says why
+            return count, ""
+    values = [value for batch in answer.batches if not isinstance(batch, str) for value in batch]
+    arrays = [array for value in values for array in (value if isinstance(value, list) else [value]) if array is not None]
+    numbers = max(1, sum(array.size for array in arrays))
+    by_seconds, by_numbers = (max(1, int(most)) for most in (MOST_SECONDS / max(answer.seconds, 1e-9), MOST_NUMBERS / numbers))
+    if by_seconds < min(by_numbers, count):
+        return by_seconds, f"the float32 model takes {answer.seconds:.1f} s for a batch"
+    return min(by_numbers, count), f"the outputs of a batch hold {numbers:,} numbers"
 
 
 def synthesize(

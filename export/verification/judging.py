@@ -13,9 +13,9 @@ from halfserve.export.certificate.budget import (
     Budget,
     Figures,
     adversarial_violations,
+    allowed_near_ties,
     disagrees,
     error_limit,
-    lone_near_tie,
     unit_of,
     violations,
 )
@@ -101,6 +101,7 @@ def judge(
         if pairs:
             figures = _figures(output, pairs, None if output_units is None else output_units[index])
             notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget, half))
+            notes += (f"output {output.name!r}: {text}" for text in _evidence(figures, budget, half))
             plot = plot_of(pairs, unit_of(figures)) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
             verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))
@@ -116,15 +117,25 @@ def _remarks(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
             f"is at most {figures.scale:.2g}, where {half.name} has few digits or none: its error was judged beside "
             f"{unit_of(figures):.2g}; give max_abs_error for a limit of your own"
         )
+    if disagrees(figures, budget) and allowed_near_ties(figures, budget):
+        yield (
+            f"differs in the argmax of {figures.differing} of {figures.rows} rows, "
+            f"{'which is a near-tie' if figures.differing == 1 else 'all near-ties'}: float32's two numbers there are at most "
+            f"{figures.margin:.2g} apart, and an error of {error_limit(figures, budget):.2g} is allowed"
+        )
+
+
+def _evidence(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
+    """What the reference's choices cannot show; the same text in every execution."""
     if figures.floating and figures.constant_rows and not figures.rows:
         yield (
-            f"has one number for all classes in float32, or the same answer to every sample, as far as {half.name} tells: "
-            "agreement there is no evidence, so it is said to be none"
+            f"float32 has the same argmax in all {figures.constant_rows} rows, one number for all classes, or the same answer "
+            f"to every sample, as far as {half.name} tells: agreement there is no evidence, so it is said to be none"
         )
-    if disagrees(figures, budget) and lone_near_tie(figures, budget):
+    elif figures.rows > 1 and figures.commonest >= budget.min_agreement * figures.rows and not disagrees(figures, budget):
         yield (
-            f"differs in the argmax of 1 of {figures.rows} rows, which is a near-tie: float32's two numbers there are "
-            f"{figures.margin:.2g} apart, and an error of {error_limit(figures, budget):.2g} is allowed"
+            f"float32 has the same argmax in {figures.commonest} of {figures.rows} rows: a model that always chose it would be "
+            f"within the limit of {budget.min_agreement:g} too, so the agreement is no evidence; give samples of more classes"
         )
 
 
@@ -180,7 +191,7 @@ def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units
     if not output.vector:
         return figures
     vanished = figures.vanished if figures.vanished is not None and figures.vanished.axis is None else None
-    return replace(figures, agreement=None, rows=0, differing=0, margin=0.0, constant_rows=0, vanished=vanished)
+    return replace(figures, agreement=None, rows=0, differing=0, margin=0.0, constant_rows=0, commonest=0, vanished=vanished)
 
 
 def _pairs(output: ComparedOutput, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:

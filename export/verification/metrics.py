@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -81,6 +82,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
         kinds=kinds,
         vanished=_vanished(parts, units, r, c) if floating else None,
         constant_rows=0 if choices is None else choices.constant,
+        commonest=0 if choices is None else choices.commonest,
         noise=units.largest_noise,
     )
 
@@ -191,13 +193,21 @@ class Choices:
         rows: Rows in which the reference prefers a class.
         differing: Rows that disagree.
         margin: The largest lead of the reference's choice over the disagreeing rows.
-        constant: Rows without evidence: the reference prefers no class, or answers all samples alike.
+        constant: Rows without evidence: the reference prefers no class, makes the same choice in all rows, or answers all
+            samples alike.
+        chosen: In how many of `rows` the reference chooses each class; empty for outputs that are no floats.
     """
 
     rows: int
     differing: int
     margin: float = 0.0
     constant: int = 0
+    chosen: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def commonest(self) -> int:
+        """In how many of `rows` the reference makes its most frequent choice."""
+        return max(self.chosen.values(), default=0)
 
     @property
     def agreement(self) -> float | None:
@@ -226,9 +236,11 @@ def joint_choices(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> Ch
         return None
     margin = max((choices.margin for choices in known), default=0.0)
     rows, differing, constant = (sum(getattr(c, name) for c in known) for name in ("rows", "differing", "constant"))
-    if not differing and _alike([reference for reference, _ in parts], units.half):
+    chosen: Counter[int] = sum((Counter(choices.chosen) for choices in known), Counter())
+    one_class = rows > 1 and len(chosen) == 1  # a model that always chooses it agrees as well
+    if not differing and (one_class or _alike([reference for reference, _ in parts], units.half)):
         return Choices(0, 0, 0.0, rows + constant)
-    return Choices(rows, differing, margin, constant)
+    return Choices(rows, differing, margin, constant, chosen)
 
 
 def _alike(references: Sequence[Array], half: HalfType) -> bool:
@@ -275,7 +287,8 @@ def _argmax_choices(
     differing = ~(((chosen == wanted) | tied) & usable) & telling
     ahead = _ahead(r, wanted, chosen)[differing & usable]
     margin = math.inf if (differing & ~usable).any() or not np.isfinite(ahead).all() else float(ahead.max(initial=0.0))
-    return Choices(int(telling.sum()), int(differing.sum()), margin, int((~telling).sum()))
+    chosen = Counter(wanted[telling].tolist())
+    return Choices(int(telling.sum()), int(differing.sum()), margin, int((~telling).sum()), chosen)
 
 
 def _tied(reference: Array, wanted: Array, chosen: Array, tie: float, half: HalfType) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from halfserve.export.certificate.budget import Budget
 from halfserve.export.errors import ExportError
 
 if TYPE_CHECKING:
@@ -122,6 +123,29 @@ class Feeds:
     resizable: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleSet:
+    """Samples to verify a model on.
+
+    Attributes:
+        inputs: As `make_feeds` takes them.
+        note: What they are and cannot show, for the certificate; "" where nothing is to be said.
+        made_up: Whether they are random numbers.
+    """
+
+    inputs: Inputs
+    note: str = ""
+    made_up: bool = False
+
+    def budget(self, budget: Budget) -> Budget:
+        """The limits on these samples: on made-up ones near-ties are not judged."""
+        return replace(budget, judge_near_ties=False) if self.made_up else budget
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (self.note,) if self.note else ()
+
+
 def make_feeds(wanted: Sequence[Input], given: Inputs, batch_size: int) -> Feeds:
     """Cut samples into batches, and check that they fit.
 
@@ -136,14 +160,15 @@ def make_feeds(wanted: Sequence[Input], given: Inputs, batch_size: int) -> Feeds
     """
     if isinstance(given, Sequence) and given and all(isinstance(entry, Mapping) for entry in given):
         batches = tuple(_checked(wanted, _by_name(wanted, batch)) for batch in given)
-        counts = [next((len(array) for array in batch.values() if array.ndim), 1) for batch in batches]
-        if 0 in counts and _is_batched(wanted):
+        batched = is_batched(wanted)
+        counts = [next((len(array) for array in batch.values() if array.ndim and batched), 1) for batch in batches]
+        if 0 in counts:
             raise ExportError(
                 f"batch {counts.index(0)} of the samples is empty; expected at least 1 sample in each: leave it out"
             )
         return Feeds(batches=batches, samples=sum(counts), resizable=_is_resizable(wanted))
     arrays = _by_name(wanted, given)
-    if not _is_batched(wanted):
+    if not is_batched(wanted):
         return Feeds(batches=(_checked(wanted, arrays),), samples=1, resizable=False)
     return _cut(wanted, arrays, batch_size)
 
@@ -236,7 +261,7 @@ def _checked(wanted: Sequence[Input], feed: Feed) -> Feed:
     return feed
 
 
-def _is_batched(wanted: Sequence[Input]) -> bool:
+def is_batched(wanted: Sequence[Input]) -> bool:
     """Whether all first dimensions are one name or one fixed size; unnamed ones match any name."""
     if not wanted or any(value.dims is not None and not value.dims for value in wanted):
         return False
@@ -245,7 +270,7 @@ def _is_batched(wanted: Sequence[Input]) -> bool:
 
 
 def _is_resizable(wanted: Sequence[Input]) -> bool:
-    return _is_batched(wanted) and not any(value.dims and isinstance(value.dims[0], int) for value in wanted)
+    return is_batched(wanted) and not any(value.dims and isinstance(value.dims[0], int) for value in wanted)
 
 
 def _cut(wanted: Sequence[Input], arrays: Feed, batch_size: int) -> Feeds:

@@ -42,12 +42,14 @@ class RunResult:
         refusal: Why the runtime refused to open the model.
         crash: What ended the process, such as "killed by SIGSEGV"; earlier batches are present.
         providers: The session's actual execution providers.
+        seconds: What the batches took to run, in all, without opening the model.
     """
 
     batches: tuple[list[Value] | str, ...] = ()
     refusal: str | None = None
     crash: str | None = None
     providers: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     @property
     def trouble(self) -> str | None:
@@ -168,6 +170,7 @@ class _Process:
     def ask(self, line: str, silence_seconds: float) -> RunResult:
         batches: list[list[Value] | str] = []
         providers: tuple[str, ...] = ()
+        seconds = 0.0
         try:
             self._send(line)
             while True:
@@ -178,11 +181,14 @@ class _Process:
                 if stage == "refused":
                     return RunResult(refusal=answer["error"])
                 if stage == "done":
-                    return RunResult(batches=tuple(batches), providers=providers)
+                    return RunResult(batches=tuple(batches), providers=providers, seconds=seconds)
                 if stage == "opened":
                     providers = tuple(answer["providers"])
+                elif stage == "failed":
+                    batches.append(answer["error"])
                 else:
-                    batches.append(answer["error"] if stage == "failed" else [_loaded(spec) for spec in answer["outputs"]])
+                    batches.append([_loaded(spec) for spec in answer["outputs"]])
+                    seconds += answer["seconds"]
         except queue.Empty:
             text = f"no answer within {silence_seconds:g} s"
             return RunResult(batches=tuple(batches), crash=text, providers=providers)
@@ -252,15 +258,32 @@ def open_reference(
     Raises:
         ExportError: The reference opens at no level.
     """
+    return at_first_level(path, sandbox, batches, levels, what="the reference").batches
+
+
+def at_first_level(
+    path: Path,
+    sandbox: Sandbox,
+    batches: Sequence[StagedFeed],
+    levels: Sequence[str] = LEVELS,
+    *,
+    what: str = "the converted model",
+    weights: Sequence[Mapping[str, Any]] = (),
+) -> RunResult:
+    """A model's result at the first level at which it opens; `what` names the model in error texts, `weights` as in `run`.
+
+    Raises:
+        ExportError: The model opens at no level.
+    """
     troubles = []
     for level in levels:
-        answer = sandbox.run(path, batches, level=level, provider=CPU)
+        answer = sandbox.run(path, batches, level=level, provider=CPU, weights=weights)
         if answer.trouble is None or answer.batches:
-            return answer.batches
+            return answer
         troubles.append(f"{level}: {answer.trouble}")
         if answer.refusal is not None:
-            raise ExportError(f"ONNX Runtime cannot open the reference: {answer.refusal}")
-    raise ExportError(f"ONNX Runtime {onnxruntime.__version__} crashes when it opens the reference ({'; '.join(troubles)})")
+            raise ExportError(f"ONNX Runtime cannot open {what}: {answer.refusal}")
+    raise ExportError(f"ONNX Runtime {onnxruntime.__version__} crashes when it opens {what} ({'; '.join(troubles)})")
 
 
 def written_model(content: bytes, sandbox: Sandbox) -> Path:

@@ -102,6 +102,11 @@ def simulated_node(node: onnx.NodeProto) -> bool:
     return any(name.endswith(BEFORE_ROUNDING) for name in node.output)
 
 
+def rounds(graph: onnx.GraphProto) -> bool:
+    """Whether a graph of a rounded model, bodies included, rounds anything to half precision."""
+    return any(simulated_node(node) or any(map(rounds, bodies_of(node))) for node in graph.node)
+
+
 def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, int], numbers: Iterator[int]) -> None:
     types, constants = outer.within(graph), {**known, **constants_in(graph)}
     rounder = _Rounder(types, next(numbers))

@@ -91,7 +91,7 @@ def judge_results(comparison: Comparison, results: Mapping[str, RunResult], budg
         comparison.cases, comparison.expected_cases, edge, outputs, comparison.outputs, budget, comparison.half
     )
     verdicts, ties = settle_ties(verdicts, comparison, outputs, budget)
-    notes = (*(note for each in judged for note in each.notes), *ties)
+    notes = (*dict.fromkeys(note for each in judged for note in each.notes), *ties)
     return JudgedResults(outputs=outputs, adversarial=verdicts, notes=notes)
 
 

@@ -19,9 +19,9 @@ from halfserve.export.certificate.budget import (
     NO_HEADROOM,
     NOTHING_FINITE,
     Budget,
+    allowed_near_ties,
     disagrees,
     error_limit,
-    lone_near_tie,
     usual_budget,
 )
 from halfserve.export.certificate.certificate import Accuracy, BudgetExceeded, Certificate, OutputVerdict, Risk
@@ -299,7 +299,7 @@ def _general_remedy(certificate: Certificate) -> str:
 def _choices_alone(certificate: Certificate) -> str | None:
     """The remedy where only the agreement is over budget; None otherwise."""
     budget, over = certificate.budget, [verdict.figures for verdict in certificate.outputs if verdict.violations]
-    lost = [figures for figures in over if disagrees(figures, budget) and not lone_near_tie(figures, budget)]
+    lost = [figures for figures in over if disagrees(figures, budget) and not allowed_near_ties(figures, budget)]
     if not lost or len(lost) != len(certificate.violations):
         return None
     layers = f"keep sensitive layers in float32 ({MEANS})"

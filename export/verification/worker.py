@@ -5,8 +5,8 @@ files. It imports only numpy and onnxruntime, so that it starts in a fraction of
 
 Request: `{"model": path, "level": name, "provider": name, "batches": [{input: file}], "folder": for the outputs, "weights":
 [...]}`. A weight, `{"name", "file", "dtype", "elem_type", "offset", "shape"}`, is mapped from its file in place of the model's.
-Answers: `{"stage": "opened", "providers": [...]}`, then for each batch `{"stage": "ran", "outputs": [...]}` or
-`{"stage": "failed", "error": text}`, and finally `{"stage": "done"}`; or `{"stage": "refused", "error": text}` alone.
+Answers: `{"stage": "opened", "providers": [...]}`, then for each batch `{"stage": "ran", "outputs": [...], "seconds": of the
+run}` or `{"stage": "failed", "error": text}`, and finally `{"stage": "done"}`; or `{"stage": "refused", "error": text}` alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import queue
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,12 +53,14 @@ def answer_to(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for number, files in enumerate(request["batches"]):
         try:
             feeds = {name: cast_for_input(np.load(file), types[name]) for name, file in files.items()}
+            began = time.perf_counter()
             values = session.run(None, feeds)
+            seconds = time.perf_counter() - began
             saved = [_saved(value, Path(request["folder"]), f"{number}-{index}") for index, value in enumerate(values)]
         except Exception as error:  # noqa: BLE001  (as above)
             yield {"stage": "failed", "error": first_line(error)}
             continue
-        yield {"stage": "ran", "outputs": saved}
+        yield {"stage": "ran", "outputs": saved, "seconds": seconds}
     yield {"stage": "done"}
 
 

@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.cpu_trials import TrialCache
+from halfserve.serve.backends.onnx_models import OnnxModels
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
 from halfserve.serve.backends.python.runtime import PythonRuntime
-from halfserve.serve.engine.backend import NO_TRUST, Backend, DevicePlacement, ModelInterface, Runtime, Trust
+from halfserve.serve.engine.backend import (
+    NO_TRUST,
+    Backend,
+    DevicePlacement,
+    ModelInterface,
+    Runtime,
+    Trust,
+)
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
 
+if TYPE_CHECKING:
+    from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
+
 TRUST_OPTION = "--trust-torch-archives"
 TRUST_PYTHON_OPTION = "--trust-python-models"
 PYTHON_SUFFIX = ".py"
+GRAPH_BYTES = (b"<?xml", b"<net")  # what OpenVINO's ov.save_model writes
 ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
 
 
 class Runtimes:
-    """ONNX files go to ONNX Runtime, exported torch programs to torch, which is imported for the first of them."""
+    """ONNX files go to ONNX Runtime or OpenVINO, exported torch programs to torch, and OpenVINO's graphs to OpenVINO.
 
-    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST) -> None:
-        """`probe` loads ONNX models in another process first; None trusts them. `trust`: which code of a repository may run."""
+    torch and OpenVINO are imported for the first model that needs them.
+    """
+
+    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
+        """The runtimes.
+
+        Args:
+            probe: loads ONNX models in another process first; None trusts them.
+            trust: which code of a repository may run.
+            trials: remembers which precision is faster on the CPU; None measures at each load.
+        """
+        self._probe = probe
         self._trust = trust
         self._python = PythonRuntime()
-        self._onnx = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
+        runtime = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
+        self._onnx = OnnxModels(runtime, self._openvino_for, trials)
         self._torch: Runtime | None = None
+        self._openvino: OpenVinoRuntime | None = None
 
     def connect(self, calls: ModelCalls) -> None:
         """See `CoreUser`."""
@@ -74,10 +100,12 @@ class Runtimes:
             return self._trusted_python(path)
         try:
             with open_regular(path) as file:
-                is_torch = file.read(len(ZIP)) == ZIP
+                head = file.read(len(GRAPH_BYTES[0]))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
-        if not is_torch:
+        if head.startswith(GRAPH_BYTES):
+            return self._openvino_for(path)
+        if not head.startswith(ZIP):
             return self._onnx
         if not self._trust.torch_archives:
             raise ModelLoadError(
@@ -95,7 +123,21 @@ class Runtimes:
             self._torch = TorchRuntime()
         return self._torch
 
+    def _openvino_for(self, path: Path) -> OpenVinoRuntime:
+        if self._openvino is None:
+            try:
+                from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime  # noqa: PLC0415  (may not be there)
+            except ModuleNotFoundError as error:
+                raise ModelLoadError(
+                    f"{path}: is a model for OpenVINO, and the package {error.name!r} is not installed; in a checkout of "
+                    "halfserve, pip install '.[openvino]'"
+                ) from None
+            self._openvino = OpenVinoRuntime(self._probe, trust_custom_operators=self._trust.custom_operators)
+        return self._openvino
+
 
 def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
     """All runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
-    return Runtimes(CrashProbe(CrashVerdictCache(default_folder())), trust)
+    folder = default_folder()
+    trials = TrialCache(None if folder is None else folder.with_name("cpu_precision"))
+    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials)

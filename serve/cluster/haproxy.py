@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfserve.protos.cluster_pb2 import Directory, Member
+from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.transports.listening import address_of
 
 GRPC, HTTP = "grpc", "http"
@@ -167,7 +168,7 @@ def start(
             grpc_server=tls.keep_files(H2),
             http_server=tls.keep_files(HTTP_1),
             runtime=control.fileno(),
-            threads=max(1, (os.cpu_count() or 1) // CORES_A_THREAD),
+            threads=max(1, usable_cores() // CORES_A_THREAD),
             drain_s=drain_s,
             has_none=HAS_NONE,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,10 +12,14 @@ import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.requests import Caller, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
-CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
+OPENVINO_BACKEND = "openvino"
+OPENVINO_PROVIDER = "OpenVINO on cpu"
+# `Backend.provider` of backends on the CPU; and of those that compute on the thread that asks them, with helpers of their own.
+CPU_PROVIDERS = frozenset({"CPUExecutionProvider", OPENVINO_PROVIDER, "torch on cpu"})
+CALLING_PROVIDERS = frozenset({"CPUExecutionProvider", OPENVINO_PROVIDER})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,12 @@ class ModelKind:
         return self.also | {self.platform, self.backend}
 
 
-ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="model.onnx")
+# Triton's OpenVINO backend takes ONNX files too, under a name that the configuration says.
+ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="model.onnx", also=frozenset({OPENVINO_BACKEND}))
+
+
+# OpenVINO's own files: the graph, and model.bin with its weights beside it.
+OPENVINO = ModelKind(platform="openvino", backend=OPENVINO_BACKEND, file_name="model.xml")
 
 
 # What torch.export.save writes. Triton's "pytorch" backend is its nearest equivalent.
@@ -59,13 +69,16 @@ PYTHON = ModelKind(platform="python", backend="python", file_name="model.py")
 
 
 # Where a version folder holds several and its configuration names none, the first one is used.
-KINDS = (ONNX, TORCH_EXPORT, PYTHON)
+KINDS = (ONNX, OPENVINO, TORCH_EXPORT, PYTHON)
 
 
 def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:
-    """The kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones."""
+    """The kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones.
+
+    First come those whose own names it uses.
+    """
     asked = {name for name in (config.platform, config.backend) if name}
-    return tuple(kind for kind in KINDS if asked <= kind.names)
+    return tuple(sorted((kind for kind in KINDS if asked <= kind.names), key=lambda kind: not asked.isdisjoint(kind.also)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +129,15 @@ class Trust:
 NO_TRUST = Trust()
 
 
+class CpuPrecision(StrEnum):
+    """In which precision the CPU computes a model whose file is in half precision."""
+
+    AUTO = "auto"  # the fastest for which there is a passed verdict
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
     """Where to load a model.
@@ -125,12 +147,14 @@ class DevicePlacement:
         require_gpu: fail rather than run on the CPU.
         device_id: which CUDA device.
         threads: for one operator on the CPU; 0 lets the runtime choose.
+        cpu_precision: of ONNX models on the CPU whose configuration does not say.
     """
 
     use_gpu: bool = True
     require_gpu: bool = False
     device_id: int = 0
     threads: int = 0
+    cpu_precision: CpuPrecision = CpuPrecision.AUTO
 
 
 class Backend(Protocol):
@@ -193,6 +217,11 @@ class RequestBackend:
     provider: str
     precision: str
 
+    @property
+    def caller(self) -> Caller | None:
+        """The execution in progress, of a model that may call models; None between two."""
+        return None
+
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """See `Backend`."""
         raise NotImplementedError(name)
@@ -237,4 +266,17 @@ class Runtime(Protocol):
 
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
+        """
+
+
+class OnnxOnOpenVino(Protocol):
+    """A runtime that computes ONNX files in a precision of the CPU's."""
+
+    def load_onnx(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
+    ) -> Backend:
+        """Load one copy of an ONNX file; see `Runtime.load`. `precision` AUTO is float32.
+
+        Raises:
+            ModelLoadError: see `Runtime.load`.
         """

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+# Characters of an error's text. It is encoded on the event loop, and gRPC's trailers hold at most MAX_DETAILS bytes (see
+# transports/grpc_framing).
+MAX_TEXT = 4096
 # After one of these, CUDA fails every call of the process's context:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 DEVICE_LOST_SIGNS = (
@@ -40,8 +43,22 @@ OUT_OF_MEMORY_SIGNS = (
 )
 
 
+def cut(text: str, most: int) -> str:
+    """The beginning and the end of a text of more than `most` characters, which is 100 or more, with the number left out."""
+    if len(text) <= most:
+        return text
+    kept = most // 2 - 24  # 48 characters for what stands between
+    return f"{text[:kept]} ... ({len(text) - 2 * kept} characters left out) ... {text[-kept:]}"
+
+
 class InferenceError(Exception):
-    """A request could not be answered. The text says what was wrong, what was expected and what to do."""
+    """A request could not be answered. The text says what was wrong, what was expected and what to do.
+
+    It may quote a client's message, or an exception of a model or a runtime: no more than MAX_TEXT characters are kept.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(cut(text, MAX_TEXT))
 
 
 class InvalidArgumentError(InferenceError):
@@ -129,6 +146,15 @@ class OutOfMemoryError(InferenceError):
 
     def __init__(self) -> None:
         super().__init__("the server's memory does not suffice for this request; try again later, or send smaller tensors")
+
+
+def reworded(error: InferenceError, text: str) -> InferenceError:
+    """An error of the same class, with the same attributes and another text."""
+    ours = type(error).__new__(type(error))
+    ours.__dict__.update(error.__dict__)
+    ours.args = (cut(text, MAX_TEXT),)
+    ours.__cause__ = error
+    return ours
 
 
 class ModelLoadError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from halfserve.serve.engine.backend import CPU_PROVIDERS
@@ -12,9 +13,11 @@ from halfserve.serve.engine.batcher import LoopOccupancy
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.queueing.step_memory import StepMemory
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.handover import hand_over
 
@@ -45,6 +48,7 @@ class InferenceCore:
         loadable: models that could be loaded by request.
         control: loads and unloads at run time; None where only the models of the start are served.
         slots: for the batches of all models on the CPU, set before there are models; None: no bound.
+        step_memory: for tensors between the steps of ensembles.
         response_cache: for the models whose configuration asks for it, set like `slots`; None: they have none.
         on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
     """
@@ -63,6 +67,7 @@ class InferenceCore:
         self.loadable: frozenset[str] = frozenset()
         self.control: Control | None = None
         self.slots: ComputeSlots | None = None
+        self.step_memory = StepMemory()
         self.response_cache: ResponseCache | None = None
         self._occupancy = LoopOccupancy()
         self.on_lost_device: Callable[[str], None] = lambda _: None
@@ -163,6 +168,10 @@ class InferenceCore:
                     state, reason = VersionState.UNLOADING, "the server is shutting down"
                 statuses.append(VersionStatus(name=name, version=version, state=state, reason=reason))
         return in_order(statuses)
+
+    def hides_steps(self, model: Model) -> bool:  # noqa: ARG002  (a restricted core has some to hide)
+        """Whether the models that an ensemble is made of are secret to who asks here."""
+        return False
 
     def submit(self, model: Model, request: InferRequest) -> None:
         """Queue a request.
@@ -352,10 +361,19 @@ class RestrictedCore(InferenceCore):
         return super().is_model_ready(name, version)
 
     def index(self) -> list[VersionStatus]:
-        return [status for status in self._core.index() if self._may_see(status.name)]
+        seen = [status for status in self._core.index() if self._may_see(status.name)]
+        return [replace(one, reason=without_names(one.reason, self._may_see)) for one in seen]
+
+    def hides_steps(self, model: Model) -> bool:
+        return hides_steps(model, self._may_see)
 
     def submit(self, model: Model, request: InferRequest) -> None:
-        self._core.submit(model, request)
+        if not self.hides_steps(model):
+            self._core.submit(model, request)
+            return
+        hide_names(request, self._may_see)
+        with names_hidden(self._may_see):
+            self._core.submit(model, request)
 
     def wait_for(self, task: asyncio.Task[None]) -> None:
         self._core.wait_for(task)
@@ -363,7 +381,8 @@ class RestrictedCore(InferenceCore):
     async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         if not self._may_see(name):
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-        await self._core.load(name, config, files)
+        with names_hidden(self._may_see):
+            await self._core.load(name, config, files)
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         if not self._may_see(name):

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, InvalidArgumentError, UnsupportedError
+from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import NO_PARAMETERS, InferRequest, Parameter
+from halfserve.serve.engine.requests import NO_PARAMETERS, Caller, InferRequest, Parameter
 from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.whole_requests import left_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,7 @@ class ModelCall:
         request_id: of the request.
         parameters: of the request.
         timeout_s: seconds in the called model's queue; None for its own.
-        deadline: on time.monotonic()'s clock; None without one.
-        callers: models that wait for the answer, each "name/version".
+        caller: the execution that makes it; None for a model that computes nothing now.
     """
 
     model: str
@@ -43,8 +43,7 @@ class ModelCall:
     request_id: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=lambda: NO_PARAMETERS)
     timeout_s: float | None = None
-    deadline: float | None = None
-    callers: tuple[str, ...] = ()
+    caller: Caller | None = None
 
 
 class CallListener(Protocol):
@@ -58,28 +57,62 @@ class CallListener(Protocol):
 
 
 class RunningCall:
-    """A call in progress."""
+    """A call in progress. On the event loop only, but for `cancel`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, caller: Caller | None, listener: CallListener) -> None:
         self._loop = loop
-        self._cancel: Callable[[], None] | None = None
-        self._is_cancelled = False
+        self._caller = caller
+        self._listener = listener
+        self._model: Model | None = None
+        self._request: InferRequest | None = None  # once it is queued
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
 
     def cancel(self) -> None:
         """Drop the answer; any thread may do it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._cancel_now)
+            self._loop.call_soon_threadsafe(self._drop)
 
-    def begun(self, cancel: Callable[[], None]) -> None:
-        """The request is queued; `cancel` takes it back. On the event loop."""
-        self._cancel = cancel
-        if self._is_cancelled:
-            cancel()
+    def queued(self, model: Model, request: InferRequest) -> None:
+        """It waits for the answer to a request from now on."""
+        self._model, self._request = model, request
+        if self._is_over:
+            self._drop()
+            return
+        if self._caller is not None:
+            self._caller.calls.add(self)
+        if request.deadline is not None:
+            self._timer = self._loop.call_later(max(0.0, request.deadline - time.monotonic()), self._too_late)
 
-    def _cancel_now(self) -> None:
-        self._is_cancelled = True
-        if self._cancel is not None:
-            self._cancel()
+    def done(self, result: Tensors | InferenceError) -> None:
+        """The answer, the error, or nothing further of many responses."""
+        model = self._model
+        self._close()
+        self._listener.done(model, result)
+
+    def end(self, error: InferenceError) -> None:
+        """See `Call`."""
+        model = self._model
+        self._drop()
+        self._listener.done(model, error)
+
+    def _too_late(self) -> None:
+        self.end(DeadlineExceededError("the time of the request for which this call is made was up before its answer"))
+
+    def _drop(self) -> None:
+        model, request = self._model, self._request
+        self._close()
+        if model is not None and request is not None:
+            model.scheduler.cancel(request)
+
+    def _close(self) -> None:
+        self._is_over = True
+        self._model = self._request = None  # it refers to this call
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._caller is not None:
+            self._caller.calls.discard(self)
 
 
 class ModelCalls:
@@ -96,24 +129,25 @@ class ModelCalls:
 
     def start(self, call: ModelCall, listener: CallListener) -> RunningCall:
         """Make a call; `listener.done` is called once, unless it is cancelled."""
-        running = RunningCall(self.loop)
+        running = RunningCall(self.loop, call.caller, listener)
         self.soon(lambda: self._begin(call, listener, running))
         return running
 
     def _begin(self, call: ModelCall, listener: CallListener, running: RunningCall) -> None:
         model: Model | None = None
         try:
+            if call.caller is not None and call.caller.is_left:
+                raise left_error(call.caller)
             model = found = self.core.model(call.model, call.version)
-            _refuse_deadlock(call, found)
             request = _request(call, found)
             if call.many:
                 request.respond = lambda outputs, final: listener.respond(found, outputs, final=final)
-            request.done = lambda result: listener.done(found, result)
+            request.done = running.done
             self.core.submit(found, request)
         except InferenceError as error:
             listener.done(model, error)
         else:
-            running.begun(lambda: found.scheduler.cancel(request))
+            running.queued(found, request)
 
 
 @runtime_checkable
@@ -122,17 +156,6 @@ class CoreUser(Protocol):
 
     def connect(self, calls: ModelCalls) -> None:
         """Make calls in this way from now on."""
-
-
-def _refuse_deadlock(call: ModelCall, model: Model) -> None:
-    """Refuse a call that would wait for itself: each instance of the model waits for the call already, in this one chain."""
-    waiting = call.callers.count(f"{model.name}/{model.version}")
-    instances = len(model.batcher.instances)
-    if instances and waiting >= instances:  # an ensemble has none
-        raise FailedPreconditionError(
-            f"model {model.name!r} is called by itself ({' -> '.join((*call.callers, model.name))}), and its {instances} "
-            f"instance(s) wait for the answer already; end the cycle, or raise the count of its instance_group"
-        )
 
 
 def _request(call: ModelCall, model: Model) -> InferRequest:
@@ -174,7 +197,7 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
         tuple(call.outputs) or tuple(model.outputs),
         rows,
         model.bucket({name: array.shape for name, array in own.items()}),
-        call.deadline,
+        None if call.caller is None else _deadline(call.caller),
         _nothing,
         turn.level,
         None if turn.delay_after_s is None else now + turn.delay_after_s,
@@ -184,8 +207,21 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
         call.request_id.encode(),
         call.parameters,
     )
-    request.callers = call.callers
+    if call.caller is not None:
+        request.callers = _callers(call.caller)
     return request
+
+
+def _deadline(caller: Caller) -> float | None:
+    """When none of the requests that an execution computes needs its calls any more; None for never."""
+    deadlines = [request.deadline for request in caller.requests]
+    return max((moment for moment in deadlines if moment is not None), default=None) if None not in deadlines else None
+
+
+def _callers(caller: Caller) -> tuple[Caller, ...]:
+    """What waits for the calls of an execution; the requests of its batch may have different callers."""
+    before = dict.fromkeys(one for request in caller.requests for one in request.callers)
+    return (*before, caller) if caller.requests else ()
 
 
 def _nothing(_: Tensors | InferenceError) -> None:

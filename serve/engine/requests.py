@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -255,6 +255,7 @@ class LateInputs(Mapping[str, Array]):
         return len(self._arrays)
 
 
+FEW_QUEUED: Final = 8  # requests of one execution, before those that have left their queues are forgotten
 Done = Callable[[Tensors | InferenceError], None]
 Respond = Callable[[Tensors | InferenceError, bool], None]
 NO_PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType({})
@@ -283,7 +284,8 @@ class InferRequest:
         parameters: the client's, by name; shared by requests that give the same.
         respond: of a client that takes any number of responses: called on the event loop with the outputs or the error of each,
             and whether it is the last one; then `done` is called without outputs. None: it takes one, by `done`.
-        callers: models whose execution waits for the answer, each "name/version"; the first one got the client's request.
+        callers: what waits for the answer, from the model that got a client's request to the one that made this request; empty
+            for a client's own and for the steps of an ensemble that a client asked.
     """
 
     __slots__ = (
@@ -326,7 +328,38 @@ class InferRequest:
         self.id = request_id
         self.parameters = parameters
         self.respond: Respond | None = None
-        self.callers: tuple[str, ...] = ()
+        self.callers: tuple[Caller, ...] = ()
+
+    def derived(
+        self,
+        inputs: Tensors,
+        outputs: tuple[str, ...],
+        rows: int,
+        bucket: Hashable,
+        done: Done,
+        priority: int,
+        patience: float | None,
+        leave_by: float | None,
+        size: int,
+    ) -> InferRequest:
+        """A request whose answer this one waits for: it has the same deadline, id, parameters and callers. It arrives now."""
+        request = InferRequest(
+            inputs,
+            outputs,
+            rows,
+            bucket,
+            self.deadline,
+            done,
+            priority,
+            patience,
+            leave_by,
+            size,
+            None,
+            self.id,
+            self.parameters,
+        )
+        request.callers = self.callers
+        return request
 
     def finish(self, result: Tensors | InferenceError) -> None:
         """Deliver the result, unless cancelled. An error in the callback is logged: it must not affect batch-mates."""
@@ -336,3 +369,60 @@ class InferRequest:
             self.done(result)
         except Exception:
             logger.exception("an answer could not be handed over")
+
+
+class Call(Protocol):
+    """A request of a model to a model that has no answer yet. On the event loop only."""
+
+    def end(self, error: InferenceError) -> None:
+        """Cancel it; the model that made it gets the error."""
+
+
+class CallQueue(Protocol):
+    """The queue of a model that may call models. On the event loop only."""
+
+    def holds(self, request: InferRequest) -> bool:
+        """Whether a request has entered it and no execution has begun it."""
+
+    def is_stuck(self, asking: tuple[Caller, ...], seen: frozenset[CallQueue]) -> bool:
+        """Whether each copy's execution is one of `asking`, or waits for a request in a queue that is stuck or `seen`."""
+
+
+class Caller:
+    """What waits for the answers to requests of its own: one execution of a model that calls models, or an ensemble.
+
+    Attributes:
+        label: "name/version" of the model.
+        requests: what the execution computes; empty for an ensemble, and from the execution's end on.
+        calls: of the execution; on the event loop only.
+        queued: requests that the execution waits for, with the queues that they have entered; on the event loop only.
+    """
+
+    __slots__ = ("_sweep_at", "calls", "label", "queued", "requests")
+
+    def __init__(self, label: str, requests: tuple[InferRequest, ...] = ()) -> None:
+        self.label = label
+        self.requests = requests
+        self.calls: set[Call] = set()
+        self.queued: list[tuple[CallQueue, InferRequest]] = []
+        self._sweep_at = FEW_QUEUED
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the clients of all its requests have gone."""
+        requests = self.requests
+        return bool(requests) and all(request.cancelled for request in requests)
+
+    def end(self) -> None:
+        """The execution has ended, and waits for nothing more. Any thread may say so."""
+        self.requests = ()
+        self.queued = []  # they refer to it
+
+    def enter(self, queue: CallQueue, request: InferRequest) -> None:
+        """The execution waits for a request that is queued now."""
+        if not self.requests:
+            return
+        self.queued.append((queue, request))
+        if len(self.queued) > self._sweep_at:
+            self.queued = [(queue, request) for queue, request in self.queued if queue.holds(request)]
+            self._sweep_at = 2 * len(self.queued) + FEW_QUEUED

@@ -30,11 +30,15 @@ class Composition(Protocol):
 
     @property
     def provider(self) -> str:
-        """The execution providers of its parts, in words."""
+        """The execution providers of its parts, each once."""
 
     @property
     def precision(self) -> str:
-        """The compute precisions of its parts, in words."""
+        """The compute precisions of its parts, each once."""
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names of the models that it is made of, at any depth."""
 
     @property
     def parts(self) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,6 +17,13 @@ Tensors: TypeAlias = Mapping[str, Array]
 
 ANY_SIZE = -1
 MAX_SHOWN = 16  # sizes that an error text quotes; a client's shape may have millions
+
+
+def memory_of(array: Array) -> int:
+    """Bytes of an array and of the texts that it refers to."""
+    if not array.dtype.hasobject:
+        return array.nbytes
+    return sum([sys.getsizeof(element) for element in array.ravel()], array.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,35 +6,90 @@ import asyncio
 import time
 
 from halfserve.serve.engine.batcher import Batcher
-from halfserve.serve.engine.errors import InferenceError, UnsupportedError
+from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
-from halfserve.serve.engine.requests import Done, InferRequest, Respond
+from halfserve.serve.engine.requests import Caller, CallQueue, Done, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 
 class WholeRequests:
-    """A scheduler for models that take whole requests, and clean up at their end."""
+    """A scheduler for models that take whole requests, may call models meanwhile, and clean up at their end.
 
-    def __init__(self, batcher: Batcher, *, one_by_one: bool) -> None:
-        """`one_by_one`: each batch is one request."""
+    A call for which its own model would wait for ever is refused, and calls end with the requests that they are made for.
+    """
+
+    def __init__(self, name: str, batcher: Batcher, statistics: Statistics, *, one_by_one: bool) -> None:
+        """`name`: of the model; `one_by_one`: each batch is one request."""
+        self._name = name
         self._batcher = batcher
+        self._statistics = statistics
         self._one_by_one = one_by_one
 
     def submit(self, request: InferRequest) -> None:
-        """See `Scheduler`."""
+        """See `Scheduler`.
+
+        Raises:
+            FailedPreconditionError: each copy of the model waits for this request already.
+            UnavailableError: each copy waits for this request, or for others that wait for it.
+        """
+        callers = request.callers
+        if callers and self.is_stuck(callers, frozenset({self})):
+            refusal = self._endless(callers)
+            self._statistics.failed(request.arrived_ns, refusal)
+            raise refusal
         if self._one_by_one:
             request.bucket = object()
         self._batcher.submit(request)
+        for caller in callers:
+            caller.enter(self, request)
+
+    def holds(self, request: InferRequest) -> bool:
+        """See `CallQueue`."""
+        return request.line is not None or any(instance.has_next(request) for instance in self._batcher.instances)
+
+    def is_stuck(self, asking: tuple[Caller, ...], seen: frozenset[CallQueue]) -> bool:
+        """See `CallQueue`."""
+        executions = [instance.caller for instance in self._batcher.instances]
+        return all(one is not None and (one in asking or _waits_at(one, asking, seen)) for one in executions)
 
     def cancel(self, request: InferRequest) -> None:
         """See `Scheduler`."""
         self._batcher.cancel(request)
+        for instance in self._batcher.instances:
+            caller = instance.caller
+            if caller is not None and request in caller.requests and caller.is_left:
+                for call in tuple(caller.calls):
+                    call.end(left_error(caller))
 
     async def drain(self) -> None:
         """See `Scheduler`."""
         await self._batcher.drain()
         for instance in self._batcher.instances:
             await instance.closed()
+
+    def _endless(self, callers: tuple[Caller, ...]) -> InferenceError:
+        count, chain = len(self._batcher.instances), " -> ".join([*(caller.label for caller in callers), self._name])
+        own = {instance.caller for instance in self._batcher.instances}
+        if own.issubset(callers):
+            return FailedPreconditionError(
+                f"model {self._name!r} is called by itself ({chain}), and its {count} instance(s) wait for the answer already; "
+                "end the cycle, or raise the count of its instance_group"
+            )
+        return UnavailableError(
+            f"model {self._name!r} is called ({chain}) while its {count} instance(s) wait for calls that wait for this one; "
+            "send the request again, and raise the count of its instance_group"
+        )
+
+
+def _waits_at(caller: Caller, asking: tuple[Caller, ...], seen: frozenset[CallQueue]) -> bool:
+    """Whether an execution waits for a request in a queue that is stuck or seen."""
+    queues = {queue for queue, request in caller.queued if queue.holds(request)}
+    return any(queue in seen or queue.is_stuck(asking, seen | {queue}) for queue in queues)
+
+
+def left_error(caller: Caller) -> InferenceError:
+    """What a call gets whose answer is wanted no more."""
+    return UnavailableError(f"the clients of model {caller.label!r} for which it makes this call have gone")
 
 
 class DecoupledRequests:

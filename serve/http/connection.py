@@ -12,7 +12,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from halfserve.serve.engine.errors import UnavailableError
+from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
 from halfserve.serve.security.memory_budget import MemoryBudget
 
 LARGE_BYTES = 16_384  # smaller buffers are not counted
@@ -20,6 +23,8 @@ LARGE_BYTES = 16_384  # smaller buffers are not counted
 # of 4 KiB and more, which all fit into one turn.
 EVENTS = 64
 LENGTHS = {b"content-length", b"transfer-encoding"}
+NOT_HTTP = "the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"
+CUT_OFF = UnavailableError("the server ended before it could answer; send the request again, to another server or later")
 
 
 class HttpConnection(H11Protocol):
@@ -98,14 +103,19 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         """Start the time limit of reading the answer."""
         super().on_response_complete()
-        self._unread_bytes = self._write_buffer()
-        self._count()
-        if self._unread_bytes and self._unread is None:
-            self._await_reading()
+        self._expect_reading()
+
+    def pause_writing(self) -> None:
+        """Start the time limit of reading what is written so far: an answer may be written in pieces."""
+        super().pause_writing()
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._count()
+        if self._unread is not None and not self._is_answered():
+            self._unread.cancel()
+            self._unread = None
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, after a moment to read what has arrived."""
@@ -131,17 +141,38 @@ class HttpConnection(H11Protocol):
         if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
             self._drops, self.cycle.keep_alive = True, False
             return
-        body = b'{"error":"the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"}'
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            self._write_error(400, {"error": NOT_HTTP})
+        self._drops = True
+        self.transport.close()
+
+    def cut_off(self) -> bool:
+        """End the request in flight: answer it with an error, or break off its answer if that has begun.
+
+        Returns whether there was one. Its application has to be cancelled; what it still sends is dropped.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return False
+        if not cycle.response_started:
+            status, text, _ = http_status(CUT_OFF)
+            self._write_error(*in_form(cycle.scope["path"], status, text, CUT_OFF))
+        cycle.disconnected = True
+        self.leave()
+        return True
+
+    def _write_error(self, status: int, content: dict[str, Any]) -> None:
+        """Write a whole response of JSON, after which the connection has to be closed."""
+        body = dump_json(content).encode()
         headers: list[Any] = [
-            (b"content-type", b"application/json"),
+            (b"content-type", JSON_TYPE.encode()),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self._drops = True
-        self.transport.close()
+        is_head = self.cycle is not None and self.cycle.scope["method"] == "HEAD"
+        response = h11.Response(status_code=status, headers=headers)
+        for event in (response, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
 
     def _is_answered(self) -> bool:
         return self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
@@ -156,6 +187,12 @@ class HttpConnection(H11Protocol):
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
+
+    def _expect_reading(self) -> None:
+        self._unread_bytes = self._write_buffer()
+        self._count()
+        if self._unread_bytes and self._unread is None:
+            self._await_reading()
 
     def _await_reading(self) -> None:
         self._unread_since_s = self.loop.time()

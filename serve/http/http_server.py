@@ -24,6 +24,8 @@ from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen
 
+logger = logging.getLogger(__name__)
+
 REFUSED = b'{"error":"too many connections are open; try again later"}'
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -66,8 +68,13 @@ class HttpServer:
         self._listening, self._shared = listening, connections
         self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
+
+        async def until_cut_off(scope: Any, receive: Any, send: Any) -> None:
+            with contextlib.suppress(asyncio.CancelledError):  # `stop` has said so
+                await app(scope, receive, send)
+
         self._config = Config(
-            app,
+            until_cut_off,
             http=HttpConnection,
             ws="none",
             lifespan="off",
@@ -147,6 +154,8 @@ class HttpServer:
         if self._state.tasks:
             await asyncio.wait(set(self._state.tasks), timeout=grace_s)
         left = set(self._state.tasks)
+        if left and (cut := sum([connection.cut_off() for connection in self._open()])):
+            logger.warning("HTTP requests that were not answered before the server ended: %d", cut)
         for task in left:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

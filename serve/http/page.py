@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from halfserve.protos.certificates import CERTIFICATE, SCHEMA
 from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionStatus
@@ -42,8 +43,6 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache", "x-frame-options": "DENY"}
-FILE = "certificate.json"
-SCHEMA = "halfserve.certificate"
 MAX_BYTES = 16 * 2**20
 Certificate = dict[str, Any]
 EVENTS = 50
@@ -133,6 +132,8 @@ class PageState:
             if model is not None:
                 certificate = certificates.get(model)
                 content |= _model(model)
+                if self._core.hides_steps(model):
+                    content["steps"] = []
                 content["certificate"] = None if certificate is None else summary(certificate)
                 # All models end at the same time: later samples are for the next call.
                 content["samples"] = [s for s in self._history.of(model, since_s) if s.time_s <= now_s]
@@ -194,13 +195,14 @@ class Certificates:
         self._read: dict[int, Certificate | None] = {}  # by the id() of a model's first copy, while that lives
 
     async def of(self, model: Model) -> Certificate | None:
-        """A model version's certificate; None without a readable one."""
-        if not model.backends:  # an ensemble: its steps have certificates
+        """A model version's certificate; None without one that belongs to it, as the load found out."""
+        # An ensemble has none: its steps do.
+        if not model.backends or "halfserve.certificate" not in model.config.parameters:
             return None
         copy = model.backends[0]  # not the model: a compiled class has no weak references
         if id(copy) not in self._read:
             path = model.path
-            certificate = None if path is None else await asyncio.to_thread(read_certificate, path.parent / FILE)
+            certificate = None if path is None else await asyncio.to_thread(read_certificate, path.parent / CERTIFICATE)
             self._read[id(copy)] = certificate
             weakref.finalize(copy, self._read.pop, id(copy), None).atexit = False
         return self._read[id(copy)]

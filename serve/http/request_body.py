@@ -30,7 +30,7 @@ LEVEL = 1  # higher levels take several times as long and hardly shrink tensors 
 SMALLEST_WORTH_BYTES = 1024
 
 
-class _Received:
+class RequestMemory:
     """The memory of one request, which may be refused while the rest of its body is awaited, if other clients need memory.
 
     Attributes:
@@ -54,6 +54,21 @@ class _Received:
         self.share.resize(memory_of(self.size))
         self._is_refused |= self.share.is_too_much and not self.share.goes_on()
         self.check()
+
+    def grow(self, more: int) -> None:
+        """Count `more` bytes for what is made of the body, before it is made.
+
+        Raises:
+            UnavailableError: the memory budget is spent, and other requests hold most of it.
+        """
+        self.share.add(more)
+        if self.share.is_crowded_out:
+            self.share.close()
+            raise UnavailableError(FULL)
+
+    def shrink(self, less: int) -> None:
+        """Give back bytes that are held no longer."""
+        self.share.add(-less)
 
     def check(self) -> None:
         """Check that the body may still be received.
@@ -119,11 +134,8 @@ class BodyReader:
         Raises:
             UnavailableError: the memory budget is spent.
         """
-        share = request.state.received.share
-        share.resize(memory_of(size))
-        if share.is_crowded_out:
-            share.close()
-            raise UnavailableError(FULL)
+        memory = memory_held(request)
+        memory.grow(memory_of(size) - memory.share.size)
 
     async def understand(self, body: bytes, read: Callable[[bytes], T]) -> T:
         """Apply `read` to a body; on a thread if it is large, so that other requests need not wait."""
@@ -133,7 +145,7 @@ class BodyReader:
         length = request.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise MessageTooLargeError(int(length), limit, advice)
-        received = request.state.received = self._receive()
+        received = request.state.memory = self._receive()
         pieces: list[bytes] = []
         more = True
         while more:
@@ -153,25 +165,31 @@ class BodyReader:
         received.hold(len(body) - received.size)
         return body
 
-    def _receive(self) -> _Received:
-        received = _Received(self._budget)
+    def _receive(self) -> RequestMemory:
+        received = RequestMemory(self._budget)
         task = asyncio.current_task()
         if task is not None:
             task.add_done_callback(lambda _: received.share.close())
         return received
 
-    async def _next(self, request: Request, received: _Received) -> tuple[bytes, bool]:
+    async def _next(self, request: Request, received: RequestMemory) -> tuple[bytes, bool]:
         message = await self._message(request, received)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         return message.get("body", b""), message.get("more_body", False)
 
-    async def _message(self, request: Request, received: _Received) -> Message:
+    async def _message(self, request: Request, received: RequestMemory) -> Message:
         for limit_s in (self._limits.stall_s, MOMENT_S):
             with contextlib.suppress(TimeoutError):
                 return await received.within(limit_s, request.receive())
             received.check()
         raise DeadlineExceededError("the rest of the request did not come; send it again")
+
+
+def memory_held(request: Request) -> RequestMemory:
+    """The memory of a request whose body has been received."""
+    memory: RequestMemory = request.state.memory
+    return memory
 
 
 async def client_gone(request: Request) -> None:

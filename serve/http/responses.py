@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from halfserve.serve.engine.errors import InferenceError, MessageTooLargeError
 from halfserve.serve.http.error_forms import in_form
@@ -47,6 +47,17 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 def json_text_response(content: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response of JSON text; never cached, as the state may change at any time."""
     return Response(content.encode(), status, {"cache-control": "no-store", **(headers or {})}, JSON_TYPE)
+
+
+def json_in_pieces(pieces: Iterator[bytes]) -> Response:
+    """A response of JSON that is written while the client reads it; the event loop gets a turn after each piece."""
+
+    async def written() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(0)
+
+    return StreamingResponse(written(), 200, {"cache-control": "no-store"}, JSON_TYPE)
 
 
 def dump_json(content: Any) -> str:

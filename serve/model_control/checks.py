@@ -1,29 +1,21 @@
-"""Checks of a model version around its load: certificate, memory, batch invariance.
-
-`halfserve export` writes certificate.json beside the model, with the model's hash in it, and the hash of the certificate goes
-into the model's metadata. A file that was changed or swapped breaks one of the two.
-"""
+"""Checks of a model version around its load: memory, batch invariance."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from halfserve.serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
+from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.engine.disk_files import open_regular, read_regular
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
-from halfserve.serve.engine.execution.instance import ON_CPU
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.resource_limits import available_bytes
 from halfserve.serve.engine.tensors import Array, Tensors
@@ -32,87 +24,8 @@ from halfserve.serve.model_control.warm_up import WarmUpRequest, declared_reques
 logger = logging.getLogger(__name__)
 
 
-CERTIFICATE_FILE = "certificate.json"
-SCHEMA = "halfserve.certificate"
-EMBEDDED_KEY = "halfserve.certificate_sha256"
-NOT_HASHED = frozenset({"onnx_sha256", "onnx_bytes"})  # they depend on the hash in the model's metadata
-MAX_BYTES = 64 * 2**20
 MB = 1e6
 PAIR = 2
-
-
-def check_certificate(model: Path) -> str | None:
-    """Compare a model file with the certificate beside it.
-
-    Returns:
-        "passed" or "failed", as the certificate says; None where there is none.
-
-    Raises:
-        ModelLoadError: they do not belong together, or the certificate cannot be read.
-    """
-    path = model.parent / CERTIFICATE_FILE
-    if not path.exists():
-        return None
-    certificate = _read(path)
-    locations, embedded = _look_into(model)
-    if _sha256(model, locations) != certificate.get("onnx_sha256"):
-        raise ModelLoadError(
-            f"{model}: is not the file that {CERTIFICATE_FILE} beside it was made for (its SHA-256 differs); "
-            "export it again, or remove the certificate"
-        )
-    if embedded is not None and embedded != _certificate_sha256(certificate):
-        raise ModelLoadError(f"{path}: is not the certificate that the model names in its metadata; export the model again")
-    return "passed" if certificate.get("passed") is True else "failed"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
-        content = json.loads(read_regular(path))
-    except OSError as error:  # of the system or the disk, not of the certificate
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ModelLoadError(f"{path}: cannot be read: it is no JSON; export the model again, or remove the file") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise ModelLoadError(f"{path}: is no certificate that halfserve wrote; remove it, or export the model again")
-    return content
-
-
-def _look_into(model: Path) -> tuple[list[str], str | None]:
-    """The data files that a model names, and the hash of the certificate that it names."""
-    if model.suffix != ".onnx":
-        return [], None
-    from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
-
-    with open_onnx(model) as opened:
-        entries = opened.model.metadata_props
-        embedded = next((entry.value for entry in entries if entry.key == EMBEDDED_KEY), None)
-        return sorted(opened.data_files), embedded
-
-
-def _sha256(model: Path, locations: list[str]) -> str:
-    """Of the file; with data files, of the lines that sha256sum prints for the model (called `model`) and each data file."""
-    if not locations:
-        return _file_sha256(model)
-    lines = [f"{_file_sha256(model)}  model\n"]
-    lines += [f"{_file_sha256(model.parent / location)}  {location}\n" for location in locations]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    if not path.exists():
-        raise ModelLoadError(f"{path}: is missing; the model beside it keeps weights there")
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _certificate_sha256(certificate: dict[str, Any]) -> str:
-    content = {name: value for name, value in certificate.items() if name not in NOT_HASHED}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def require_memory(model: Path, copies: int) -> None:
@@ -135,6 +48,8 @@ def require_memory(model: Path, copies: int) -> None:
 def _weights_bytes(model: Path) -> int:
     """Size of the model file, its data files, and files beside it that begin with its name (model.onnx.data)."""
     beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
+    if model.suffix == ".xml":  # OpenVINO's weights
+        beside.add(model.with_suffix(".bin"))
     locations, read = _data(model)
     named = {model.parent / name for name in locations}
     return _size(beside - named) + max(_size(named), read)
@@ -235,7 +150,7 @@ def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
 
 def _pair(version: LoadedVersion, row: Mapping[str, Array], *, seed: int) -> tuple[Tensors, Tensors, Tensors]:
     """Two rows like this one, and both together."""
-    random, on_cpu = np.random.default_rng(seed), version.backends[0].provider == ON_CPU
+    random, on_cpu = np.random.default_rng(seed), version.backends[0].provider in CALLING_PROVIDERS
     first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in row.items()} for _ in range(PAIR))
     return first, second, {name: np.concatenate([first[name], second[name]]) for name in first}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, DevicePlacement, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
@@ -20,7 +21,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
 from halfserve.serve.engine.repository.model_repository import ModelFiles
-from halfserve.serve.model_control.checks import check_batch_invariance, check_certificate, require_memory
+from halfserve.serve.model_control.certificate_check import check_certificate
+from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
 from halfserve.serve.model_control.padding_check import proved_padding
 from halfserve.serve.model_control.warm_up import short_sizes, warm_up
 
@@ -133,12 +135,14 @@ class VersionLoader:
         placement: where models run.
         defaults: for what a model's configuration does not say.
         warm_up_budget_s: see `ControlOptions`.
+        certificate_key: has to have signed the models' certificates; None asks for no signature.
     """
 
     runtime: Runtime
     placement: DevicePlacement
     defaults: Defaults
     warm_up_budget_s: float
+    certificate_key: VerifyingKey | None = None
 
     def load(self, files: ModelFiles) -> LoadedVersion:
         """Check, load and try out one version. Any thread may do it.
@@ -147,7 +151,7 @@ class VersionLoader:
             ModelLoadError: it cannot be served; the text says why.
         """
         try:
-            verdict = check_certificate(files.model)
+            verdict = check_certificate(files.model, files.config, self.certificate_key)
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
             pause()
             version = load_version(files, self.runtime, self.placement, self.defaults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 ALL = "*"
 
@@ -32,8 +33,10 @@ class ControlOptions:
         keep_going: start although some models cannot be served.
         uploads: whether load requests may bring model files.
         warm_up_budget_s: seconds for trying out all batch sizes of one model version; the check of batch invariance may take as
-            many again.
+            many again, and so may the proof that the version may be padded.
         load_limit_s: seconds for loading one model version and trying it out.
+        certificate_key: PEM file of the Ed25519 public key that has to have signed the models' certificates; None asks for no
+            signature.
         lame_duck_s: seconds after SIGTERM in which the server is not ready and still takes requests, so that load balancers
             notice before clients do.
     """
@@ -46,4 +49,5 @@ class ControlOptions:
     uploads: bool = False
     warm_up_budget_s: float = 5.0
     load_limit_s: float = 1800.0
+    certificate_key: Path | None = None
     lame_duck_s: float = 0.0

@@ -1,57 +1,51 @@
-"""Proof that a model may be padded, before it serves: a padded row must get what it gets alone.
+"""Proof that a model may be padded, before it serves: a padded row must get what it gets alone and unpadded.
 
-A model may ignore its mask, or take a mean over all places; then padding would change answers. So rows of two lengths are
-computed alone and together, as requests are, and compared. What batches cost is measured at the same time, so that the first
-requests are batched well.
+A model may ignore its mask, mask weakly, or compute long rows in another way; then padding would change answers. So short rows
+are computed alone, and beside long ones, at several lengths up to the longest that the model takes or that the time allows.
+Longer requests are not padded. What batches cost is measured afterwards, so that the first requests are batched well.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfserve.serve.engine.background_threads import pause
-from halfserve.serve.engine.config.padding import KEY, padding_settings
+from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, PROVED_KEY, TOKENS_KEY, padding_settings
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
-from halfserve.serve.engine.execution.assembly import padded_inputs
-from halfserve.serve.engine.execution.batch import Answered, run_batch
-from halfserve.serve.engine.execution.instance import ON_CPU
+from halfserve.serve.engine.precision_guard.column_errors import OutputErrors
 from halfserve.serve.engine.precision_guard.loading import error_budget
-from halfserve.serve.engine.precision_guard.tally import compare
+from halfserve.serve.engine.precision_guard.tally import is_floating
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts, Measured
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
-from halfserve.serve.engine.queueing.padding import Padding
+from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
-from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
-from halfserve.serve.model_control.warm_up import WarmUpRequest, declared_requests
+from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, Row, Trial
 
 logger = logging.getLogger(__name__)
 
-PAIRS = ((5, 16), (3, 29))  # lengths that are computed alone and together
+FIRST_LENGTH = 8
+STEP, SHORT_STEP = 4, 2  # from one length that is tried to the next
+# Where no setting says how long batches may be: rows that are longer gain little from a batch, and may take much memory.
+LONGEST = 1024
+PROOF_SHARE = 0.75  # of the time; the rest is for measuring
 MEASURED_LENGTHS = (4, 16, 64)
 MEASURED_ROWS = (1, 8)
 ENOUGH_S = 0.05  # no further batch is measured after one of this length and FEWEST in all
 FEWEST = 4
 TIMES = 3  # that each is measured; the shortest counts
-TOKENS = 1000  # that are tried first on the CPU
-FEW_TOKENS = 4  # likewise where the model has fewer
 
 
-class _NotProvedError(Exception):
-    """Why a model is not padded."""
-
-
-def proved_padding(version: LoadedVersion, budget_s: float) -> MixedLengths | None:
+def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], float] = time.monotonic) -> MixedLengths | None:
     """What chooses and pads requests of different lengths; None where the configuration does not ask for it.
 
     Also None, with a warning, where padding changes the model's answers by more than the certificate's budget, or where that
-    cannot be found out within `budget_s` seconds. The version has been warmed up.
+    cannot be found out within `budget_s` seconds. Buckets that are longer than the model takes, or than could be tried in that
+    time, are replaced, with a warning. The version has been warmed up.
 
     Raises:
         ModelLoadError: the configuration's padding does not fit the model, or the device was lost.
@@ -59,191 +53,216 @@ def proved_padding(version: LoadedVersion, budget_s: float) -> MixedLengths | No
     settings = padding_settings(version.config, version.interface)
     if settings is None:
         return None
-    padding = Padding(settings, [spec.name for spec in version.interface.inputs])
+    began = clock()
+    trial = Trial(version, settings, began + budget_s * PROOF_SHARE, clock)
     try:
-        seed = _proved(_Trial(version, padding, time.monotonic() + budget_s))
-    except _NotProvedError as error:
-        label = f"{version.files.name}/{version.files.version}"
-        said = "%s: it is served without padding, so requests of different lengths do not share batches: %s"
-        logger.warning(said, label, error, extra={"model": label})
-        del version.config.parameters[KEY]  # clients see what is in force
+        reached = _proved(trial)
+    except NotProvedError as error:
+        _warn(version, f"it is served without padding, so requests of different lengths do not share batches: {error}")
+        for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
+            version.config.parameters.pop(key, None)  # clients see what is in force
         return None
-    return MixedLengths(padding, BatchCosts(seed))
+    settings = _in_force(version, settings, reached, budget_s)
+    trial.until = began + budget_s
+    padding = Padding(settings, [spec.name for spec in version.interface.inputs])
+    return MixedLengths(padding, BatchCosts(list(_measured(trial, settings))))
 
 
-def _proved(trial: _Trial) -> list[Measured]:
-    """What some batches cost, once padding has been shown to change no answer."""
+@dataclass(frozen=True)
+class _Reached:
+    """The longest length that padding was proved for, and whether longer ones were left out for want of time."""
+
+    length: int
+    is_cut_short: bool = False
+
+
+def _proved(trial: Trial) -> _Reached:
+    """Compare rows that are padded to rising lengths with what they get alone.
+
+    Raises:
+        NotProvedError: padding changes an answer, or that cannot be found out.
+        ModelLoadError: the device was lost.
+    """
     version = trial.version
     if own_parameter(version.config, "halfserve.warm_up") is False:
-        raise _NotProvedError("halfserve.warm_up is off, and whether padding changes its answers was not tried")
+        raise NotProvedError("halfserve.warm_up is off, and whether padding changes its answers was not tried")
     if version.invariance is not None and not version.invariance.is_safe:
-        raise _NotProvedError("the rows of a batch depend on each other")
-    budget = error_budget(version.files.model)
-    trial.find_values()
-    for seed, (short, long) in enumerate(PAIRS):
-        rows = [trial.request(short, 1, seed), trial.request(long, 1, seed + 1)]
-        alone = [trial.answer([request])[0] for request in rows]
-        for reference, answer in zip(alone, trial.answer(rows), strict=True):
-            _require_same(reference, answer, budget)
-        trial.require_finite(rows, alone)
+        raise NotProvedError("the rows of a batch depend on each other")
+    proof = _Proof(trial)
+    is_cut_short = False
+    try:
+        proof.rows = trial.short_rows()
+        for length in proof.lengths():
+            if not proof.reach(length):
+                break
+    except OutOfTimeError:
+        if not proof.length:
+            raise NotProvedError("finding out whether padding changes its answers takes too long") from None
+        # Of a model that takes no longer row, nothing is left to prove.
+        is_cut_short = bool(trial.rows(proof.length + 1, 0))
+    if not proof.length:
+        raise NotProvedError(f"it does not take what can be guessed ({trial.refusal}); describe a request in model_warmup")
     if version.invariance is not None:
         version.invariance.is_doubtful = False  # these rows have shared batches
-    return list(_measured(trial))
+    return _Reached(proof.length, is_cut_short)
 
 
-def _require_same(alone: Tensors, padded: Tensors, budget: float) -> None:
-    for name, reference in alone.items():
-        if padded[name].shape != reference.shape:
-            raise _NotProvedError(
-                f"output {name!r} of a padded row has shape {list(padded[name].shape)}, alone {list(reference.shape)}; name "
-                f"the axis to cut back after '->' in {KEY}"
+class _Proof:
+    """Compares answers to padded rows with what the rows get alone.
+
+    Attributes:
+        length: that was proved last.
+        rows: that the next rows share batches with, in rising length.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self.length = 0
+        self.rows: list[Row] = []
+        self._trial = trial
+        self._budget = error_budget(trial.version.files.model)
+        cut = trial.settings.rule.cut
+        names = [spec.name for spec in trial.version.interface.outputs]
+        self._errors = {name: OutputErrors[tuple[int, int]]([axis for named, axis in cut if named == name]) for name in names}
+
+    def lengths(self) -> Iterator[int]:
+        """The lengths to pad rows to, in rising order; with smaller steps where the time is short."""
+        settings = self._trial.settings
+        if settings.buckets:
+            yield from settings.buckets
+            return
+        # Padding takes two rows at least.
+        longest = LONGEST if settings.max_tokens is None else max(1, settings.max_tokens // 2)
+        length = min(FIRST_LENGTH, longest)
+        yield length
+        while length < longest:
+            step = STEP if self._trial.has_time(self._tokens(STEP * length)) else SHORT_STEP
+            length = min(step * length, longest)
+            yield length
+
+    def _tokens(self, length: int) -> int:
+        """That `reach` takes about: the rows so far with a longer one, which is run alone too."""
+        return length * (len(self.rows) + 2)
+
+    def reach(self, asked: int) -> bool:
+        """Pad rows to a length, or to the longest below it that the model takes.
+
+        Returns:
+            Whether a longer one may be possible.
+
+        Raises:
+            NotProvedError: an answer differs.
+            OutOfTimeError: there is no time for it.
+            ModelLoadError: the device was lost.
+        """
+        trial = self._trial
+        trial.require_time(self._tokens(asked))
+        length, long = asked, trial.rows(asked, asked)
+        short = [row for row in self.rows if row.length <= asked]
+        if not long and not short:
+            return True
+        if not long:
+            length = trial.longest_taken(short[-1].length, asked)
+            long = trial.rows(length, length)
+        if length > self.length:
+            self._add([*short, *trial.sample_rows(self.length, length), *long], length)
+            self.length = length
+        self.rows = [*trial.rows(min(row.length for row in [*short, *long]), length), *long]
+        return length == asked
+
+    def _add(self, rows: Sequence[Row], length: int) -> None:
+        settings = self._trial.settings
+        most = self._trial.version.config.max_batch_size
+        if settings.max_tokens is not None:
+            most = max(1, min(most, settings.max_tokens // length))
+        for start in range(0, len(rows), most):
+            batch = rows[start : start + most]
+            outputs, answers = self._trial.padded(batch, length)
+            for row, answer in zip(batch, answers, strict=True):
+                for name, alone in row.alone.items():
+                    self._compare(name, alone, answer[name], (row.length, length))
+            _require_finite(outputs, [row.alone for row in batch])
+        self._require_within_budget()
+
+    def _compare(self, name: str, alone: Array, padded: Array, lengths: tuple[int, int]) -> None:
+        if padded.shape != alone.shape:
+            shapes = f"has shape {list(padded.shape)}, alone {list(alone.shape)}"
+            raise NotProvedError(
+                f"output {name!r} {_of_a_row(lengths)} {shapes}; name the axis to cut back after '->' in {KEY}"
             )
-        distance = compare(padded[name], reference)
-        error = distance.error / distance.scale if distance.scale else distance.error
-        if error > budget:
-            raise _NotProvedError(
-                f"output {name!r} of a padded row differs from what the row gets alone by {error:.2g} of its largest value, "
-                f"{budget:g} is allowed; does the model ignore its mask?"
-            )
-        if reference.dtype.kind in "iub" and distance.agreeing < distance.rows:
-            raise _NotProvedError(
-                f"output {name!r} of a padded row is not what the row gets alone; does the model ignore its mask?"
+        if is_floating(alone):
+            self._errors[name].add(alone, padded, lengths)
+        elif not np.array_equal(padded, alone):
+            raise NotProvedError(
+                f"output {name!r} {_of_a_row(lengths)} is not what the row gets alone; does the model ignore its mask?"
             )
 
+    def _require_within_budget(self) -> None:
+        for name, errors in self._errors.items():
+            worst = errors.worst()
+            if worst is not None and not worst.relative <= self._budget:
+                where = f", column {worst.column} of axis {worst.axis}," if worst.axis else ""
+                size = f"{worst.scale:.3g}, the largest value of {'columns of its size' if where else 'the output'}"
+                raise NotProvedError(
+                    f"output {name!r}{where} {_of_a_row(worst.label)} differs from what the row gets alone by "
+                    f"{worst.relative:.2g} of {size}; the error budget allows {self._budget:g}; does the model ignore its mask?"
+                )
 
-def _measured(trial: _Trial) -> Iterator[Measured]:
+
+def _of_a_row(lengths: tuple[int, int]) -> str:
+    return f"of a row of length {lengths[0]} padded to {lengths[1]}"
+
+
+def _require_finite(outputs: Tensors, alone: Sequence[Tensors]) -> None:
+    """Check that places which are cut off are finite where the answers are: the precision guard looks at whole batches."""
+    for name, array in outputs.items():
+        if not _is_finite(array) and all(_is_finite(answer[name]) for answer in alone):
+            raise NotProvedError(f"output {name!r} is NaN or infinite in padded places")
+
+
+def _is_finite(array: Array) -> bool:
+    return not is_floating(array) or bool(np.isfinite(array.astype(np.float32, copy=False)).all())
+
+
+def _in_force(version: LoadedVersion, settings: PaddingSettings, reached: _Reached, budget_s: float) -> PaddingSettings:
+    """The settings with the lengths that were proved; clients see them in the configuration."""
+    longest = reached.length
+    buckets = tuple(bucket for bucket in settings.buckets if bucket <= longest)
+    if settings.buckets and longest not in buckets:
+        buckets += (longest,)
+    version.config.parameters[PROVED_KEY].string_value = str(longest)
+    beyond = "longer requests are answered, and share batches only with requests of their own length"
+    if buckets != settings.buckets:
+        given, kept = (",".join(map(str, lengths)) for lengths in (settings.buckets, buckets))
+        version.config.parameters[BUCKETS_KEY].string_value = kept
+        reason = (
+            f"were not all tried in {budget_s:g} s (--warm-up-seconds)"
+            if reached.is_cut_short
+            else f"exceed the model, which takes {longest}"
+        )
+        _warn(version, f"the padding buckets {given} {reason}; {kept} are in force, and {beyond}")
+    elif reached.is_cut_short:
+        text = f"in {budget_s:g} s, padding was proved up to length {longest}; {beyond}; raise --warm-up-seconds to prove more"
+        _warn(version, text)
+    return replace(settings, buckets=buckets, longest=longest)
+
+
+def _warn(version: LoadedVersion, text: str) -> None:
+    label = f"{version.files.name}/{version.files.version}"
+    logger.warning("%s: %s", label, text, extra={"model": label})
+
+
+def _measured(trial: Trial, settings: PaddingSettings) -> Iterator[Measured]:
     """Seconds of batches of rising size, until one takes long or the time is over."""
-    settings = trial.padding.settings
     most = trial.version.config.max_batch_size
     sizes = [(rows, length) for length in settings.buckets or MEASURED_LENGTHS for rows in MEASURED_ROWS if rows <= most]
     for number, (rows, length) in enumerate(sorted(sizes, key=lambda size: size[0] * size[1]), 1):
         if settings.max_tokens is not None and rows > 1 and rows * length > settings.max_tokens:
             continue
         try:
-            requests = [trial.request(length, 1, seed) for seed in range(rows)]
-            seconds = min(trial.seconds(requests) for _ in range(TIMES))
-        except _NotProvedError:
+            requests = [trial.request(length, seed) for seed in range(rows)]
+            seconds = min(trial.seconds(requests, length) for _ in range(TIMES))
+        except (NotProvedError, OutOfTimeError):
             return  # longer than the model takes, or no time left
         yield rows, length, seconds
         if seconds > ENOUGH_S and number >= FEWEST:
             return
-
-
-@dataclass
-class _Trial:
-    """Runs made-up requests on a version's first copy.
-
-    Attributes:
-        version: to run.
-        padding: of its requests.
-        until: when to stop, on time.monotonic()'s clock.
-        tokens: integers in the first padded input are below this; see `find_values`.
-    """
-
-    version: LoadedVersion
-    padding: Padding
-    until: float
-    tokens: int = FEW_TOKENS
-
-    def __post_init__(self) -> None:
-        declared = declared_requests(self.version)
-        self._like: WarmUpRequest | None = declared[0] if declared else None
-
-    def find_values(self) -> None:
-        """Find tokens that the model takes: more of them show more, but its vocabulary is not known.
-
-        Raises:
-            _NotProvedError: it takes none of those tried.
-        """
-        # An index out of range breaks a device for the process.
-        tries = (TOKENS, FEW_TOKENS) if self.version.backends[0].provider == ON_CPU and self._like is None else (FEW_TOKENS,)
-        for tokens in tries:
-            self.tokens = tokens
-            try:
-                self.run([self.request(PAIRS[0][1], 1, 0)])
-            except _NotProvedError as error:
-                failure = error
-            else:
-                return
-        raise failure
-
-    def request(self, length: int, rows: int, seed: int) -> InferRequest:
-        """A request of this length."""
-        random = np.random.default_rng(seed)
-        specs = self.version.interface.inputs
-        inputs = {spec.name: spec.to_model(np.repeat(self._row(spec, length, random), rows, axis=0)) for spec in specs}
-        shapes = tuple(inputs[spec.name].shape[1:] for spec in specs)
-        bucket = shapes[0] if len(shapes) == 1 else shapes
-        outputs = tuple(spec.name for spec in self.version.interface.outputs)
-        return InferRequest(inputs, outputs, rows, bucket, None, _drop)
-
-    def _row(self, spec: TensorSpec, length: int, random: np.random.Generator) -> Array:
-        padded = self.padding.inputs.get(spec.name)
-        if self._like is not None:
-            array = self._like.inputs[spec.name][:1]
-            for axis in padded.axes if padded is not None else ():
-                places = (np.arange(length) + int(random.integers(array.shape[axis]))) % array.shape[axis]
-                array = np.take(array, places, axis)
-            return array
-        sizes = [length if padded is not None and axis in padded.axes else size for axis, size in enumerate(spec.shape)]
-        shape = (1, *(1 if size == ANY_SIZE else size for size in sizes[1:]))
-        dtype = spec.datatype.array_dtype
-        if dtype.hasobject:
-            return np.full(shape, b"1", object)
-        if dtype.kind not in "iub":
-            return np.asarray(random.standard_normal(shape)).astype(dtype)
-        first = self.padding.settings.rule.inputs[0]
-        if padded is not first or dtype.kind == "b":
-            return np.ones(shape, dtype)  # a mask's own places, a valid type
-        values = [value for value in range(1, self.tokens) if value != first.value]
-        return random.choice(np.array(values), shape).astype(dtype)
-
-    def run(self, requests: Sequence[InferRequest]) -> Answered:
-        """Compute them together.
-
-        Raises:
-            _NotProvedError: they cannot be computed, or the time is over.
-            ModelLoadError: the device was lost.
-        """
-        if time.monotonic() > self.until:
-            raise _NotProvedError("finding out whether padding changes its answers takes too long")
-        pause()
-        version = self.version
-        try:
-            result = run_batch(version.backends[0], list(requests), padding=self.padding)[0]
-        except InstanceLostError as error:
-            raise ModelLoadError(f"{version.files.model}: the device failed while padding was tried out: {error}") from None
-        if not isinstance(result, Answered):
-            raise _NotProvedError(f"it does not take what can be guessed ({result.error}); describe a request in model_warmup")
-        if len(result.requests) < len(requests):
-            raise _NotProvedError("requests of different lengths cannot be computed together")
-        return result
-
-    def answer(self, requests: Sequence[InferRequest]) -> list[Tensors]:
-        """Their answers when they are computed together, as copies: the next batch may reuse the memory."""
-        return [{name: array.copy() for name, array in answer.items()} for answer in self.run(requests).answers]
-
-    def require_finite(self, requests: Sequence[InferRequest], answers: Sequence[Tensors]) -> None:
-        """Check that places which are cut off are finite where the answers are: the precision guard looks at whole batches.
-
-        Raises:
-            _NotProvedError: they are not.
-        """
-        backend, length = self.version.backends[0], self.padding.common_length(requests)
-        outputs = backend.run(padded_inputs(backend, requests, len(requests), length, self.padding))
-        for name, array in outputs.items():
-            if not _is_finite(array) and all(_is_finite(answer[name]) for answer in answers):
-                raise _NotProvedError(f"output {name!r} is NaN or infinite in padded places")
-
-    def seconds(self, requests: Sequence[InferRequest]) -> float:
-        """Seconds that a batch takes."""
-        times = self.run(requests).times
-        return (times.split - times.started) / 1e9
-
-
-def _is_finite(array: Array) -> bool:
-    return array.dtype.kind in "iubO" or bool(np.isfinite(array.astype(np.float32, copy=False)).all())
-
-
-def _drop(_: object) -> None:
-    """Take an answer that no client waits for."""

@@ -16,14 +16,13 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelWarmup
-from halfserve.serve.engine.backend import PYTHON, Backend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, PYTHON, Backend
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.instance import ON_CPU
 from halfserve.serve.engine.execution.short_batches import LONE_S
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.repository.model_repository import named_file
@@ -51,6 +50,7 @@ class WarmUpRequest:
         inputs: by name, in the shapes that clients use.
         times: to run it.
         binding: the model must answer it to be served; not so where sizes had to be guessed.
+        from_files: names of the inputs whose values are given in files, and not zeros or random numbers of a given shape.
     """
 
     what: str
@@ -58,6 +58,7 @@ class WarmUpRequest:
     inputs: Mapping[str, Array]
     times: int = 1
     binding: bool = True
+    from_files: frozenset[str] = frozenset()
 
     def row_bytes(self, name: str) -> int:
         return self.inputs[name].nbytes // self.rows
@@ -180,7 +181,9 @@ def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
     for spec in version.interface.inputs:
         row = _row(spec, warm_up.inputs[spec.name], declared, f"{where} input {spec.name!r}", batched=batched)
         inputs[spec.name] = np.repeat(row[None], rows, axis=0) if batched else row
-    return WarmUpRequest(what=f"model_warmup {warm_up.name!r}", rows=rows, inputs=inputs, times=max(1, warm_up.count))
+    from_files = frozenset(name for name, given in warm_up.inputs.items() if given.HasField("input_data_file"))
+    what, times = f"model_warmup {warm_up.name!r}", max(1, warm_up.count)
+    return WarmUpRequest(what=what, rows=rows, inputs=inputs, times=times, from_files=from_files)
 
 
 def _row(spec: TensorSpec, given: Any, declared: DeclaredConfig, where: str, *, batched: bool) -> Array:
@@ -328,7 +331,7 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return {}
     steady = version.interface.is_steady(batched=version.config.max_batch_size > 0)
-    if not steady or any(backend.provider != ON_CPU for backend in version.backends):
+    if not steady or any(backend.provider not in CALLING_PROVIDERS for backend in version.backends):
         return {}
     declared = declared_requests(version)
     sizes = {}

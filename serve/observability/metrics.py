@@ -121,9 +121,10 @@ class MetricTexts:
             if name not in self._parts:
                 kind = "gauge" if metric.type == "info" else metric.type
                 text = metric.documentation.translate(HELP_ESCAPES)
-                self._parts[name] = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n".encode()]
+                self._parts[name] = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n".encode(errors="replace")]
+            # A label or a text may have half of a surrogate pair, which UTF-8 does not have: "?" stands for it.
             # Formatted here, between two turns of the event loop, and not all at once in `joined`.
-            self._parts[name].append("".join(map(_line, metric.samples)).encode())
+            self._parts[name].append("".join(map(_line, metric.samples)).encode(errors="replace"))
 
     def joined(self) -> bytes:
         """All metrics, as UTF-8."""

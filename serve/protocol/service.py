@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
+from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.settings import ObserveOptions
@@ -176,7 +177,8 @@ class Service:
 
     def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """The completed configuration."""
-        return pb.ModelConfigResponse(config=self.core.model(request.name, request.version).config)
+        model = self.core.model(request.name, request.version)
+        return pb.ModelConfigResponse(config=without_steps(model.config) if self.core.hides_steps(model) else model.config)
 
     def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """Counters of one model version, of all versions of a model, or of all models."""

@@ -43,10 +43,6 @@ CODES: dict[type[InferenceError], Code] = {
     errors.UnavailableError: Code.UNAVAILABLE,
     errors.UnauthenticatedError: Code.UNAUTHENTICATED,
 }
-# Characters of an error's text, which may quote a client's message. It is encoded on the event loop, and trailers hold at most
-# MAX_DETAILS bytes (see transports/grpc_framing).
-MAX_TEXT = 4096
-CUT = " ..."
 RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's own name for "try again in so many milliseconds"
 
 
@@ -55,7 +51,7 @@ class Status:
     """The status of a failed call."""
 
     code: int  # gRPC's number
-    details: str  # the text for the client, at most MAX_TEXT characters
+    details: str  # the text for the client
     trailers: tuple[tuple[str, str], ...] = ()  # additional metadata
 
 
@@ -68,7 +64,7 @@ def status_of(error: Exception) -> Status:
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
     # A class of a room of its own, which derives from one of these, has that one's code.
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Code.INTERNAL)
-    return Status(code, _cut(str(error)), trailers)
+    return Status(code, str(error), trailers)
 
 
 def error_of(code: int, text: str, retry_after_s: float | None = None) -> InferenceError:
@@ -80,10 +76,6 @@ def error_of(code: int, text: str, retry_after_s: float | None = None) -> Infere
     if code == Code.UNAVAILABLE:
         return UnavailableError(text, retry_after_s=retry_after_s)
     return next((kind(text) for kind, known in CODES.items() if known == code), errors.BackendError(text))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - len(CUT)] + CUT
 
 
 def status_name(error: Exception | None) -> str:

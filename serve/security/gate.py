@@ -259,11 +259,13 @@ class AccessGrant:
                 raise UnauthenticatedError(CHANGED_TOKEN)
             yield answer
 
-    def _share(self, peer: str) -> ClientAllowance | None:
-        if self._shares is None:
-            return None
+    def client(self, peer: str) -> str:
+        """The client that the caller counts as: the token's holder, or the network of an address with a port."""
         # A name in the token file has no colon, so that it cannot equal an address's key.
-        return self._shares.of(f"address:{network_of(peer)}" if self._bearer is None else self._bearer.holder.name)
+        return f"address:{network_of(peer)}" if self._bearer is None else self._bearer.holder.name
+
+    def _share(self, peer: str) -> ClientAllowance | None:
+        return None if self._shares is None else self._shares.of(self.client(peer))
 
 
 class ServiceViews:

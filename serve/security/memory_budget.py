@@ -51,6 +51,11 @@ class MemoryBudget:
         self._strangers = _Pool(strangers, patience_s, soon)
 
     @property
+    def limit_bytes(self) -> int:
+        """Bytes that all shares together may hold."""
+        return self._known.limit + self._strangers.limit
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that all shares hold."""
         return self._known.total + self._strangers.total

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfserve.protos.object_storage import ObjectStore, StoredObject
+from halfserve.protos.object_storage import ObjectStore, StorageError, StoredObject
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage.options import ObjectStorage
 
@@ -147,20 +147,37 @@ class FileCache:
         size = sum(stored.size for stored in missing)
         if size >= LARGE_BYTES:
             logger.info("%s: copying %s from %s", name, readable(size), store.url)
+        damaged = self._read(store, missing, name)
+        if damaged and (damaged := self._read(store, damaged, name)):
+            raise StorageError(
+                f"{store.url}/{damaged[0].path}: two reads gave other bytes than those that its ETag is the MD5 of; it is not "
+                "used. Write the object again, or check what lies between this server and the store"
+            )
+
+    def _read(self, store: ObjectStore, missing: Sequence[StoredObject], name: str) -> list[StoredObject]:
+        """Copy objects. Returns those whose bytes are not what their tags promise; nothing is left of their copies."""
+        damaged = []
         pieces = [piece for stored in missing for piece in self._pieces(stored)]
         for window in _windows(pieces):
             for (stored, start, end), content in zip(window, store.read_ranges(window), strict=True):
                 if self._closed:
                     raise ModelLoadError(f"{name}: the server ends before it is copied")
-                with self._part(stored).open("r+b") as part:
+                path = self._part(stored)
+                with path.open("r+b") as part:
                     part.seek(start)
                     part.write(content)
                     part.truncate()
                     if end == stored.size:
                         part.flush()
                         os.fsync(part.fileno())
-                if end == stored.size:
+                if end != stored.size:
+                    continue
+                if store.is_intact(stored, path):
                     self._finish(stored)
+                else:
+                    path.unlink()
+                    damaged.append(stored)
+        return damaged
 
     def _pieces(self, stored: StoredObject) -> Iterator[Piece]:
         """What is still to be read; a part that is there is resumed."""

@@ -114,6 +114,7 @@ class RepositoryCopy:
         for attempt in range(1, ROUNDS + 1):
             copied, ready = False, dict[str, StoredModel]()
             for name in left:
+                failures.pop(name, None)
                 try:
                     copied |= self._fetch(name, models[name], (names or {}).get(name), serving, ready)
                 except (StorageError, ModelLoadError) as error:
@@ -121,22 +122,31 @@ class RepositoryCopy:
                     if isinstance(error, StorageError):
                         self._store.objects()  # raises where no model can be copied
             now = self._models() if copied or failures else models
-            for name, wanted in ready.items():
-                if now.get(name) == models[name]:
-                    self._show(name, models[name], wanted, failures)
-                elif attempt == ROUNDS:
-                    failures[name] = f"{self._store.url}/{name}: changes while it is copied; it is copied once that ends"
-            self._discard_replaced([models[name] for name in left], now)
-            left = [name for name in ready if name in now and now[name] != models[name]]
+            self._show_unchanged({name: models[name] for name in left}, now, ready, failures, is_last=attempt == ROUNDS)
+            left = [name for name in left if name in now and now[name] != models[name]]
             models = now
             if not left:
                 break
         self._hide(models, names, {name for name, _ in serving}.union(arriving))
         return failures
 
-    def _discard_replaced(self, before: Collection[StoredModel], now: Mapping[str, StoredModel]) -> None:
+    def _show_unchanged(
+        self,
+        before: Mapping[str, StoredModel],
+        now: Mapping[str, StoredModel],
+        ready: Mapping[str, StoredModel],
+        failures: dict[str, str],
+        *,
+        is_last: bool,
+    ) -> None:
+        """Show models that are ready and did not change while they were copied; forget what was replaced meanwhile."""
+        for name, model in before.items():
+            if now.get(name) == model and name in ready:
+                self._show(name, model, ready[name], failures)
+            elif now.get(name) != model and is_last:
+                failures[name] = f"{self._store.url}/{name}: changes while it is copied; it is copied once that ends"
         present = {stored for model in now.values() for stored in model.objects()}
-        for stored in {stored for model in before for stored in model.objects()} - present:
+        for stored in {stored for model in before.values() for stored in model.objects()} - present:
             self._cache.discard(stored)
 
     def _models(self) -> dict[str, StoredModel]:
@@ -269,8 +279,8 @@ class RepositoryCopy:
 
 
 def _is_plain(part: str) -> bool:
-    """Whether it may be a file's name here. Hidden ones are unfinished, or no part of a repository."""
-    return bool(part) and not part.startswith(".") and not set(part) & {"\0", "\\", os.sep}
+    """Whether it may be a file's name here, and in a line. Hidden ones are unfinished, or no part of a repository."""
+    return part.isprintable() and part[:1] not in {"", "."} and not set(part) & {"\\", os.sep}
 
 
 def _is_version(part: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
 from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
-from halfserve.serve.protocol.status import CUT, Code, Status
+from halfserve.serve.protocol.status import Code, Status
 
 PREFIX: Final = Struct(">BI")  # flag, then the length
 PREFIX_BYTES: Final = 5
@@ -36,6 +36,7 @@ UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n
 PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 # Bytes on the wire. Clients refuse header lists over 8 KiB, and would lose the status of the call.
 MAX_DETAILS: Final = 4096
+CUT: Final = " ..."
 FIELD_BYTES: Final = 32  # overhead that HTTP/2 counts per header field
 
 

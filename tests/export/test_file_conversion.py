@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.file_conversion import ConversionOptions, SearchFailed, Verification, convert, convert_verified
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
-from halfserve.export.verification.samples import Array
+from halfserve.export.verification.samples import Array, SampleSet
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
 from tests.export.stored_models import in_one_file, sums
@@ -33,8 +32,8 @@ def source(tmp_path: Path) -> Path:
     return in_one_file(model, tmp_path / "in.onnx")
 
 
-def samples(_: ModelFile) -> Sequence[Array]:
-    return [SAMPLES]
+def samples(_: ModelFile) -> SampleSet:
+    return SampleSet(inputs=[SAMPLES])
 
 
 class Sums(nn.Module):
@@ -58,7 +57,7 @@ def test_convert_writes_a_verified_model(source: Path, tmp_path: Path, given: st
     done = convert(source, tmp_path / "half.onnx", samples=samples[given])
     assert done.certificate.passed
     assert done.path == tmp_path / "half.onnx"
-    assert any("inputs are random" in note for note in done.certificate.notes) == (given == "nothing")
+    assert any("32 made-up rows" in note for note in done.certificate.notes) == (given == "nothing")
 
 
 def test_convert_writes_nothing_over_budget(source: Path, tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_an_interrupted_search_writes_the_best_model_so_far(tmp_path: Path) -> N
         tmp_path / "in.onnx",
         FileTarget(path=tmp_path / "out.onnx"),
         options=ConversionOptions(repair=False),
-        verification=Verification(samples=lambda _: planted_samples(), budget=Budget(), adversarial=False),
+        verification=Verification(samples=lambda _: SampleSet(inputs=planted_samples()), budget=Budget(), adversarial=False),
         progress=progress,
     )
     assert told[-3:] == ["converting to float16", "asking ONNX Runtime for the placement", "verifying"]
@@ -137,7 +136,7 @@ def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -
         "g (float[n] x) => (float[m] y) { l = Constant<value_float = 9.0>() k = Greater(x, l) c = Compress(x, k) y = Relu(c) }"
     )
     onnx.save(onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}'), tmp_path / "in.onnx")
-    verification = Verification(samples=lambda _: [np.ones(4, np.float32)], budget=Budget())
+    verification = Verification(samples=lambda _: SampleSet(inputs=[np.ones(4, np.float32)]), budget=Budget())
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(BudgetExceeded, match="no output holds a number that was compared, so nothing is proved") as caught:
         convert_verified(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfserve.protos.object_storage import ObjectExistsError, ObjectStore, StorageError, is_url, redacted
+from tests.s3_server import S3Server, s3_server
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,36 @@ def test_an_object_that_is_to_be_new_is_not_replaced(tmp_path: Path) -> None:
         store.put(source, "m/1/certificate.json", new=True)
     assert store.read("m/1/certificate.json") == b"first"
     assert [(stored.path, stored.size) for stored in store.objects().values()] == [("m/1/certificate.json", 5)]
+
+
+def test_a_redirect_to_another_host_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = S3Server()
+    other.start()
+    try:
+        with s3_server(monkeypatch) as server:
+            server.put("models/m/1/model.onnx", b"m1")
+            store = ObjectStore("s3://bucket/models")
+            (stored,) = store.objects().values()
+            server.fault = lambda _, path: f"{other.url}/bucket/{path}"
+            with pytest.raises(
+                StorageError, match=r"redirects to 127.0.0.1:\d+, and redirects are not followed; set the bucket's"
+            ):
+                store.read_ranges([(stored, 0, 2)])
+            with pytest.raises(StorageError, match="redirects are not followed"):
+                store.objects()
+    finally:
+        other.stop()
+    assert other.requests == []
+
+
+def test_a_listing_that_repeats_a_part_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (
+        b"<ListBucketResult><Name>bucket</Name><Prefix>models/</Prefix><IsTruncated>true</IsTruncated><NextContinuationToken>"
+        b"%d</NextContinuationToken><Contents><Key>models/m/1/model.onnx</Key><Size>1</Size></Contents></ListBucketResult>"
+    )
+    with s3_server(monkeypatch) as server:
+        store = ObjectStore("s3://bucket/models")
+        server.fault = lambda *_: page % (len(server.requests) % 2)
+        with pytest.raises(StorageError, match=r"s3://bucket/models: cannot be read: the store repeats a part of its listing"):
+            store.objects()
+    assert len(server.requests) == 3

@@ -6,18 +6,32 @@ from pathlib import Path
 import pytest
 
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
-from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.models import save_echo_types, save_mlp, save_picky, save_unbatched
 from tests.serve.running_server import RunningServer, running_server
+from tests.serve.runtimes import RUNTIMES
 
 
-def load_repository(repository: Path) -> list[Model]:
+def load_repository(repository: Path, runtime: Runtime | None = None) -> list[Model]:
     placement = DevicePlacement(use_gpu=False, threads=1)
-    return [load_model(files, OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
+    return [load_model(files, runtime or OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    """Each runtime that computes ONNX files on the CPU."""
+    return RUNTIMES[request.param]()
+
+
+def vouched(models: list[Model]) -> list[Model]:
+    """The models as they are after the check that their certificates belong to them."""
+    for model in models:
+        model.config.parameters["halfserve.certificate"].string_value = "passed"
+    return models
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from tests.serve.ensemble_folders import CHAIN, save_add, save_cast, save_ensemb
 from tests.serve.http.running_http import running_http
 from tests.serve.model_control.controlled import controlled_server, lines
 from tests.serve.running_server import RunningServer
+from tests.serve.runtimes import RUNTIMES
 from tests.written_blocks import blocks_of
 
 FOUR = np.arange(4, dtype=np.float32)
@@ -44,8 +45,8 @@ NESTED = ensemble(step("chain", "x=x", "out=t"), step("chain", "x=t", "out=out")
 UNMET = ensemble(step("cast", "x=x", "y=h"), step("one", "x=h", "y=out"), input="x:FP32:4", output="out:FP32:4")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=RUNTIMES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     root = tmp_path_factory.mktemp("ensembles")
     save_add(root / "one", 1)
     save_add(root / "ten", 10)
@@ -58,7 +59,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     save_ensemble(root / "diamond", DIAMOND)
     save_ensemble(root / "chain_of_texts", TEXTS)
     save_ensemble(root / "unmet", UNMET)
-    with controlled_server(root, ControlMode.NONE, keep_going=True, shared_memory=True) as running:
+    made = RUNTIMES[request.param]()
+    with controlled_server(root, ControlMode.NONE, keep_going=True, shared_memory=True, runtime=made) as running:
         yield running
 
 
@@ -139,7 +141,8 @@ def test_a_batch_beyond_the_ensembles_size_is_refused(client: triton.InferenceSe
 def test_what_the_server_says_of_an_ensemble(
     server: RunningServer, client: triton.InferenceServerClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_cpu = "CPUExecutionProvider, fp32"
+    provider = server.call(lambda: server.core.model("one").provider)
+    on_cpu = f"{provider}, fp32"
     assert client.is_model_ready("chain")
     assert client.get_model_metadata("chain").platform == "ensemble"
     parameters = client.get_model_config("casts").config.parameters
@@ -154,7 +157,7 @@ def test_what_the_server_says_of_an_ensemble(
     with pytest.raises(SystemExit):
         main(["models", "casts", "--address", server.address, "--json"])
     (row,) = json.loads(capsys.readouterr().out)["models"]
-    assert (row["platform"], row["provider"], row["steps"]) == ("ensemble", "CPUExecutionProvider", steps)
+    assert (row["platform"], row["provider"], row["steps"]) == ("ensemble", provider, steps)
     with pytest.raises(SystemExit):
         main(["models", "casts", "--address", server.address])
     assert "mlp/1" in capsys.readouterr().out

@@ -68,6 +68,31 @@ def test_a_line_of_text_begins_with_its_time_in_utc() -> None:
     assert TextFormatter().format(one) == "2026-02-01T12:00:00.250Z WARNING mlp/1: is up again"
 
 
+FORGED = "a\n2026-02-01T12:00:00.250Z ERROR forged\r\x1b[2J\x9b1m\u2028\u202e\tü"
+SHOWN = r"a\n2026-02-01T12:00:00.250Z ERROR forged\r\x1b[2J\x9b1m\u2028\u202e\tü"
+
+
+@pytest.mark.parametrize("process", [None, 3])
+def test_texts_of_others_cannot_forge_lines_of_text(process: int | None) -> None:
+    one, cause = record("%s: is gone", FORGED), ValueError(FORGED)
+    one.exc_info, one.created = (type(cause), cause, None), 1_769_947_200.25
+    of_another = record("failed", trace=f"Traceback:\nValueError: {FORGED}\n")
+    of_another.created = one.created
+    prefix = "" if process is None else "[3] "
+    first, second = SHOWN.split(r"\n")
+    assert TextFormatter(process).format(one).split("\n") == [
+        f"{prefix}2026-02-01T12:00:00.250Z WARNING {SHOWN}: is gone",
+        f"{prefix}  ValueError: {first}",
+        f"{prefix}  {second}",
+    ]
+    assert TextFormatter(process).format(of_another).split("\n") == [
+        f"{prefix}2026-02-01T12:00:00.250Z WARNING failed",
+        f"{prefix}  Traceback:",
+        f"{prefix}  ValueError: {first}",
+        f"{prefix}  {second}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("about", "expected"),
     [
@@ -90,6 +115,16 @@ def test_a_traceback_stays_on_its_json_line() -> None:
     one.exc_info = (type(cause), cause, None)
     (line,) = JsonFormatter().format(one).splitlines()
     assert json.loads(line)["exception"].endswith("ValueError: the cause")
+    (line,) = JsonFormatter().format(record("failed", trace="of another\nprocess")).splitlines()
+    assert json.loads(line)["exception"] == "of another\nprocess"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
+def test_of_long_texts_the_middle_is_left_out(formatter: logging.Formatter) -> None:
+    line = formatter.format(record("failed: %s", "x" * 10_000_000, trace=f"Traceback:\n{'y' * 10_000_000}\nthe end"))
+    assert re.search(r"failed: x+ \.\.\. \(99\d+ characters left out\) \.\.\. x+", line) is not None
+    assert re.search(r"y+ \.\.\. \(99\d+ characters left out\) \.\.\. y+.*the end", line, re.DOTALL) is not None
+    assert len(line) < 40_000
 
 
 @pytest.mark.long

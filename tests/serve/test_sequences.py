@@ -23,15 +23,17 @@ from tests.serve.engine.sequences.scene import SUM, save_sum, sum_model
 from tests.serve.http.running_http import running_http
 from tests.serve.model_control.controlled import controlled_server
 from tests.serve.running_server import TRANSPORTS, RunningServer, running_server
+from tests.serve.runtimes import RUNTIMES
 
 WAIT_S = 20.0
 MANY = SUM.replace("oldest { }", "oldest { max_candidate_sequences: 100 }")
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=[("nghttp2", "onnx_runtime"), ("grpcio", "onnx_runtime"), ("nghttp2", "openvino")])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     root = sum_model(tmp_path_factory.mktemp("sequences"), MANY)
-    with running_server(lambda: load_repository(root), TRANSPORTS[request.param]) as running:
+    transport, runtime = request.param
+    with running_server(lambda: load_repository(root, RUNTIMES[runtime]()), TRANSPORTS[transport]) as running:
         yield running
 
 

@@ -34,6 +34,7 @@ from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, print_text
 from halfserve.serve.transports.listening import Address
+from tests.key_pairs import key_pair
 from tests.models import save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
@@ -321,6 +322,22 @@ def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
             assert client.infer("mlp", {"x": x})["y"].shape == (1, 10)
         with Client(address, tls=tls) as client, pytest.raises(ClientError, match="asks for a token"):
             client.infer("mlp", {"x": x})
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("public.pem", "certificate.json: is not signed, expected a signature by the private key of --certificate-key"),
+        ("private.pem", "private.pem: holds no public key; write one with: openssl pkey -in private.pem -pubout"),
+    ],
+)
+def test_a_certificate_key_is_asked_of_certificates(key: str, text: str, tmp_path: Path) -> None:
+    key_pair(tmp_path)
+    model = save_mlp(tmp_path / "mlp.onnx")
+    (tmp_path / "certificate.json").write_text('{"schema": "halfserve.certificate"}')
+    code, message = refused(model, "--certificate-key", str(tmp_path / key))
+    assert (code, message.count("\n")) == (1, 1)
+    assert text in message
 
 
 @pytest.mark.parametrize(

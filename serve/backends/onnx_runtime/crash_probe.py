@@ -1,8 +1,8 @@
 """Crash probe: does a model crash the process that loads it?
 
-Some models crash ONNX Runtime's graph optimizer. A child process loads and runs each model first, at the highest optimization
-level, and after a crash at lower ones. Verdicts are cached in the user's cache folder, so that the next start does not try
-again.
+Some models crash a runtime, such as ONNX Runtime in its graph optimizer. A child process loads and runs each model first, at
+the highest optimization level, and after a crash at lower ones. Verdicts are cached in the user's cache folder, so that the
+next start does not try again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import onnxruntime as ort
 
@@ -97,16 +97,39 @@ class CrashVerdictCache:
                 part.unlink(missing_ok=True)
 
 
+class Trial(Protocol):
+    """A model and the conditions under which a runtime is to load it."""
+
+    @property
+    def path(self) -> Path:
+        """The original model file."""
+
+    @property
+    def levels(self) -> tuple[OptimizationLevel, ...]:
+        """The optimization levels to try, the highest first."""
+
+    @property
+    def key(self) -> str:
+        """Equal for trials with equal results."""
+
+    def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
+        """The request to the child process. `source`: the model's bytes, or the path of its file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CrashTrial:
-    """A model and the conditions under which it is to be loaded."""
+    """A trial with ONNX Runtime."""
 
     path: Path  # the original model file
     providers: list[tuple[str, dict[str, str]]]  # names and options
     settings: SessionSettings  # of the session
 
+    @property
+    def levels(self) -> tuple[OptimizationLevel, ...]:
+        return tuple(OptimizationLevel)
+
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
-        """The request to the child process."""
+        """See `Trial`."""
         return {
             "path": "" if isinstance(source, bytes) else str(Path(source).absolute()),
             "bytes": len(source),
@@ -141,7 +164,7 @@ class CrashProbe:
         self._process: ProbeProcess | None = None
         self._idle: threading.Timer | None = None
 
-    def expect(self, trial: CrashTrial) -> None:
+    def expect(self, trial: Trial) -> None:
         """Start the child, because `safe_level` will be called soon."""
         if self._verdicts.find(trial.key) is None:
             with self._lock, suppress(OSError):  # `safe_level` reports it
@@ -149,7 +172,7 @@ class CrashProbe:
                 self._rest()
 
     def safe_level(self, trial: CrashTrial, source: str | bytes) -> OptimizationLevel:
-        """The highest level at which the model does not crash; a reduced level is logged as a warning.
+        """The highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
 
         Args:
             trial: the conditions.
@@ -158,16 +181,9 @@ class CrashProbe:
         Raises:
             ModelLoadError: it crashes at every level.
         """
-        key = trial.key
-        verdict = self._verdicts.find(key)
+        verdict = self.verdict(trial, source)
         if verdict is None:
-            try:
-                verdict = self._tried(trial, source)
-            except (TrialEndedError, OSError) as error:
-                logger.warning("%s: could not be tried out in a process of its own: %s", trial.path, error)
-                return OptimizationLevel.ALL
-            pause()
-            self._verdicts.keep(key, verdict)
+            return OptimizationLevel.ALL
         crashes = ", ".join(f"{how} at {level!r}" for level, how in verdict.crashes.items())
         if verdict.level is None:
             raise ModelLoadError(
@@ -181,23 +197,42 @@ class CrashProbe:
             )
         return verdict.level
 
+    def verdict(self, trial: Trial, source: str | bytes) -> CrashVerdict | None:
+        """The result of a trial, from the cache where it is known; None where the model could not be tried, with a warning.
+
+        Args:
+            trial: the conditions.
+            source: the model's bytes, or the path of its file.
+        """
+        key = trial.key
+        verdict = self._verdicts.find(key)
+        if verdict is None:
+            try:
+                verdict = self._tried(trial, source)
+            except (TrialEndedError, OSError) as error:
+                logger.warning("%s: could not be tried out in a process of its own: %s", trial.path, error)
+                return None
+            pause()
+            self._verdicts.keep(key, verdict)
+        return verdict
+
     def close(self) -> None:
         """End the child, if there is one. An idle child also ends by itself."""
         self._cancel_idle()
         with self._lock:
             self._end()
 
-    def _tried(self, trial: CrashTrial, source: str | bytes) -> CrashVerdict:
+    def _tried(self, trial: Trial, source: str | bytes) -> CrashVerdict:
         with self._lock:
             try:
                 return self._first_survived(trial, source)
             finally:
                 self._rest()
 
-    def _first_survived(self, trial: CrashTrial, source: str | bytes) -> CrashVerdict:
+    def _first_survived(self, trial: Trial, source: str | bytes) -> CrashVerdict:
         crashes: dict[str, str] = {}
         model = source if isinstance(source, bytes) else b""
-        for level in OptimizationLevel:
+        for level in trial.levels:
             try:
                 self._running().try_out(trial.message(source, level), model, self._limit_s)
             except CrashedError as crash:

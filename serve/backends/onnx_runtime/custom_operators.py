@@ -45,17 +45,33 @@ def _library(name: str, path: Path, *, trusted: bool) -> str:
                 "in a checkout of halfserve, pip install '.[extensions]'"
             )
         return found
+    hint = f". The package {PACKAGE!r} needs no option"
+    return library_path(name, path, "model_operations", trusted=trusted, hint=hint)
+
+
+def library_path(name: str, path: Path, setting: str, *, trusted: bool, hint: str = "") -> str:
+    """The path of a library in a version's folder, or in its model's.
+
+    Args:
+        name: the file's name, as the configuration has it.
+        path: the model file.
+        setting: that names it.
+        trusted: whether libraries of the repository may be loaded.
+        hint: what the error adds where they may not.
+
+    Raises:
+        ModelLoadError: the library is not trusted, not there, or not in the model's folder.
+    """
     if not trusted:
         raise ModelLoadError(
-            f"{path}: model_operations names the library {name!r}, which can run any code as the server's user when it is "
-            f"loaded; start the server with {TRUST_OPTION} if you trust everybody who writes files there. "
-            f"The package {PACKAGE!r} needs no option"
+            f"{path}: {setting} names the library {name!r}, which can run any code as the server's user when it is "
+            f"loaded; start the server with {TRUST_OPTION} if you trust everybody who writes files there{hint}"
         )
-    require_file_name(name, f"{path}: op_library_filename is")
+    require_file_name(name, f"{path}: {setting} is")
     folders = path.absolute().parents[:FOLDERS]
     library = next((folder / name for folder in folders if (folder / name).exists()), None)
     if library is None:
-        raise ModelLoadError(f"{path}: the library {name!r} of model_operations is not in the model's folder; copy it there")
+        raise ModelLoadError(f"{path}: the library {name!r} of {setting} is not in the model's folder; copy it there")
     require_inside(folders[-1], library)
     try:
         require_regular(library)

@@ -1,4 +1,4 @@
-"""From an ONNX file to what a session opens: unchanged on CUDA, upcast to fp32 on the CPU.
+"""From an ONNX file to what a runtime opens: unchanged on CUDA, upcast to fp32 on the CPU, or with fp16 as bf16 there.
 
 Large weights move to a file that the runtime maps. In the message they would be copied three times, with Python's lock held,
 and messages end at 2 GiB. From file to file, each piece is read, converted and written without the lock.
@@ -18,7 +18,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from halfserve.protos.onnx_outline import ByteRange
 from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
-from halfserve.serve.backends.onnx_runtime.upcast import FP32, HALF_TYPES, half_types, upcast_to_fp32
+from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, UPCAST, half_types, retype
 from halfserve.serve.engine.disk_files import temporary_folder
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -38,13 +38,20 @@ class PreparedModel:
     source: str | bytes  # the model's bytes, or the path of its file
     precision: str  # of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
     given_names: Mapping[str, str] = field(default_factory=dict)  # the session's names of renamed inputs
+    halves: frozenset[str] = frozenset()  # the half-precision types in the file, such as "fp16"
 
 
 @contextmanager
-def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
+def prepared(path: Path, *, for_gpu: bool, types: Mapping[int, int] | None = None) -> Iterator[PreparedModel]:
     """Prepare a model file; temporary files are removed afterwards.
 
-    NumPy, and with it the runtime's Python interface, has no bf16: such inputs and outputs are fp32 at the session's border.
+    NumPy, and with it ONNX Runtime's Python interface, has no bf16: such inputs and outputs are fp32 at the session's border.
+
+    Args:
+        path: the file.
+        for_gpu: for ONNX Runtime on CUDA, which computes half precision.
+        types: to change, by those in the file (see `retype`); by default none on a GPU, and all half-precision types to fp32 on
+            the CPU.
 
     Raises:
         ModelLoadError: the file or its external weights cannot be read, or the disk is full.
@@ -54,20 +61,22 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
         require_no_engine(model, path)
         halves = half_types(model)
         names = " and ".join(name for number, name in HALF_TYPES.items() if number in halves)
+        found = frozenset(HALF_TYPES[number] for number in halves)
+        to: Mapping[int, int] = types if types is not None else {} if for_gpu else UPCAST
         border = _border(model, for_gpu=for_gpu)
-        if not halves or (for_gpu and not border):
-            yield PreparedModel(source=str(path), precision=names or "fp32")
+        if not halves & to.keys() and not (for_gpu and border):
+            yield PreparedModel(source=str(path), precision=names or "fp32", halves=found)
             return
         if opened.data_files:
             take_in(model, path)  # bytes have no folder to resolve paths against
-        precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
+        precision = f"fp32 (the {names} model, upcast)" if to == UPCAST else names
         with _room_for_weights(opened) as folder:
-            _settle_weights(opened, folder, upcast=not for_gpu)
+            _settle_weights(opened, folder, to)
             with _must_be_sound(path):
-                if not for_gpu:
-                    upcast_to_fp32(model)
+                retype(model, to)
                 given_names = set_border(model, border)
-            yield PreparedModel(source=_saved(model, folder, path), precision=precision, given_names=given_names)
+            source = _saved(model, folder, path)
+            yield PreparedModel(source=source, precision=precision, given_names=given_names, halves=found)
 
 
 @contextmanager
@@ -99,12 +108,12 @@ def _room_for_weights(opened: OnnxFile) -> Iterator[Path | None]:
         yield Path(name)
 
 
-def _settle_weights(opened: OnnxFile, folder: Path | None, *, upcast: bool) -> None:
+def _settle_weights(opened: OnnxFile, folder: Path | None, to: Mapping[int, int]) -> None:
     if folder is None:
         opened.take_in()
         return
     with _disk_may_be_full(folder, opened.path):
-        move_weights(opened, folder / "weights.bin", upcast=upcast)
+        move_weights(opened, folder / "weights.bin", to)
 
 
 def _saved(model: onnx.ModelProto, folder: Path | None, path: Path) -> str | bytes:
@@ -179,13 +188,13 @@ def large_weights_bytes(opened: OnnxFile) -> int:
     return sum(weight.ByteSize() if place is None else place.length for weight, place in opened.large_weights())
 
 
-def move_weights(opened: OnnxFile, file: Path, *, upcast: bool) -> None:
+def move_weights(opened: OnnxFile, file: Path, to: Mapping[int, int]) -> None:
     """Move large weights to a file, and leave references in the model, which must be saved beside it.
 
     Args:
         opened: its model is changed in place.
         file: to be written.
-        upcast: write fp16 and bf16 as fp32.
+        to: the types to write, by those that they replace.
 
     Raises:
         OSError: the file cannot be written.
@@ -196,9 +205,9 @@ def move_weights(opened: OnnxFile, file: Path, *, upcast: bool) -> None:
             offset = -(-output.tell() // ALIGNMENT) * ALIGNMENT
             output.seek(offset)
             moved = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
-            if upcast and tensor.data_type in HALF_TYPES:
-                moved.data_type = FP32
-                _write_upcast(opened, tensor, place, output)
+            if tensor.data_type in to:
+                moved.data_type = to[tensor.data_type]
+                _write_retyped(opened, tensor, place, output, moved.data_type)
             else:
                 for piece in opened.pieces(tensor, place):
                     output.write(piece)
@@ -209,9 +218,11 @@ def move_weights(opened: OnnxFile, file: Path, *, upcast: bool) -> None:
     opened.require_unchanged()
 
 
-def _write_upcast(opened: OnnxFile, tensor: TensorProto, place: ByteRange | None, output: BinaryIO) -> None:
+def _write_retyped(opened: OnnxFile, tensor: TensorProto, place: ByteRange | None, output: BinaryIO, data_type: int) -> None:
+    """Write a weight of a half-precision type in another type."""
     dtype: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    wanted: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(data_type)
     for piece in opened.pieces(tensor, place):
         if len(piece) % HALF_BYTES:
             raise ModelLoadError(f"{opened.path}: weight {tensor.name!r} ends in the middle of a number; export it again")
-        output.write(np.frombuffer(piece, dtype).astype(np.float32).data)
+        output.write(np.frombuffer(piece, dtype).astype(wanted).view(np.uint8).data)

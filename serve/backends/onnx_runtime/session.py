@@ -94,7 +94,7 @@ class SessionOpener:
         placement = self.placement
         if not placement.use_gpu:
             return self._on_cpu()
-        reason = _why_no_device(placement)
+        reason = why_no_device(placement)
         if reason is None:
             said = _preload_cuda()
             try:
@@ -236,7 +236,8 @@ class SessionOpener:
         return options
 
 
-def _why_no_device(placement: DevicePlacement) -> str | None:
+def why_no_device(placement: DevicePlacement) -> str | None:
+    """Why the CUDA device of a placement cannot be used; None where it seems to be there."""
     if CUDA not in ort.get_available_providers():
         return "this ONNX Runtime is built without CUDA"
     devices = device_count()

@@ -1,21 +1,24 @@
-"""Converts a half-precision ONNX model to compute in fp32, with the same fp16 or bf16 weights.
+"""Changes the half-precision types of an ONNX model: to compute it in fp32, or an fp16 model in bf16, with the same weights.
 
 ONNX Runtime has few CPU kernels in fp16, fewer in bf16, and surrounds other operators with casts. Computing in fp32 throughout
-is as fast as an fp32 model, and more accurate than half-precision arithmetic.
+is as fast as an fp32 model, and more accurate than half-precision arithmetic. Processors with bf16 arithmetic need OpenVINO.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from halfserve.protos.onnx_tensors import all_tensors
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 
 FP32 = TensorProto.FLOAT
-HALF_TYPES = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
+HALF_TYPES: Mapping[int, str] = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
+# Types, by those in the file.
+UPCAST: Mapping[int, int] = dict.fromkeys(HALF_TYPES, FP32)
+FP16_AS_BF16: Mapping[int, int] = {TensorProto.FLOAT16: TensorProto.BFLOAT16}
 # Of all operators of ONNX and of ONNX Runtime's own domain.
 TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
 
@@ -26,21 +29,31 @@ def half_types(model: ModelProto) -> frozenset[int]:
 
 
 def upcast_to_fp32(model: ModelProto) -> None:
-    """Change every fp16 and bf16 type to fp32, in place: weights, constants, casts, inputs, outputs, subgraphs, functions."""
+    """Change every fp16 and bf16 type to fp32, in place."""
+    retype(model, UPCAST)
+
+
+def retype(model: ModelProto, to: Mapping[int, int]) -> None:
+    """Change types, in place: of weights, constants, casts, inputs, outputs, subgraphs and functions.
+
+    Args:
+        model: with or without its weights.
+        to: TensorProto types, by those that they replace.
+    """
     for tensor in all_tensors(model):
-        _upcast_tensor(tensor)
+        _retype_tensor(tensor, to)
     for graph in _graphs(model):
         for value in (*graph.input, *graph.output, *graph.value_info):
-            _upcast_type(value.type)
+            _retype_type(value.type, to)
     types = TypeAttributes(model.functions)
     for function in model.functions:
         for value in function.value_info:
-            _upcast_type(value.type)
+            _retype_type(value.type, to)
         for default in function.attribute_proto:
-            _upcast_attribute(default, types.of_calls(function))
+            _retype_attribute(default, types.of_calls(function), to)
     for node in _nodes(model):
         for attribute in node.attribute:
-            _upcast_attribute(attribute, types.of(node))
+            _retype_attribute(attribute, types.of(node), to)
 
 
 def _types(model: ModelProto) -> Iterator[int]:
@@ -69,28 +82,27 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
     return nodes_below(model.graph.node, *(function.node for function in model.functions))
 
 
-def _upcast_attribute(attribute: AttributeProto, types: AbstractSet[str]) -> None:
+def _retype_attribute(attribute: AttributeProto, types: AbstractSet[str], to: Mapping[int, int]) -> None:
     # No operator of ONNX or ONNX Runtime has an attribute with a list of types.
-    if attribute.name in types and attribute.i in HALF_TYPES:
-        attribute.i = FP32
+    if attribute.name in types and attribute.i in to:
+        attribute.i = to[attribute.i]
     if attribute.HasField("tp"):
-        _upcast_type(attribute.tp)
+        _retype_type(attribute.tp, to)
 
 
-def _upcast_tensor(tensor: TensorProto) -> None:
-    if tensor.data_type in HALF_TYPES:
-        array = numpy_helper.to_array(tensor).astype("float32")
+def _retype_tensor(tensor: TensorProto, to: Mapping[int, int]) -> None:
+    if tensor.data_type in to:
+        array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(to[tensor.data_type]))
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
 
-def _upcast_type(proto: TypeProto) -> None:
+def _retype_type(proto: TypeProto, to: Mapping[int, int]) -> None:
     kind = proto.WhichOneof("value")
     if kind in {"tensor_type", "sparse_tensor_type"}:
         tensor = getattr(proto, kind)
-        if tensor.elem_type in HALF_TYPES:
-            tensor.elem_type = FP32
+        tensor.elem_type = to.get(tensor.elem_type, tensor.elem_type)
     elif kind in {"sequence_type", "optional_type"}:
-        _upcast_type(getattr(proto, kind).elem_type)
+        _retype_type(getattr(proto, kind).elem_type, to)
 
 
 class TypeAttributes:

@@ -18,7 +18,7 @@ from halfserve.serve.backends.python.services import CopyServices, Services
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.backend import ModelInterface, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
-from halfserve.serve.engine.requests import InferRequest, Respond
+from halfserve.serve.engine.requests import Caller, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,8 @@ class PythonBackend(RequestBackend):
         self._numbers = count()
         self._lock = threading.Lock()
         self._active: dict[int, InferRequest] = {}  # not answered yet, by their numbers
-        self._executing: list[InferRequest] = []
         self._has_ended = False
-        self._copy = CopyServices(services, model.label, self._executing)
+        self._copy = CopyServices(services, model.label)
         # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
         event, ended = WeakMethod(self._event), WeakMethod(self._ended)
 
@@ -114,6 +113,11 @@ class PythonBackend(RequestBackend):
         """
         model = self._model
         self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+
+    @property
+    def caller(self) -> Caller | None:
+        """See `RequestBackend`."""
+        return self._copy.caller
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """See `Backend`."""
@@ -152,11 +156,12 @@ class PythonBackend(RequestBackend):
             return [failed[place] for place in range(len(requests))]
         with self._lock:
             self._active.update(numbered)
-        self._executing[:] = numbered.values()
+        self._copy.caller = caller = Caller(model.label, tuple(numbered.values()))
         try:
             answers = self._execute(numbered, messages, tensors)
         finally:
-            self._executing.clear()
+            self._copy.caller = None
+            caller.end()
             if not model.is_decoupled:
                 with self._lock:
                     for number in numbered:
@@ -172,8 +177,8 @@ class PythonBackend(RequestBackend):
         try:
             reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
         except ChildFailedError as error:
-            about = {"model": self._model.label}
-            logger.error("%s: execute failed: %s\n%s", self._model.label, error, error.trace, extra=about)  # noqa: TRY400  (the trace is the child's)
+            about = {"model": self._model.label, "trace": error.trace}
+            logger.error("%s: execute failed: %s", self._model.label, error, extra=about)  # noqa: TRY400  (the trace is the child's)
             if self._model.is_decoupled:
                 return [None] * len(numbered)  # the process has sent the error as each one's final response
             return [BackendError(f"model {self._model.name!r} failed on this request: {error}")] * len(numbered)
@@ -233,7 +238,8 @@ class PythonBackend(RequestBackend):
         self._copy.stop()
         with self._lock:
             self._has_ended = True
-            executing = set(map(id, self._executing))
+            caller = self._copy.caller
+            executing = set() if caller is None else set(map(id, caller.requests))
             left = {number: request for number, request in self._active.items() if id(request) not in executing}
             for number in left:
                 del self._active[number]
@@ -253,8 +259,8 @@ class PythonBackend(RequestBackend):
         try:
             self._runner.call({"k": "finalize"})
         except ChildFailedError as error:
-            about = {"model": self._model.label}
-            logger.error("%s: %s\n%s", self._model.label, error, error.trace, extra=about)  # noqa: TRY400  (the trace is the child's)
+            about = {"model": self._model.label, "trace": error.trace}
+            logger.error("%s: %s", self._model.label, error, extra=about)  # noqa: TRY400  (the trace is the child's)
         except InstanceLostError:
             about = {"model": self._model.label}
             logger.warning("%s: its process has ended before the model could finalize", self._model.label, extra=about)

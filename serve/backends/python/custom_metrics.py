@@ -13,6 +13,7 @@ from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model_statistics import CustomMetric
 
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")  # two underscores in front are Prometheus' own
 RESERVED = ("halfserve_", "nv_", "process_")
 MOST = 10_000  # metrics, over all families: a model could make one per request
 Labels = tuple[tuple[str, str], ...]
@@ -64,10 +65,17 @@ class CustomMetrics:
         """Add a metric to a family; the same labels mean the same metric.
 
         Raises:
-            InvalidArgumentError: buckets are missing, do not rise, or are for another kind; or there are too many metrics.
+            InvalidArgumentError: a label has a wrong name; buckets are missing, do not rise, or are for another kind; or there
+                are too many metrics.
         """
         with self._lock:
             family = self._families[name]
+            for label in labels:
+                if not LABEL_NAME.fullmatch(label) or (label == "le" and family.kind == "histogram"):
+                    raise InvalidArgumentError(
+                        f"metric {name!r} has a label named {label!r}, expected letters, digits and '_', no digit and no '__' "
+                        "first, and in a histogram not 'le', which names its buckets"
+                    )
             if (family.kind == "histogram") != (buckets is not None):
                 need = "needs" if buckets is None else "takes no"
                 raise InvalidArgumentError(f"metric {name!r} is a {family.kind}, which {need} buckets")

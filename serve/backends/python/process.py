@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -58,37 +57,29 @@ class ChildProcess:
         self._label = label
         self._on_event = on_event
         self._on_end = on_end
-        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
-        lifeline, kept = os.pipe()
+        ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
         try:
-            numbers = [theirs[0].fileno(), theirs[1].fileno(), lifeline]
+            numbers = [one.fileno() for one in theirs]
             self._process = subprocess.Popen(
                 [*interpreter.command, "-u", str(PROGRAM), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=_standard_error(),  # what a model prints belongs to the log, not to the server's answers
                 pass_fds=numbers,
                 env=interpreter.environment(),
-                start_new_session=True,  # Ctrl-C is for the server, which ends it in order; and its own children die with it
+                start_new_session=True,  # Ctrl-C is for the server, which ends it in order
             )
         except OSError as error:
             for one in ours:
                 one.close()
-            os.close(kept)
             raise ModelLoadError(
                 f"{label}: its process cannot be started: {interpreter.command[0]}: {error.strerror}"
             ) from None
         finally:
             for one in theirs:
                 one.close()
-            os.close(lifeline)
-        self._lifeline = kept
-        self._calls, self._events = Channel(ours[0]), Channel(ours[1])
+        self._calls, self._events, self._lifeline = Channel(ours[0]), Channel(ours[1]), ours[2]
         self._calling = threading.Lock()
         threading.Thread(target=self._watch, name=f"events of {label}", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
         """Have the process do something, and wait for its reply. One thread at a time.
@@ -115,10 +106,9 @@ class ChildProcess:
             self._events.send(header, tensors)
 
     def kill(self) -> None:
-        """End the process and its own children at once. Any thread may do it; does not wait."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process, and all that it has started, at once. Any thread may do it; does not wait."""
+        with contextlib.suppress(OSError):  # the process has ended
+            self._lifeline.shutdown(socket.SHUT_RDWR)
         self._calls.shut_down()
 
     def _exit(self) -> str:
@@ -142,7 +132,7 @@ class ChildProcess:
         self.kill()
         self._events.shut_down()
         self._process.wait()
-        os.close(self._lifeline)
+        self._lifeline.close()
         self._events.close()
         with self._calling:  # a thread in a call has been woken
             self._calls.close()

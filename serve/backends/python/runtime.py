@@ -22,7 +22,7 @@ from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterfa
 from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular_text
-from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
+from halfserve.serve.engine.errors import MAX_TEXT, InstanceLostError, ModelLoadError, cut
 from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
@@ -150,8 +150,8 @@ def _called(child: ChildProcess, path: Path, header: dict[str, Any]) -> tuple[Ma
 
 def _refused(path: Path, error: ChildFailedError | InstanceLostError) -> ModelLoadError:
     if isinstance(error, ChildFailedError) and error.trace:
-        logger.error("%s: %s\n%s", path, error, error.trace)
-    return ModelLoadError(f"{path}: {error}")
+        logger.error("%s: %s", path, error, extra={"trace": error.trace})
+    return ModelLoadError(cut(f"{path}: {error}", MAX_TEXT))
 
 
 def _for_completion(declared: DeclaredConfig, name: str) -> ModelConfig:

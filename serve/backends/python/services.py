@@ -15,7 +15,7 @@ from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCall, ModelCalls, RunningCall
-from halfserve.serve.engine.requests import InferRequest, Parameter, RemarkedAnswer
+from halfserve.serve.engine.requests import Caller, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ class CopyServices:
     """What the server does for one copy of a model. Events come on one thread; replies leave on others.
 
     Attributes:
+        caller: the execution in progress, which makes the calls; None between two.
         answer: sends a reply to the copy, and may block. Set before the first event.
     """
 
-    def __init__(self, services: Services, label: str, executing: Sequence[InferRequest]) -> None:
-        """`executing` holds at any time the requests that the copy computes."""
+    def __init__(self, services: Services, label: str) -> None:
         self._services = services
         self._label = label
-        self._executing = executing
+        self.caller: Caller | None = None
         self.answer: Answer = _discard
         self._replies: Worker | None = None
         self._running: dict[int, RunningCall] = {}
@@ -134,9 +134,6 @@ class CopyServices:
 
     def _infer(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         number = header["call"]
-        executing = list(self._executing)
-        chains = [request.callers for request in executing]
-        deadlines = [request.deadline for request in executing if request.deadline is not None]
         call = ModelCall(
             model=header["model"],
             version="" if header["version"] < 0 else str(header["version"]),
@@ -147,8 +144,7 @@ class CopyServices:
             request_id=header["id"],
             parameters=_parameters(header),
             timeout_s=header["timeout"] / 1e6 or None,
-            deadline=min(deadlines, default=None),
-            callers=(*max(chains, key=len), self._label) if chains else (),
+            caller=self.caller,
         )
         self._running[number] = self._services.connected().start(call, _Replying(self, number, many=call.many))
 

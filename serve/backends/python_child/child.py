@@ -1,7 +1,7 @@
 """The program of a model's process. `python child.py CALLS EVENTS LIFELINE`, three inherited descriptors.
 
 CALLS carries what the server wants of the model, one at a time. EVENTS carries what the model wants of the server, and the
-replies. LIFELINE is a pipe that ends with the server: the system then kills this process, whatever it does.
+replies. LIFELINE ends with the server, or when the server wants the model to end: see `model_processes`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import socket
 import sys
 import threading
@@ -25,6 +24,9 @@ if __name__ != PACKAGE + ".child":
     _package = ModuleType(PACKAGE)
     _package.__path__ = [str(Path(__file__).parent)]
     sys.modules[PACKAGE] = _package
+    if __name__ == "__main__":  # before numpy is imported, which only the model's process needs
+        _calls, _events, _lifeline = map(int, sys.argv[1:4])
+        importlib.import_module(PACKAGE + ".model_processes").end_together(_lifeline, (_calls, _events))
     sys.modules["triton_python_backend_utils"] = importlib.import_module(PACKAGE + ".triton_python_backend_utils")
 
 from halfserve.serve.backends.python_child.model_host import ModelFailedError  # noqa: E402  (after the package is there)
@@ -60,30 +62,19 @@ def take_replies(events: Channel, access: EventAccess) -> None:
         os._exit(0)
 
 
-def die_with(lifeline: int) -> None:
-    """Have the system kill this process when the other end of a pipe is closed, even in code that never lets Python run."""
-    fcntl = importlib.import_module("fcntl")
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 def main() -> None:
     """Serve one model, over the descriptors of the command line."""
-    numbers = [int(argument) for argument in sys.argv[1:4]]
+    numbers = [int(argument) for argument in sys.argv[1:3]]
     sys.argv[1:] = []
-    calls, events = (Channel(socket.socket(fileno=number)) for number in numbers[:2])
     for number in numbers:
         os.set_inheritable(number, False)
-    die_with(numbers[2])
+    calls, events = (Channel(socket.socket(fileno=number)) for number in numbers)
     owner = os.getpid()
 
     def forked() -> None:
         # A fork must neither answer in this process's place nor keep its connections open.
         calls.close()
         events.close()
-        os.close(numbers[2])
 
     os.register_at_fork(after_in_child=forked)
     access = EventAccess(events.send)

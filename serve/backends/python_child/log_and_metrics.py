@@ -132,7 +132,7 @@ class MetricFamily:
         """The family's metric with these labels; a histogram needs rising `buckets`.
 
         Raises:
-            TritonModelException: buckets are missing, given for another kind, or do not rise.
+            TritonModelException: a label has a wrong name; buckets are missing, given for another kind, or do not rise.
         """
         metric = Metric(self, labels or {})
         asked = {**metric.place(), "buckets": None if buckets is None else list(buckets)}

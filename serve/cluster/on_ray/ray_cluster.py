@@ -14,7 +14,9 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private.services import get_ray_address_from_environment
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
+from ray._private.services import get_ray_address_from_environment, resolve_ip_for_localhost
 from ray._private.utils import write_ray_address
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -81,6 +83,8 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
         raise ClusterError(f"Ray at {found} (RAY_ADDRESS) cannot be reached: {error}")
     # A Ray that was killed leaves its address behind.
     is_there = found not in (None, LOCAL) and not error
+    if not is_there or _is_on_loopback_alone(str(found)):
+        _stay_on_loopback()
     if is_there:
         # For an address that it finds itself, Ray takes the token that it left there.
         _init(os.environ.get("RAY_ADDRESS") or None)
@@ -93,6 +97,23 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
         _init(LOCAL, include_dashboard=False)
         write_ray_address(address())  # as `ray start` does, for the commands that come to it
     return not is_there
+
+
+def _is_on_loopback_alone(address: str) -> bool:
+    """Whether a Ray that can be reached at its address listens on 127.0.0.1, and not on the machine's own address."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    own = resolve_ip_for_localhost(host)
+    return own != host and _connection_error(f"{own}:{port}") is not None
+
+
+def _stay_on_loopback() -> None:
+    """Have the Ray of this machine alone listen on 127.0.0.1, and be reached there.
+
+    On Linux, Ray puts the machine's own address in the place of 127.0.0.1, wherever it is given, and its processes listen on
+    all addresses. With this setting they do not, on any system: its name speaks of those where that is Ray's default.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes that Ray starts
+    ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, which has read it
 
 
 def _init(address: str | None, **options: Any) -> None:
@@ -116,7 +137,9 @@ def _connection_error(address: str) -> str | None:
 
 
 def _start_head() -> None:
-    """Start Ray on this machine."""
+    """Start Ray on this machine, with a token, as `ray.init` does; `ray start` wants one only where there is one already."""
+    enable_token_auth_by_default()
+    ensure_token_if_auth_enabled()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
     done = subprocess.run(
         [*command, "--include-dashboard=false", "--disable-usage-stats"], capture_output=True, text=True, check=False

@@ -55,29 +55,38 @@ class _Computation:
         self.waiting = [first]
         self.spent_ns = spent_ns
         first.line = self
-        self.own = InferRequest(
+        own = first.derived(
             first.inputs,
             first.outputs,
             first.rows,
             first.bucket,
-            first.deadline,
             self,
             first.priority,
             first.patience,
             first.leave_by,
             first.size,
-            first.arrived_ns,
-            first.id,
-            first.parameters,
         )
+        own.arrived_ns = first.arrived_ns
+        self.own = own
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         """The model's answer or error."""
         self._scheduler.computed(self, result)
 
+    def suits(self, request: InferRequest) -> bool:
+        """Whether a request may wait for it: it is urgent enough, and cannot be what this computation itself waits for.
+
+        The models that a computation calls have other callers than its own request.
+        """
+        return self.own.priority <= request.priority and self.own.callers == request.callers
+
     def add(self, request: InferRequest) -> None:
         request.line = self
         self.waiting.append(request)
+
+    def end(self) -> None:
+        """Let go of what was computed: the two refer to each other, and its inputs may be large."""
+        self.own.done = _no_longer
 
 
 class CachingScheduler:
@@ -131,6 +140,7 @@ class CachingScheduler:
             return
         if self._computing.get(computation.key) is computation:
             del self._computing[computation.key]
+        computation.end()
         self._model.cancel(computation.own)
 
     async def drain(self) -> None:
@@ -145,6 +155,7 @@ class CachingScheduler:
 
     def computed(self, computation: _Computation, result: Tensors | InferenceError) -> None:
         """The model has answered: so are all that wait, and the answer is kept."""
+        computation.end()
         if self._computing.get(computation.key) is computation:
             del self._computing[computation.key]
         first, *others = computation.waiting
@@ -190,7 +201,7 @@ class CachingScheduler:
             self._looked_ns += monotonic_ns() - began + read_ns
             return
         computation = self._computing.get(key)
-        if computation is not None and computation.own.priority <= request.priority:
+        if computation is not None and computation.suits(request):
             computation.add(request)
         else:
             self._compute(key, request, [], monotonic_ns() - began + read_ns)
@@ -224,6 +235,7 @@ class CachingScheduler:
             self._model.submit(computation.own)
         except InferenceError:
             first.line = None
+            computation.end()
             raise
         self._computing[key] = computation
         for request in others:
@@ -272,6 +284,10 @@ class CachingScheduler:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
+
+
+def _no_longer(_: Tensors | InferenceError) -> None:
+    """In place of the `done` of a computation that has ended."""
 
 
 async def _in_thread(request: InferRequest) -> tuple[Tensors, RequestKey]:

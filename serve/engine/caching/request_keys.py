@@ -1,10 +1,10 @@
 """The keys of the response cache: equal for requests to one model that must get equal answers.
 
-A key has two parts. The first says names, datatypes and shapes of the inputs, the wanted outputs and the request's parameters;
-requests of one form share it. The second is the inputs' bytes, up to WHOLE_BYTES of them: the cache compares them, and Python's
-hash of bytes has a secret key, so that nobody can send many that collide. Of longer inputs it is the SHA-256 digest: no two
-contents with one digest are known, so comparing digests is as good, and the cache need not hold the inputs. SHA-256 has
-processor instructions (1.4 GB/s on a machine where BLAKE2b reaches 0.55).
+A key has two parts. The first is the form: names, datatypes and shapes of the inputs, the wanted outputs and the request's
+parameters; requests of one form share it. The second is the inputs' bytes. A part of up to WHOLE_BYTES is kept as it is: the
+cache compares them, and Python's hash of bytes has a secret key, so that nobody can send many that collide. Of a longer one the
+SHA-256 digest is kept: no two contents with one digest are known, so comparing digests is as good, and the cache need not hold
+what the client sent. SHA-256 has processor instructions (1.4 GB/s on a machine where BLAKE2b reaches 0.55).
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ class RequestKeys:
         return key_of(request, inputs)
 
     def _new_form(self, layout: RawLayout, request: InferRequest) -> _Form:
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.clear()
-        text = _form_of(request, request.inputs)
-        form = self._forms[id(layout)] = _Form(layout, request.outputs, request.parameters, text)
+        form = _Form(layout, request.outputs, request.parameters, _form_of(request, request.inputs))
+        # A form holds the parameters too, also those without effect: of a client that sends long ones none is kept.
+        if len(form.text) + len(repr(request.parameters)) <= WHOLE_BYTES:
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            self._forms[id(layout)] = form
         return form
 
 
@@ -102,7 +104,7 @@ def _form_of(request: InferRequest, inputs: Tensors) -> bytes:
     else:
         tensors = [(name, array.dtype.str, array.shape) for name, array in inputs.items()]
     parameters = sorted((name, value) for name, value in request.parameters.items() if name not in WITHOUT_EFFECT)
-    return repr((tensors, request.outputs, parameters)).encode()
+    return _short(repr((tensors, request.outputs, parameters)).encode())
 
 
 def _content(inputs: RawInputs) -> bytes:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from typing import Final
 
 import numpy as np
 
 from halfserve.serve.engine.requests import Answer, BatchOutputs, RemarkedAnswer
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import Array, Tensors, memory_of
 
-# Of the names, shapes and values that decide an answer: what they are, and their bytes or a digest of them.
+# Of the names, shapes, parameters and values that decide an answer: the form and the content, each whole or as a digest.
 RequestKey = tuple[bytes, bytes]
 DEFAULT_MIB: Final = 64
 # Of an answer without its values, and of each of its outputs, by tracemalloc over 10,000 answers with one and three outputs.
@@ -69,7 +68,7 @@ class ResponseCache:
         """
         if isinstance(outputs, RemarkedAnswer):
             return False
-        size = ENTRY_BYTES + len(key[1]) + sum([OUTPUT_BYTES + _size(array) for array in outputs.values()])
+        size = ENTRY_BYTES + len(key[0]) + len(key[1]) + sum([OUTPUT_BYTES + memory_of(array) for array in outputs.values()])
         if size > self._limit // MOST_OF_CACHE:
             return False
         known = home.get(key)
@@ -92,12 +91,6 @@ class ResponseCache:
         del self._by_use[cached]
         del cached.home[cached.key]
         self.size -= cached.size
-
-
-def _size(array: Array) -> int:
-    if not array.dtype.hasobject:
-        return array.nbytes
-    return sum([sys.getsizeof(element) for element in array.ravel()], array.nbytes)
 
 
 def _copy(outputs: Tensors) -> Tensors:

@@ -13,7 +13,7 @@ from google.protobuf import json_format, text_format
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
-from halfserve.serve.engine.backend import KINDS, PYTHON, ModelInterface, ModelKind, asked_kinds
+from halfserve.serve.engine.backend import KINDS, ONNX, OPENVINO_BACKEND, PYTHON, ModelInterface, ModelKind, asked_kinds
 from halfserve.serve.engine.config.sequence_batching import complete_sequences
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
@@ -32,6 +32,7 @@ MAX_COPIES = 1000  # of one model; each has a thread
 # Parts of keys of the CUDA and TensorRT providers whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
 ENVIRONMENT = "EXECUTION_ENV_PATH"  # the interpreter of a Python model
+EXTENSION = "CPU_EXTENSION_PATH"  # a library of an OpenVINO model
 SOURCE = "config of the load request"
 # Names in `model_operations` of the installed package's operators; any other is a file in the repository.
 OPERATOR_PACKAGES = frozenset({"onnxruntime_extensions", "onnxruntime-extensions", "ortextensions"})
@@ -111,7 +112,9 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
     if interface.kind not in asked_kinds(result):
         raise _unserved_kind(declared, interface.kind.names, f"{_names(interface.kind)} for this model file")
     _require_served_scheduling(declared)
-    result.name, result.platform, result.backend = name, interface.kind.platform, interface.kind.backend
+    asks_openvino = interface.kind is ONNX and result.backend == OPENVINO_BACKEND
+    result.name, result.platform = name, interface.kind.platform
+    result.backend = OPENVINO_BACKEND if asks_openvino else interface.kind.backend
     if not declared.says_batch_size and not _has_whole_shapes(result, interface):
         result.max_batch_size = _usual_batch_size(interface, defaults, source)
     if result.max_batch_size < 0:
@@ -321,11 +324,12 @@ def _require_no_files(message: ModelConfig) -> None:
                 f"the config of the load request sets model_operations to {library!r}, a library on the server; expected "
                 "'onnxruntime_extensions', or put it into config.pbtxt in the repository"
             )
-    if ENVIRONMENT in message.parameters:
-        raise InvalidArgumentError(
-            f"the config of the load request sets {ENVIRONMENT!r}, which names programs of the server; put it into "
-            "config.pbtxt in the repository"
-        )
+    for key in (ENVIRONMENT, EXTENSION):
+        if key in message.parameters:
+            raise InvalidArgumentError(
+                f"the config of the load request sets {key!r}, which names programs of the server; put it into "
+                "config.pbtxt in the repository"
+            )
     for accelerator in message.optimization.execution_accelerators.gpu_execution_accelerator:
         for key in accelerator.parameters:
             if any(word in key for word in NAMING_FILES):

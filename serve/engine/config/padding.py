@@ -16,6 +16,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 KEY = "halfserve.padding"
 BUCKETS_KEY = "halfserve.padding_buckets"
 TOKENS_KEY = "halfserve.max_batch_tokens"
+PROVED_KEY = "halfserve.padding_proved"  # reported: the longest length that requests are padded to
 
 
 def padding_settings(config: ModelConfig, interface: ModelInterface) -> PaddingSettings | None:

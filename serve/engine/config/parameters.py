@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ENSEMBLE, ONNX, PYTHON, ModelKind
+from halfserve.serve.engine.backend import ENSEMBLE, ONNX, PYTHON, CpuPrecision, ModelKind
 from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -26,7 +26,10 @@ TASK = "halfserve.task"  # for clients to read, of any model
 Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
 REPORTED = frozenset(
-    {"halfserve.certificate", "halfserve.nodes", "halfserve.precision", "halfserve.provider", "halfserve.steps"}
+    {
+        *("halfserve.certificate", "halfserve.nodes", "halfserve.padding_proved", "halfserve.precision"),
+        *("halfserve.provider", "halfserve.steps"),
+    }
 )
 # Paths that this server acts on, "*" for all below; other settings are kept, shown to clients and named in a warning.
 HONOURED = frozenset(
@@ -58,7 +61,7 @@ ONNX_ONLY = frozenset(
 )
 ONNX_ONLY_PARAMETERS = frozenset(
     {
-        *("halfserve.optimization_level", "halfserve.cuda_graphs"),
+        *("halfserve.optimization_level", "halfserve.cuda_graphs", "halfserve.cpu_precision"),
         *("inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern"),
         *("memory.enable_memory_arena_shrinkage", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
         "do_copy_in_default_stream",
@@ -172,6 +175,12 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="none",
         values="`name=number`, with commas between",
         meaning="Inputs of a fixed size that the server fills with a number, and clients do not send.",
+    ),
+    "halfserve.cpu_precision": OwnParameter(
+        parse=one_of(*map(str, CpuPrecision)),
+        default="`--cpu-precision`",
+        values="`auto`, `float32`, `bfloat16`, `float16`",
+        meaning="In which precision the CPU computes an ONNX model: see [OpenVINO](../guides/openvino.md).",
     ),
     "halfserve.cuda_graphs": OwnParameter(
         parse=switch,

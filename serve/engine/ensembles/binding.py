@@ -11,7 +11,7 @@ from halfserve.serve.engine.ensembles.fit import TensorSource, sources_of
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Parameter, RemarkedAnswer
+from halfserve.serve.engine.requests import Caller, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 MAX_PLANS: Final = 256  # selections of outputs that are kept
@@ -67,11 +67,12 @@ class Plan:
         waits: how many steps each step waits for, by its index.
         followers: the steps that wait for each step, by its index.
         asked: the outputs that each step is asked for, by its index.
+        row_bytes: of the answer of each step, by its index; None where sizes are open, and for texts.
     """
 
-    __slots__ = ("_is_as_answered", "_wanted", "asked", "count", "followers", "starts", "waits")
+    __slots__ = ("_is_as_answered", "_wanted", "asked", "count", "followers", "row_bytes", "starts", "waits")
 
-    def __init__(self, graph: EnsembleGraph, wanted: Sequence[WantedOutput]) -> None:
+    def __init__(self, graph: EnsembleGraph, wanted: Sequence[WantedOutput], steps: Sequence[BoundStep]) -> None:
         needed = sorted(graph.needed(output.name for output in wanted))
         before = {index: graph.waits_for(index) for index in needed}
         size = len(graph.steps)
@@ -87,6 +88,7 @@ class Plan:
         for output in wanted:
             for_steps[output.step].append(output.tensor)
         self.asked = tuple(tuple(dict.fromkeys(names)) for names in for_steps)
+        self.row_bytes = tuple(step.row_bytes(names) for step, names in zip(steps, self.asked, strict=True))
         self._wanted = tuple(wanted)
         names = tuple(output.name for output in wanted)
         self._is_as_answered = all(
@@ -117,13 +119,15 @@ class Binding:
     """The models of an ensemble's steps from one change of the served models to the next. Requests keep theirs to their end.
 
     Attributes:
+        caller: the ensemble, among what waits for an answer of a step.
         models: of the steps, in their order.
         steps: likewise.
     """
 
-    def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -> None:
+    def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int, caller: Caller) -> None:
         """`models` fit the graph (see `misfit`); they are held until `retire`."""
         self._graph = graph
+        self.caller = caller
         self.models = tuple(models)
         self._sources = sources_of(graph, models, batched=max_batch_size > 0)
         self.steps = tuple(self._bound(index, max_batch_size) for index in range(len(graph.steps)))
@@ -138,7 +142,7 @@ class Binding:
         """The plan for these outputs of the ensemble."""
         plan = self._plans.get(outputs)
         if plan is None:
-            plan = Plan(self._graph, [self._wanted(name) for name in outputs])
+            plan = Plan(self._graph, [self._wanted(name) for name in outputs], self.steps)
             if len(self._plans) < MAX_PLANS:
                 self._plans[outputs] = plan
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from time import monotonic
 from typing import Final
@@ -9,10 +10,10 @@ from typing import Final
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.ensembles.fit import TensorSource
 from halfserve.serve.engine.ensembles.graph import EnsembleStep
-from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, reworded
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
-from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 MAX_SHAPES: Final = 1024  # combinations of shapes whose check is kept
 OUTSIDE: Final = -1  # the step of a tensor that is an input of the ensemble
@@ -134,21 +135,27 @@ class BoundStep:
             known = self._known.get(shapes)
             rows, bucket, size = self._measured(shapes) if known is None else known
         turn = self._turn(whole)
-        return InferRequest(
+        return whole.derived(
             inputs,
             outputs,
             rows,
             bucket,
-            whole.deadline,
             done,
             turn.level,
             None if turn.delay_after_s is None else monotonic() + turn.delay_after_s,
             None if turn.drop_after_s is None else monotonic() + turn.drop_after_s,
             size,
-            None,
-            whole.id,
-            whole.parameters,
         )
+
+    def row_bytes(self, outputs: tuple[str, ...]) -> int | None:
+        """Bytes of a row of these outputs, of the whole answer without a batch dimension; None for texts and open sizes."""
+        first, total = 1 if self.model.max_batch_size else 0, 0
+        for name in outputs:
+            spec = self.model.outputs[name]
+            if spec.datatype.itemsize is None or ANY_SIZE in spec.shape[first:]:
+                return None
+            total += math.prod(spec.shape[first:]) * spec.datatype.array_dtype.itemsize
+        return total
 
     def _gathered(self, given: Tensors, answers: Sequence[Tensors]) -> tuple[Tensors, tuple[tuple[int, ...], ...]]:
         """The inputs by name, in the model's own shapes, and their shapes as its clients see them."""
@@ -224,8 +231,4 @@ def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:
 
 def named(error: InferenceError, label: str) -> InferenceError:
     """A step's error as the ensemble's: of the same class, and its text names the step."""
-    ours = type(error).__new__(type(error))
-    ours.__dict__.update(error.__dict__)
-    ours.args = (f"{label}: {error}",)
-    ours.__cause__ = error
-    return ours
+    return reworded(error, f"{label}: {error}")

@@ -16,7 +16,8 @@ from halfserve.serve.engine.errors import UnavailableError, UnmetStepsError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.queueing.step_memory import RunSizes, StepMemory
+from halfserve.serve.engine.requests import Caller, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Ensemble:
         self._statistics = statistics
         self._label = f"{graph.name}/{version}"
         self._core: InferenceCore | None = None
+        self._sizes = RunSizes(StepMemory())  # the core's memory, once it is connected
         self._binding: Binding | None = None
         self._own_fault = NOT_CONNECTED
         self._in_flight = 0
@@ -57,6 +59,7 @@ class Ensemble:
         if isinstance(found, str):
             raise UnmetStepsError(f"{self._source}: {found}")
         self._core = core
+        self._sizes = RunSizes(core.step_memory)
         self._bind(found)
         core.on_change(self._follow)
 
@@ -81,12 +84,14 @@ class Ensemble:
 
     @property
     def precision(self) -> str:
-        """The steps' precisions: one where all have the same, otherwise by model."""
-        models = self._models()
-        found = {model.precision for model in models}
-        if len(found) == 1:
-            return found.pop()
-        return ", ".join(dict.fromkeys(f"{model.name}: {model.precision}" for model in models))
+        """The steps' precisions, each once."""
+        return ", ".join(dict.fromkeys(model.precision for model in self._models()))
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names of the steps' models, and of those that ensembles among these are made of."""
+        below = (model.composition.models for model in self._models() if model.composition is not None)
+        return frozenset(step.model for step in self.graph.steps).union(*below)
 
     @property
     def parts(self) -> list[str]:
@@ -98,6 +103,7 @@ class Ensemble:
 
         Raises:
             UnavailableError: the ensemble is draining, or a step's model is not served or does not fit.
+            QueueFullError: too many requests wait for memory for their tensors between the steps.
             InferenceError: the model of a first step refuses its request.
         """
         binding = self._binding
@@ -105,7 +111,7 @@ class Ensemble:
             away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
             self._statistics.failed(request.arrived_ns, away)
             raise away
-        run = EnsembleRun(request, binding, self._statistics, self._ended)
+        run = EnsembleRun(request, binding, self._sizes, self._statistics, self._ended)
         self._in_flight += 1
         run.start()
 
@@ -155,7 +161,7 @@ class Ensemble:
 
     def _bind(self, models: list[Model]) -> None:
         self._own_fault = ""
-        self._binding = Binding(self.graph, models, self._config.max_batch_size)
+        self._binding = Binding(self.graph, models, self._config.max_batch_size, Caller(self._label))
         parameters = self._config.parameters
         parameters["halfserve.provider"].string_value = self.provider
         parameters["halfserve.precision"].string_value = self.precision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
@@ -12,7 +12,10 @@ from halfserve.serve.engine.ensembles.binding import Binding, Plan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.queueing.admission_control import late_error
+from halfserve.serve.engine.queueing.step_memory import COUNTED_BYTES, RunSizes, bytes_of
+from halfserve.serve.engine.queueing.waiting_line import is_late
+from halfserve.serve.engine.requests import Answer, InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -57,12 +60,19 @@ class StepCall:
 class EnsembleRun:
     """A request of an ensemble from its first step to its answer. Lives on the event loop."""
 
-    __slots__ = ("_answers", "_binding", "_calls", "_ended", "_left", "_plan", "_request", "_statistics", "_waits")
+    __slots__ = (
+        "_answers", "_binding", "_calls", "_claim", "_ended", "_held", "_left", "_plan", "_request", "_sizes", "_statistics",
+        "_waits",
+    )  # fmt: skip
 
-    def __init__(self, request: InferRequest, binding: Binding, statistics: Statistics, ended: Callable[[], None]) -> None:
-        """`ended` is called once, when the run ends in any way."""
+    def __init__(
+        self, request: InferRequest, binding: Binding, sizes: RunSizes, statistics: Statistics, ended: Callable[[], None]
+    ) -> None:
+        """`sizes`: of the ensemble's runs; `ended` is called once, when the run ends in any way."""
         self._request = request
         self._binding = binding
+        self._sizes = sizes
+        self._claim = self._held = 0  # bytes of tensors between the steps
         self._statistics = statistics
         self._ended = ended
         self._plan: Plan = binding.plan(request.outputs)
@@ -71,14 +81,49 @@ class EnsembleRun:
         self._answers: list[Tensors] = [NOTHING] * len(self._waits)
         self._calls: dict[int, StepCall] = {}  # under way, by the step's index
 
+    @property
+    def expected_bytes(self) -> int:
+        """See `WaitingRun`."""
+        return self._sizes.claim
+
     def start(self) -> None:
-        """Send the requests of the steps that wait for no other.
+        """Send the requests of the steps that wait for no other, now or when there is memory for what is between the steps.
 
         Raises:
             InferenceError: one is refused; the run has ended, and the request's `done` is not called.
         """
         self._request.line = self
         self._binding.begin()
+        sizes = self._sizes
+        if not sizes.expected or sizes.memory.has_room(sizes.claim) or self._is_within:
+            self._start()
+            return
+        try:
+            sizes.memory.wait(self)
+        except InferenceError as error:
+            self._end()
+            self._statistics.failed(self._request.arrived_ns, error)
+            raise
+
+    def begin(self) -> None:
+        """See `WaitingRun`."""
+        now = monotonic()
+        if is_late(self._request, now, now):
+            self._fail(late_error(self._request, now))
+            return
+        try:
+            self._start()
+        except InferenceError as error:
+            self._request.finish(error)
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether it is a step of another run, or a model's call: what waits for it holds memory or an instance meanwhile."""
+        return bool(self._request.callers) or isinstance(self._request.done, StepCall)
+
+    def _start(self) -> None:
+        if self._sizes.expected:
+            self._change_claim()
         try:
             for index in self._plan.starts:
                 self._call(index, None)
@@ -108,12 +153,17 @@ class EnsembleRun:
             return
         try:
             call.count()
+            rows = 1 if call.request is None else call.request.rows
             call.request = None  # it refers to the call
             self._answers[index] = result
             self._left -= 1
             if not self._left:
                 self._finish(call)
                 return
+            row_bytes = self._plan.row_bytes[index]
+            self._held += bytes_of(result) if row_bytes is None or type(result) is not Answer else rows * row_bytes
+            if self._held >= COUNTED_BYTES:
+                self._hold()
             for follower in self._plan.followers[index]:
                 self._waits[follower] -= 1
                 if not self._waits[follower]:
@@ -123,10 +173,28 @@ class EnsembleRun:
         except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
             self._fail(self._unknown(error))
 
+    def _hold(self) -> None:
+        """Claim what is held.
+
+        Raises:
+            UnavailableError: all runs together hold too much.
+        """
+        self._sizes.grown(self._held)
+        self._change_claim()
+        if not self._is_within:
+            self._sizes.memory.require_within(self._claim)
+
+    def _change_claim(self) -> None:
+        before, self._claim = self._claim, self._sizes.claim
+        if self._claim != before:
+            self._sizes.memory.change(self._claim - before)
+
     def _call(self, index: int, before: StepCall | None) -> None:
         step = self._binding.steps[index]
         call = StepCall(self, step, before)
         request = step.request(self._request, self._answers, self._plan.asked[index], call)
+        if request.callers:
+            request.callers = (*request.callers, self._binding.caller)
         call.request = request
         self._calls[index] = call
         try:
@@ -144,6 +212,8 @@ class EnsembleRun:
         assembled = computed - last.infer_ns
         started = max(request.arrived_ns, assembled - last.input_ns)
         times = BatchTimes(started=started, assembled=assembled, computed=computed, split=split)
+        if self._sizes.expected or self._held >= COUNTED_BYTES:
+            self._sizes.ended(self._held)
         self._end()
         self._statistics.batch_done(times, [request.arrived_ns], request.rows)
         request.finish(outputs)
@@ -163,6 +233,9 @@ class EnsembleRun:
                 call.step.model.scheduler.cancel(call.request)
                 call.request = None
         self._request.line = None
+        if self._sizes.expected or self._claim:
+            self._sizes.memory.leave(self, self._claim)
+            self._claim = 0
         self._binding.end()
         self._ended()
 

@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
-from halfserve.serve.engine.backend import Backend, RequestBackend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, Backend, RequestBackend
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
@@ -25,7 +26,7 @@ from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.queueing.waiting_line import is_late
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.requests import Caller, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S: Final = 1.0
 LONGEST_WAIT_S: Final = 60.0
 LOOKS: Final = 4  # at a running batch, within its time limit
-ON_CPU: Final = "CPUExecutionProvider"
 # An instance whose batches take at most this long gets its next one while it computes: the way from its thread to the loop and
 # back takes half a millisecond, in which it would idle. Not for short batches, which the loop computes, nor for long ones: a
 # request would be computed before a more urgent one that arrives meanwhile.
@@ -172,6 +172,16 @@ class Instance:
         """Number of batches it has: the running one, and the next."""
         return len(self._jobs)
 
+    @property
+    def caller(self) -> Caller | None:
+        """The execution in progress, of a model that may call models."""
+        backend = self._copy.backend
+        return backend.caller if isinstance(backend, RequestBackend) else None
+
+    def has_next(self, request: InferRequest) -> bool:
+        """Whether a request waits here for the end of the running batch."""
+        return any(request in job.requests for job in islice(self._jobs, 1, None))
+
     def next_try_s(self) -> float:
         """Seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
         return 0.0 if self._timer is None else max(0.0, self._timer.when() - asyncio.get_running_loop().time())
@@ -192,7 +202,7 @@ class Instance:
     def may_run_on_loop(self) -> bool:
         """Whether short batches need no thread: their time is predictable and has no limit, and no device is waited for."""
         how = self._how
-        return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider == ON_CPU
+        return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider in CALLING_PROVIDERS
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
         """Compute a short batch on the calling thread, while no other runs. `is_up` says then whether it can take more."""

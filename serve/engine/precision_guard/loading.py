@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 
+from halfserve.protos.certificates import CERTIFICATE
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular
 from halfserve.serve.engine.errors import ModelLoadError
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 # Parameters of the comparison with the fp32 twin, and all that need the twin.
 COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")
 OF_TWIN = (*COMPARING, "halfserve.fp32_twin", "halfserve.shadow_rate")
-CERTIFICATE = "certificate.json"
 # A certificate's default budget: twenty float16 roundings of the output's size.
 DEFAULT_THRESHOLD = 0.01
 FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
@@ -163,7 +163,8 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
     # A copy: the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
-    return runtime.load(path, own, placement, scratch)
+    scratch.parameters.pop("halfserve.cpu_precision", None)
+    return runtime.load(path, own, replace(placement, cpu_precision=CpuPrecision.FLOAT32), scratch)
 
 
 def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:

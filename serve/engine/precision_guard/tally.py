@@ -170,7 +170,7 @@ def compare(answer: Array, reference: Array) -> Distance:
     """
     if answer.shape != reference.shape:
         raise ValueError(f"the answer has shape {list(answer.shape)}, the fp32 twin's {list(reference.shape)}")
-    if not _floating(answer):
+    if not is_floating(answer):
         return Distance(0.0, 0.0, answer.size, int(np.count_nonzero(answer == reference)))
     with np.errstate(invalid="ignore"):  # casts of NaNs warn
         a, r = answer.astype(np.float64), reference.astype(np.float64)
@@ -186,7 +186,8 @@ def compare(answer: Array, reference: Array) -> Distance:
     return Distance(error, scale, rows, agreeing)
 
 
-def _floating(array: Array) -> bool:
+def is_floating(array: Array) -> bool:
+    """Whether it holds floating-point numbers, bfloat16 included."""
     return array.dtype.kind == "f" or str(array.dtype.name) == "bfloat16"
 
 

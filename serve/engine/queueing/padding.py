@@ -49,11 +49,13 @@ class PaddingSettings:
         rule: which axes.
         buckets: lengths that requests are padded to, in rising order; empty: to the longest of their batch.
         max_tokens: rows times padded length of a batch; None for any.
+        longest: length that requests are padded to at most; longer requests keep theirs. None for any.
     """
 
     rule: PaddingRule
     buckets: tuple[int, ...] = ()
     max_tokens: int | None = None
+    longest: int | None = None
 
 
 class Place:
@@ -170,5 +172,9 @@ class Padding:
         (length,) = sizes
         for index, axis in self._axes:
             shapes[index][axis] = ANY_SIZE
+        family = tuple(map(tuple, shapes))
+        longest = self.settings.longest
+        if longest is not None and length > longest:
+            return Place((family, length), length, length)
         padded = next((size for size in self.settings.buckets if size >= length), length)
-        return Place(tuple(map(tuple, shapes)), length, padded)
+        return Place(family, length, padded)

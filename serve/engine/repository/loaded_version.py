@@ -269,5 +269,6 @@ def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacemen
 
 def _take_whole_requests(model: Model) -> None:
     """Batch only where the configuration asks for it, as Triton does; and let a decoupled model answer as often as it wants."""
-    scheduler = WholeRequests(model.batcher, one_by_one=not model.config.HasField("dynamic_batching"))
+    one_by_one = not model.config.HasField("dynamic_batching")
+    scheduler = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=one_by_one)
     model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler

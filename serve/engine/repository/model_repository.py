@@ -1,8 +1,8 @@
 """Find the models below a path, in Triton's layout or as a bare model file.
 
 <repository>/<model>/config.pbtxt            optional
-<repository>/<model>/<version>/model.onnx    version: a positive integer; model.pt2 for an exported torch program; or a folder
-                                             of that name, with a model.onnx and its data files
+<repository>/<model>/<version>/model.onnx    version: a positive integer; model.xml for OpenVINO, model.pt2 for an exported
+                                             torch program; or a folder of that name, with a model.onnx and its data files
 """
 
 from __future__ import annotations

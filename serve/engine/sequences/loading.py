@@ -8,16 +8,18 @@ from dataclasses import replace
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, ModelInterface
+from halfserve.serve.engine.backend import ONNX, PYTHON, ModelInterface
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.config.sequence_batching import ReadState, SequencePlan, sequence_plan, state_outputs
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
+from halfserve.serve.engine.whole_requests import WholeRequests
 
 
 def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterface:
@@ -66,7 +68,9 @@ def read_plan(
 
 def sequence_scheduler(model: Model, plan: SequencePlan) -> SequenceScheduler:
     """What takes a model's requests, before its batcher."""
-    batcher = model.batcher
+    batcher: Scheduler = model.batcher
+    if model.interface.kind is PYTHON:
+        batcher = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=False)
     rows = max(1, model.max_batch_size)
     before = SlotBatches(plan, batcher, model.statistics, rows=rows) if plan.aligned else batcher
     return SequenceScheduler(model.name, plan, before, model.limits, model.statistics)

@@ -62,11 +62,17 @@ function table(outputs) {
       h("td", {}, NAMES[execution] ?? execution),
       [figures.max_abs_error, figures.max_scaled_error].map((value) => h("td", { class: "number" }, number(value))),
       h("td", { class: "number" }, typeof figures.cosine === "number" ? figures.cosine.toFixed(6) : String(figures.cosine)),
-      h("td", { class: "number" }, figures.agreement === null ? "–" : `${(figures.agreement * 100).toFixed(2)} %`),
+      h("td", { class: "number" }, agreement(figures)),
     ),
   );
   const head = h("tr", {}, heads.map((text, index) => h("th", { scope: "col", class: index > 1 ? "number" : null }, text)));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures by output" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+}
+
+// "none": the rows are no evidence, such as where float32 makes the same choice in all of them.
+function agreement(figures) {
+  if (figures.agreement === null) return figures.constant_rows ? "none" : "–";
+  return `${(figures.agreement * 100).toFixed(2)} %`;
 }
 
 // The bins' edges are log10 of the error in units of the output's scale.

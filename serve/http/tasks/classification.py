@@ -18,7 +18,7 @@ from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_cou
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
 from halfserve.serve.http.tasks.text_models import CLASSIFICATION, labels_of
 
-RESULT_BYTES = 64
+RESULT_BYTES = 48  # of JSON, without the label
 
 
 class ClassificationRoutes:
@@ -47,10 +47,11 @@ class ClassificationRoutes:
         labels = labels_of(model, len(vectors[0]))
 
         def write() -> bytes:
-            answers = [_ranked(logits if is_raw else score(logits), labels) for logits in vectors]
-            return json_rows(answers) if is_batch else json_rows(answers[0])
+            answers = (_ranked(logits if is_raw else score(logits), labels) for logits in vectors)
+            return json_rows(answers) if is_batch else json_rows(next(answers))
 
-        return await endpoint.answer(request, RESULT_BYTES * sum(map(len, vectors)), write)
+        size = len(vectors) * sum(RESULT_BYTES + len(label) for label in labels)
+        return await endpoint.answer(request, size, write)
 
 
 def softmax(logits: Vector) -> Vector:

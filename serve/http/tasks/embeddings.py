@@ -6,6 +6,7 @@ See https://platform.openai.com/docs/api-reference/embeddings and https://huggin
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from halfserve.serve.http.tasks.text_bodies import (
     truncates,
     whole_field,
 )
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows
-from halfserve.serve.http.tasks.text_models import CHARACTERS_PER_TEXT, EMBEDDINGS, TextModel, TokenRow, characters_of
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows
+from halfserve.serve.http.tasks.text_models import EMBEDDINGS
 
 DIMENSIONS = "halfserve.embedding_dimensions"
 FORMATS = ("float", "base64")
@@ -62,25 +63,20 @@ class EmbeddingRoutes:
             endpoint.refuse(request, model.name, error)
             raise
 
-        def tokenize(loaded: TextModel) -> list[TokenRow]:
-            if isinstance(inputs[0], str):
-                return loaded.rows(inputs, "input", truncate=False)
-            return [loaded.row_of_ids(ids, "input", index) for index, ids in enumerate(inputs)]
-
-        characters = characters_of(inputs) if isinstance(inputs[0], str) else CHARACTERS_PER_TEXT * sum(map(len, inputs))
-        vectors, counts, model = await endpoint.vectors(request, model, tokenize, characters)
+        if isinstance(inputs[0], str):
+            vectors, counts, model = await endpoint.of_texts(request, model, inputs, "input", truncate=False)
+        else:
+            vectors, counts, model = await endpoint.vectors(request, model, lambda loaded: loaded.of_ids(inputs, "input"))
         if size is not None and size > len(vectors[0]):
             raise InputError(f"'dimensions' is {size}, but model {model.name!r} has {len(vectors[0])}", param="dimensions")
 
         def write() -> bytes:
-            shorter = [normalized(vector[:size]) for vector in vectors]
-            written: list[Any] = shorter
+            shorter: Iterator[Any] = (normalized(vector[:size]) for vector in vectors)
             if form != FORMATS[0]:
-                written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in shorter]
-            entries = [{"object": "embedding", "index": index, "embedding": entry} for index, entry in enumerate(written)]
+                shorter = (base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in shorter)
+            entries = ({"object": "embedding", "index": index, "embedding": entry} for index, entry in enumerate(shorter))
             usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
-            rest = json_rows([{"object": "list", "model": model.name, "usage": usage}])[1:-2]
-            return b'%b,"data":%b}' % (rest, json_rows(entries))
+            return json_with_rows({"object": "list", "model": model.name, "usage": usage}, "data", entries)
 
         return await endpoint.answer(request, JSON_BYTES * sum(map(len, vectors)), write)
 
@@ -101,7 +97,7 @@ class EmbeddingRoutes:
         return await endpoint.answer(
             request,
             JSON_BYTES * sum(map(len, vectors)),
-            lambda: json_rows([normalized(vector) for vector in vectors] if normalize else vectors),
+            lambda: json_rows(map(normalized, vectors) if normalize else vectors),
         )
 
 

@@ -28,7 +28,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     truncates,
     whole_field,
 )
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows, sigmoid
 from halfserve.serve.http.tasks.text_models import RERANK
 
 RESULT_BYTES = 64  # of JSON, without the document
@@ -72,7 +72,7 @@ class RerankRoutes:
                     result["document"] = {"text": documents[result["index"]]}
             usage = {"total_tokens": sum(counts)}
             head = {"id": str(uuid4()), "model": model.name, "usage": usage, "meta": {"billed_units": {"search_units": 1}}}
-            return b'%b,"results":%b}' % (json_rows([head])[1:-2], json_rows(results))
+            return json_with_rows(head, "results", results)
 
         return await endpoint.answer(request, _size(documents, most, with_texts=returns_documents), write)
 

@@ -12,37 +12,55 @@ from starlette.requests import ClientDisconnect, Request
 
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferResponse
-from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError
-from halfserve.serve.http.request_body import answered_or_gone
-from halfserve.serve.http.tasks.text_models import TokenRow
+from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError, UnavailableError
+from halfserve.serve.http.request_body import RequestMemory, answered_or_gone
+from halfserve.serve.http.tasks.text_models import TextModel, TokenRow
 from halfserve.serve.protocol.inference import AnyInference, Cancel
 
 Vector = NDArray[np.float32]
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
 LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's largest batches, four times, if that is more
+BYTES_AT_ONCE = 4 * 2**20  # of these rows' messages; at least one row
 
 
 class RowRequests:
-    """Queues rows, a bounded number at a time, and gathers their answers in order."""
+    """Queues rows, a bounded number at a time, and gathers their answers in order.
 
-    def __init__(self, entry: AnyInference, rows: Sequence[TokenRow], at_once: int, time_left_s: float | None) -> None:
+    A row's message is made when the row is queued: with its padding it may be a thousand times as large as its text.
+    """
+
+    def __init__(
+        self,
+        entry: AnyInference,
+        text_model: TextModel,
+        rows: Sequence[TokenRow],
+        at_once: int,
+        memory: RequestMemory,
+        time_left_s: float | None,
+    ) -> None:
         """Nothing is queued yet.
 
         Args:
             entry: takes the requests.
-            rows: the requests.
+            text_model: makes their messages.
+            rows: of the requests.
             at_once: the most to have in the queue.
+            memory: counts the messages in the queue and the answers.
             time_left_s: until the client gives up; None where it has not said so.
         """
         loop = asyncio.get_running_loop()
         self._entry = entry
+        self._text_model = text_model
         self._rows = rows
         self._at_once = at_once
+        self._memory = memory
         self._deadline_s = None if time_left_s is None else loop.time() + time_left_s
         self._loop = loop
         self._next = 0
         self._cancels: dict[int, Cancel] = {}
+        self._sizes: dict[int, int] = {}  # bytes of the messages in the queue
+        self._queued_bytes = 0
         self._answers: list[bytes] = [b""] * len(rows)
         self._left = len(rows)
         self.answered: asyncio.Future[None] = loop.create_future()
@@ -57,37 +75,56 @@ class RowRequests:
         self._fill()
         await answered_or_gone(request, self.answered, self._cancel)
         if self.answered.cancelled():
-            self._entry.gone(self._rows[0].message)
+            self._entry.gone(self._text_model.message(self._rows[0]))
             raise ClientDisconnect
         self.answered.result()
         return self._answers
 
     def _fill(self) -> None:
-        while self._next < len(self._rows) and len(self._cancels) < self._at_once and not self.answered.done():
+        while self._next < len(self._rows) and self._has_room() and not self.answered.done():
             index = self._next
             left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
+            message = self._text_model.message(self._rows[index])
             try:
-                cancel = self._entry.infer(self._rows[index].message, left_s, _Reply(self, index))
+                self._memory.grow(len(message))
+                cancel = self._entry.infer(message, left_s, _Reply(self, index))
             except QueueFullError as error:
                 if not self._cancels:
                     self._fail(index, error)
                     return
                 # The queue or the client's allowance is full: go on with as many as it takes.
+                self._memory.shrink(len(message))
                 self._at_once = len(self._cancels)
             except InferenceError as error:
                 self._fail(index, error)
                 return
             else:
                 self._cancels[index] = cancel
+                self._sizes[index] = len(message)
+                self._queued_bytes += len(message)
                 self._next += 1
+
+    def _has_room(self) -> bool:
+        """Whether another row may be queued: the first always, others while neither the queue nor the memory is full."""
+        if not self._cancels:
+            return True
+        return len(self._cancels) < self._at_once and self._queued_bytes < BYTES_AT_ONCE and not self._memory.share.is_short
 
     def take(self, index: int, result: bytes | InferenceError) -> None:
         """Take the answer of a row."""
         self._cancels.pop(index, None)
         if self.answered.done():
             return
+        size = self._sizes.pop(index)
+        self._queued_bytes -= size
+        self._memory.shrink(size)
         if isinstance(result, InferenceError):
             self._fail(index, result)
+            return
+        try:
+            self._memory.grow(len(result))
+        except UnavailableError as error:
+            self._fail(index, error)
             return
         self._answers[index] = result
         self._left -= 1
@@ -97,7 +134,7 @@ class RowRequests:
             self._fill()
 
     def _fail(self, index: int, error: InferenceError) -> None:
-        self._entry.failed(self._rows[index].message, error)
+        self._entry.failed(self._text_model.message(self._rows[index]), error)
         self.answered.set_exception(error)
         self._cancel()
 

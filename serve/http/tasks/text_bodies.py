@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.http.error_forms import Fault, InputError
@@ -14,23 +17,44 @@ from halfserve.serve.http.error_forms import Fault, InputError
 MAX_BRACKETS = 32_768
 MAX_COMMAS = 262_144
 MAX_QUOTES = 65_536  # besides escaped ones
+VALUE_BYTES = 64  # of memory, for each of these characters
+CONTAINER_BYTES = 128  # more, for a list or an object
+LOCKED_BYTES = 65_536  # of a body whose values are counted under the interpreter lock; numpy releases it, which takes longer
+PARSER_TIMES = 12  # times the body's bytes: what orjson takes while it parses
 MAX_INPUTS = 2048  # texts in one request, as OpenAI's
 MAX_ECHO = 40  # characters of a client's own value in an error's text
 Content = Mapping[str, Any]
 Text = str | tuple[str, str]
 
 
+def memory_of_values(body: bytes) -> int:
+    """Bytes of memory that a body's JSON values take, at most.
+
+    Raises:
+        InvalidArgumentError: there are more values than can be read without holding other requests up.
+    """
+    if len(body) <= LOCKED_BYTES:
+        count, highest = body.count, 0 if body.isascii() else 0xFF
+    else:
+        codes = np.frombuffer(body, np.uint8)
+        count, highest = partial(_count, codes), int(codes.max())
+    brackets, commas = count(b"[") + count(b"{"), count(b",")
+    quotes = count(b'"') - count(b'\\"')
+    if brackets > MAX_BRACKETS or commas > MAX_COMMAS or quotes > MAX_QUOTES:
+        raise InvalidArgumentError(
+            f"the body has more than {MAX_BRACKETS} brackets, {MAX_COMMAS} commas or {MAX_QUOTES} quotation marks; split it"
+        )
+    # A text takes 1, 2 or 4 bytes for each character; in UTF-8, one that takes 4 begins with 0xf0 or more.
+    width = 4 if highest >= 0xF0 or count(b"\\u") else 1 if highest < 0x80 else 2
+    return width * len(body) + VALUE_BYTES * (brackets + commas + quotes) + CONTAINER_BYTES * brackets
+
+
 def read_content(body: bytes) -> Content:
     """Parse a body as a JSON object.
 
     Raises:
-        InvalidArgumentError: it is not one, or has more values than can be read without holding other requests up.
+        InvalidArgumentError: it is not one.
     """
-    quotes = body.count(b'"') - body.count(b'\\"')
-    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_COMMAS or quotes > MAX_QUOTES:
-        raise InvalidArgumentError(
-            f"the body has more than {MAX_BRACKETS} brackets, {MAX_COMMAS} commas or {MAX_QUOTES} quotation marks; split it"
-        )
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -38,6 +62,14 @@ def read_content(body: bytes) -> Content:
     if not isinstance(content, dict):
         raise InvalidArgumentError(f"the body is {shown(content)}, expected a JSON object")
     return content
+
+
+def _count(codes: NDArray[np.uint8], characters: bytes) -> int:
+    """How often one or two characters occur."""
+    found = codes[: len(codes) - len(characters) + 1] == characters[0]
+    if len(characters) > 1:
+        found &= codes[1:] == characters[1]
+    return int(np.count_nonzero(found))
 
 
 def shown(value: Any) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
@@ -19,15 +19,16 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.http.error_forms import InputError
 from halfserve.serve.http.inference import inference_entry
 from halfserve.serve.http.options import HttpLimits
-from halfserve.serve.http.request_body import BodyReader
+from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
 from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
-from halfserve.serve.http.tasks.text_bodies import Content, Text, read_content, text_field
-from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, characters_of, task_of
+from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
+from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, task_of
+from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
 from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
-Tokenize = Callable[[TextModel], list[TokenRow]]
+MakeWork = Callable[[TextModel], TokenizerWork[TokenRow]]
 
 
 class TextEndpoint:
@@ -45,13 +46,21 @@ class TextEndpoint:
         """The JSON object of a request.
 
         Raises:
-            InferenceError: the body is too large, too slow or not such an object; it is recorded.
+            InferenceError: the body is too large, too slow or not such an object, or there is no memory; it is recorded.
         """
         try:
-            return await self._bodies.understand(await self._bodies.read_texts(request), read_content)
+            body = await self._bodies.read_texts(request)
+            size, memory = await self._bodies.understand(body, memory_of_values), memory_held(request)
+            if len(body) <= self._limits.inline_bytes:
+                memory.grow(size - memory.share.size)
+                return read_content(body)
+            memory.grow(size)
+            content = await self.models.threads.done(request, PARSER_TIMES * len(body), lambda: read_content(body))
         except InferenceError as error:
             self.refuse(request, "", error)
             raise
+        memory.share.resize(size)
+        return content
 
     def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
         """The model that the field `model` names, in its latest version.
@@ -93,16 +102,13 @@ class TextEndpoint:
         latest = {model.name: model for model in self.core.models()}
         return [name for name, model in latest.items() if task_of(model) in tasks]
 
-    async def vectors(
-        self, request: Request, model: Model, tokenize: Tokenize, characters: int
-    ) -> tuple[list[Vector], list[int], Model]:
+    async def vectors(self, request: Request, model: Model, make_work: MakeWork) -> tuple[list[Vector], list[int], Model]:
         """Compute a row for each text.
 
         Args:
             request: that is answered.
             model: for all rows; if its version is replaced meanwhile, the rows are computed by the new one.
-            tokenize: makes the rows, maybe on a thread.
-            characters: of all texts, which say how long that takes.
+            make_work: says how a version tokenizes the texts.
 
         Returns:
             The vectors, float32, with the number of tokens of each row, and the version that answered.
@@ -111,31 +117,52 @@ class TextEndpoint:
             InferenceError: a text is wrong, or a row was refused or failed.
             ClientDisconnect: the client has gone.
         """
+        memory = memory_held(request)
+        of_texts = memory.share.size
         for is_last in (False, True):
             try:
-                rows = await self._tokenized(request, model, tokenize, characters)
+                loaded, rows = await self.tokenized(request, model, make_work)
                 at_once = max(LEAST_AT_ONCE, 4 * model.max_batch_size)
                 entry = inference_entry(self._service, request)
-                messages = await RowRequests(entry, rows, at_once, time_left_s(request)).gather(request)
+                requests = RowRequests(entry, loaded, rows, at_once, memory, time_left_s(request))
+                messages = await requests.gather(request)
                 break
             except NotFoundError:
                 now = self.core.model(model.name)
                 if is_last or now is model:
                     raise
                 model = now
+                memory.share.resize(of_texts)
         size = sum(map(len, messages))
-        vectors = await self.apart(size, lambda: [vector_of(message, model.name) for message in messages])
+        vectors = await self._apart(request, size, lambda: [vector_of(message, model.name) for message in messages])
         if len({len(vector) for vector in vectors}) > 1:
             raise BackendError(f"model {model.name!r} answers with vectors of different sizes, expected one for each text")
-        return vectors, [row.count for row in rows], model
+        return vectors, [len(row.ids) for row in rows], model
 
     async def of_texts(
         self, request: Request, model: Model, texts: Sequence[Text], param: str, *, truncate: bool
     ) -> tuple[list[Vector], list[int], Model]:
         """`vectors` of texts, or of pairs of texts."""
-        return await self.vectors(
-            request, model, lambda loaded: loaded.rows(texts, param, truncate=truncate), characters_of(texts)
-        )
+        return await self.vectors(request, model, lambda loaded: loaded.of_texts(texts, param, truncate=truncate))
+
+    async def tokenized(
+        self, request: Request, model: Model, make_work: Callable[[TextModel], TokenizerWork[R]]
+    ) -> tuple[TextModel, list[R]]:
+        """A model's tokenizer, and the tokens of a request's texts.
+
+        Raises:
+            InferenceError: a text is wrong, the model takes none, or there is no memory; it is recorded.
+            ClientDisconnect: the client has gone; it is recorded.
+        """
+        try:
+            loaded = await self.models.of(model)
+            return loaded, await self.models.threads.tokens(request, make_work(loaded))
+        except InferenceError as error:
+            self.refuse(request, model.name, error)
+            raise
+        except ClientDisconnect:
+            inference_entry(self._service, request).gone(ModelInferRequest(model_name=model.name).SerializeToString())
+            raise
 
     async def answer(self, request: Request, size: int, write: Callable[[], bytes]) -> Response:
         """A response of JSON, written on a thread if it is large.
@@ -144,27 +171,25 @@ class TextEndpoint:
             request: that is answered.
             size: bytes of the response, about.
             write: makes the JSON.
+
+        Raises:
+            UnavailableError: the memory budget is spent.
         """
-        body = await self.apart(size, write)
+        body = await self._apart(request, size, write)
         self._bodies.hold_answer(request, len(body))
         return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
 
-    async def apart(self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which is done on a thread if it is about many bytes."""
-        return await asyncio.to_thread(work) if size > self._limits.inline_bytes else work()
+    async def _apart(self, request: Request, size: int, work: Callable[[], T]) -> T:
+        """The result of `work`, which is counted and done on a thread if it is about many bytes."""
+        if size <= self._limits.inline_bytes:
+            return work()
+        memory_held(request).grow(2 * size)  # of the parts, and of the whole that they are joined to
+        return await asyncio.to_thread(work)
 
     def refuse(self, request: Request, name: str, error: InferenceError) -> None:
         """Record a request that is refused before any row is queued."""
         self.core.figures.refuse(error)
         inference_entry(self._service, request).failed(ModelInferRequest(model_name=name).SerializeToString(), error)
-
-    async def _tokenized(self, request: Request, model: Model, tokenize: Tokenize, characters: int) -> list[TokenRow]:
-        try:
-            loaded = await self.models.of(model)
-            return await self.models.tokenized(characters, lambda: tokenize(loaded))
-        except InferenceError as error:
-            self.refuse(request, model.name, error)
-            raise
 
     def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
         model = self.core.model(name)
@@ -178,9 +203,19 @@ class TextEndpoint:
         return model
 
 
-def json_rows(rows: Sequence[Any]) -> bytes:
-    """A list as JSON; each entry by itself, as orjson holds the interpreter lock."""
-    return b"[%b]" % b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
+def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> bytes:
+    """A list as JSON between other bytes; each entry is made and written by itself, as orjson holds the interpreter lock."""
+    pieces = [before, b"["]
+    for row in rows:
+        pieces += (orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY), b",")
+    if len(pieces) > 2:
+        pieces.pop()
+    return b"".join([*pieces, b"]", behind])
+
+
+def json_with_rows(head: Mapping[str, Any], name: str, rows: Iterable[Any]) -> bytes:
+    """A non-empty object as JSON, with one more field that is a list."""
+    return json_rows(rows, b'%b,"%b":' % (orjson.dumps(head)[:-1], name.encode()), b"}")
 
 
 def sigmoid(values: Vector) -> Vector:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.varint import encoded_varint
@@ -22,13 +23,14 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import require_inside
 from halfserve.serve.engine.tensors import ANY_SIZE
 from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.tasks.described_tokens import MAX_DESCRIBED, DescribedTokens
 from halfserve.serve.http.tasks.text_bodies import Text, shown
+from halfserve.serve.http.tasks.tokenizing import CHARACTERS_PER_TEXT, R, TokenizerThreads, TokenizerWork
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 EMBEDDINGS: Final = frozenset({"embeddings", "text-embeddings"})
 RERANK: Final = frozenset({"rerank"})
 CLASSIFICATION: Final = frozenset({"text-classification"})
@@ -38,16 +40,12 @@ MAX_TOKENS: Final = 32_768  # of a text, where the tokenizer says none
 # A text with more characters for each token that the model takes is refused, or cut, before it is tokenized: real text has 3
 # to 6. So the time to tokenize is bounded.
 CHARACTERS_PER_TOKEN: Final = 64
-INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
-CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, besides its own
-TOGETHER: Final = 64  # texts tokenized at once: their encodings hold 100 bytes a token
-TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
+MAX_CHARACTERS: Final = 262_144  # of a text in any case: the longest takes 0.1 to 0.4 s, and 8 characters for each token
+MAX_CHARACTERS_TOGETHER: Final = 8 * 2**20  # of a request's texts, the query counted with each text
 RAW_ENTRY: Final = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
-_PARTS: Final[dict[str, Callable[[Any], list[int]]]] = {
-    "input_ids": lambda encoding: encoding.ids,
-    "attention_mask": lambda encoding: encoding.attention_mask,
-    "token_type_ids": lambda encoding: encoding.type_ids,
-}
+IDS, MASK, TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
+INPUTS: Final = (IDS, MASK, TYPE_IDS)
+ROW_BYTES: Final = 256  # of the objects of a row
 
 
 def task_of(model: Model) -> str:
@@ -63,15 +61,20 @@ def labels_of(model: Model, count: int) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """The tokens of one text.
+    """The tokens of one text, special ones included, padding not.
 
     Attributes:
-        count: of tokens, special ones included, padding not.
-        message: a serialized ModelInferRequest of one row.
+        ids: int32 (tokens,).
+        type_ids: int32 (tokens,); None where all are 0.
     """
 
-    count: int
-    message: bytes
+    ids: NDArray[np.int32]
+    type_ids: NDArray[np.int32] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return ROW_BYTES + self.ids.nbytes + (0 if self.type_ids is None else self.type_ids.nbytes)
 
 
 class TextModel:
@@ -80,6 +83,7 @@ class TextModel:
     Attributes:
         model: the version.
         max_tokens: the most tokens of a text, special ones included.
+        max_characters: the most that are tokenized of a text.
         output: the name of the output that answers, the model's first.
         tokenizer: does not cut texts.
     """
@@ -90,31 +94,32 @@ class TextModel:
         Raises:
             ModelLoadError: the model has other inputs than tokens.
         """
-        strange = sorted(model.inputs.keys() - _PARTS.keys())
-        if strange or "input_ids" not in model.inputs:
-            raise ModelLoadError(f"its inputs are {', '.join(model.inputs)}; expected input_ids and of {', '.join(_PARTS)}")
+        strange = sorted(model.inputs.keys() - set(INPUTS))
+        if strange or IDS not in model.inputs:
+            raise ModelLoadError(f"its inputs are {', '.join(model.inputs)}; expected {IDS} and of {', '.join(INPUTS)}")
         self.model = model
         self.output = next(iter(model.outputs))
-        fixed = model.inputs["input_ids"].shape[-1]
+        fixed = model.inputs[IDS].shape[-1]
         stated = tokenizer.truncation
         self.max_tokens = MAX_TOKENS if stated is None else int(stated["max_length"])
         if fixed != ANY_SIZE:
             self.max_tokens = fixed
+        self.max_characters = min(CHARACTERS_PER_TOKEN * self.max_tokens, MAX_CHARACTERS)
         padding = tokenizer.padding or {}
+        self._least = 0 if fixed == ANY_SIZE else fixed
+        self._pads_left = padding.get("direction") == "left"
+        pads = {IDS: padding.get("pad_id", 0), TYPE_IDS: padding.get("pad_type_id", 0)}
         self.tokenizer, self._cutting = tokenizer, _sharing(tokenizer)
         tokenizer.no_truncation()
         direction = "right" if stated is None else stated["direction"]
         self._cutting.enable_truncation(self.max_tokens, direction=direction)
         for one in (tokenizer, self._cutting):
             one.no_padding()
-            if fixed != ANY_SIZE:
-                kept = {name: padding[name] for name in ("direction", "pad_id", "pad_type_id", "pad_token") if name in padding}
-                one.enable_padding(length=fixed, **kept)
-        self._inputs = tuple((name, _PARTS[name], spec.datatype.array_dtype) for name, spec in model.inputs.items())
+        self._inputs = tuple((name, spec.datatype.array_dtype, pads.get(name, 0)) for name, spec in model.inputs.items())
         self._head = lru_cache(maxsize=4096)(self._made_head)
 
-    def rows(self, texts: Sequence[Text], param: str, *, truncate: bool) -> list[TokenRow]:
-        """Tokenize texts, or pairs of texts.
+    def of_texts(self, texts: Sequence[Text], param: str, *, truncate: bool) -> TokenizerWork[TokenRow]:
+        """Rows of texts, or of pairs of texts.
 
         Args:
             texts: with characters.
@@ -122,51 +127,71 @@ class TextModel:
             truncate: whether to cut texts that are too long.
 
         Raises:
-            InputError: a text is too long, or gives no token.
+            InputError: a text is too long, or all together are; `tokens_of` raises it too, and where a text gives no token.
         """
-        most = self.max_tokens * CHARACTERS_PER_TOKEN
         if not truncate:
             self.require_short(texts, param)
-        elif max(map(_longest, texts)) > most:
-            texts = [text[:most] if isinstance(text, str) else (text[0][:most], text[1][:most]) for text in texts]
-        tokenizer = self._cutting if truncate else self.tokenizer
-        rows: list[TokenRow] = []
-        for start in range(0, len(texts), TOGETHER):
-            encodings = tokenizer.encode_batch_fast(list(texts[start : start + TOGETHER]))
-            rows += [self._row(encoding, param, start + place) for place, encoding in enumerate(encodings)]
-        return rows
+        most, tokenizer = self.max_characters, self._cutting if truncate else self.tokenizer
+
+        def tokens_of(piece: range) -> list[TokenRow]:
+            some = [_cut(texts[index], most) for index in piece]
+            encodings = tokenizer.encode_batch_fast(some)
+            return [self._row(encoding, param, index) for encoding, index in zip(encodings, piece, strict=True)]
+
+        return self._work(texts, param, tokens_of)
+
+    def of_ids(self, ids: Sequence[Sequence[Any]], param: str) -> TokenizerWork[TokenRow]:
+        """Rows of token ids as the client gives them.
+
+        Raises:
+            InputError: from `tokens_of`, where there is no id, there are too many, or one is not in the vocabulary.
+        """
+        return TokenizerWork(
+            characters=[CHARACTERS_PER_TEXT + len(row) for row in ids],
+            tokens_of=lambda piece: [self._row_of_ids(ids[index], param, index) for index in piece],
+        )
 
     def require_short(self, texts: Sequence[Text], param: str) -> None:
         """Check the number of characters, which bounds the time to tokenize.
 
         Raises:
-            InputError: a text has more than any text of `max_tokens` has.
+            InputError: a text has more than `max_characters`.
         """
-        most = self.max_tokens * CHARACTERS_PER_TOKEN
+        most = self.max_characters
         for index, text in enumerate(texts):
             if _longest(text) > most:
                 raise self._too_long(param, index, f"{_longest(text)} characters", f"{most} characters")
 
-    def tokens(self, texts: Sequence[str], *, with_special: bool) -> list[list[dict[str, Any]]]:
+    def described(self, texts: Sequence[str], param: str, *, with_special: bool) -> TokenizerWork[DescribedTokens]:
         """The tokens of each text as TEI describes them.
 
         Args:
             texts: with characters.
+            param: the field of the request that they come from.
             with_special: whether to add special tokens, which have no place in the text.
-        """
-        answers: list[list[dict[str, Any]]] = []
-        for start in range(0, len(texts), TOGETHER):
-            some = list(texts[start : start + TOGETHER])
-            encodings = self.tokenizer.encode_batch(some, add_special_tokens=with_special)
-            answers += [_described(text, encoding) for text, encoding in zip(some, encodings, strict=True)]
-        return answers
-
-    def row_of_ids(self, ids: Sequence[Any], param: str, index: int) -> TokenRow:
-        """A row of token ids as the client gives them.
 
         Raises:
-            InputError: there is none, there are too many, or one is not in the vocabulary.
+            InputError: a text is too long; `tokens_of` raises it too, where all together have more than MAX_DESCRIBED tokens.
         """
+        self.require_short(texts, param)
+        count = 0
+
+        def tokens_of(piece: range) -> list[DescribedTokens]:
+            nonlocal count
+            some = [texts[index] for index in piece]
+            encodings = self.tokenizer.encode_batch(some, add_special_tokens=with_special)
+            count += sum(map(len, encodings))
+            if count > MAX_DESCRIBED:
+                raise InputError(
+                    f"{param!r} gives more than {MAX_DESCRIBED} tokens, expected at most as many in one request; split it",
+                    param=param,
+                    fault=Fault.TOO_MANY,
+                )
+            return [DescribedTokens.of(text, encoding) for text, encoding in zip(some, encodings, strict=True)]
+
+        return self._work(texts, param, tokens_of)
+
+    def _row_of_ids(self, ids: Sequence[Any], param: str, index: int) -> TokenRow:
         if not ids:
             raise InputError(f"{param}[{index}] has no token ids, expected at least one", param=param, fault=Fault.EMPTY)
         if len(ids) > self.max_tokens:
@@ -175,31 +200,44 @@ class TextModel:
         for number in ids:
             if type(number) is not int or not 0 <= number < size:
                 raise InputError(f"{param}[{index}] has {shown(number)}, expected token ids from 0 to {size - 1}", param=param)
-        padding = self.tokenizer.padding or {"pad_id": 0, "length": 0}
-        missing = max(0, (padding["length"] or 0) - len(ids))
-        values = {
-            "input_ids": [*ids, *[padding["pad_id"]] * missing],
-            "attention_mask": [1] * len(ids) + [0] * missing,
-            "token_type_ids": [0] * (len(ids) + missing),
-        }
-        return self._packed(len(ids), len(ids) + missing, [values[name] for name, _, _ in self._inputs])
+        return TokenRow(np.array(ids, np.int32), None)
+
+    def message(self, row: TokenRow) -> bytes:
+        """A serialized ModelInferRequest of one row, padded where the model's length is fixed."""
+        count = len(row.ids)
+        length = max(count, self._least)
+        pieces = [self._head(length)]
+        for name, dtype, pad in self._inputs:
+            if name == IDS:
+                raw = row.ids.astype(dtype).tobytes()
+            elif name == TYPE_IDS and row.type_ids is not None:
+                raw = row.type_ids.astype(dtype).tobytes()
+            else:
+                raw = dtype.type(name == MASK).tobytes() * count
+            padding = dtype.type(pad).tobytes() * (length - count)
+            raw = padding + raw if self._pads_left else raw + padding
+            pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
+        return b"".join(pieces)
 
     def _row(self, encoding: Encoding, param: str, index: int) -> TokenRow:
-        length = len(encoding)
-        mask = encoding.attention_mask
-        count = sum(mask)
+        count = len(encoding)
         if not count:
             raise InputError(f"{param}[{index}] gives no token, expected text", param=param, fault=Fault.EMPTY)
-        if length > self.max_tokens:
-            raise self._too_long(param, index, f"{length} tokens", f"{self.max_tokens} tokens")
-        return self._packed(count, length, [part(encoding) for _, part, _ in self._inputs])
+        if count > self.max_tokens:
+            raise self._too_long(param, index, f"{count} tokens", f"{self.max_tokens} tokens")
+        types = encoding.type_ids
+        return TokenRow(np.array(encoding.ids, np.int32), np.array(types, np.int32) if any(types) else None)
 
-    def _packed(self, count: int, length: int, values: list[list[int]]) -> TokenRow:
-        pieces = [self._head(length)]
-        for numbers, (_, _, dtype) in zip(values, self._inputs, strict=True):
-            raw = np.array(numbers, dtype).tobytes()
-            pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
-        return TokenRow(count, b"".join(pieces))
+    def _work(self, texts: Sequence[Text], param: str, tokens_of: Callable[[range], list[R]]) -> TokenizerWork[R]:
+        characters = [_characters(text, self.max_characters) for text in texts]
+        if sum(characters) > MAX_CHARACTERS_TOGETHER:
+            raise InputError(
+                f"the texts have {sum(characters)} characters, those of a query counted with each text, expected at most "
+                f"{MAX_CHARACTERS_TOGETHER} in one request; split it",
+                param=param,
+                fault=Fault.TOO_MANY,
+            )
+        return TokenizerWork(characters=characters, tokens_of=tokens_of)
 
     def _made_head(self, length: int) -> bytes:
         """The part of a message that is the same for all texts of this many tokens."""
@@ -218,12 +256,16 @@ class TextModel:
 
 
 class TextModels:
-    """The text models of a server. Lives on the event loop."""
+    """The text models of a server. Lives on the event loop.
+
+    Attributes:
+        threads: tokenize for all of them.
+    """
 
     def __init__(self, core: InferenceCore) -> None:
         self._core = core
         self._loading: dict[Model, asyncio.Task[TextModel | InferenceError]] = {}
-        self._threads = asyncio.Semaphore(TOKENIZING_THREADS)
+        self.threads = TokenizerThreads()
         self._follows = False
 
     def start(self) -> None:
@@ -253,16 +295,6 @@ class TextModels:
             raise loaded
         return loaded
 
-    async def tokenized(self, characters: int, work: Callable[[], T]) -> T:
-        """The result of `work`, on a thread if it is for many characters (see `characters_of`).
-
-        The tokenizer releases the interpreter lock.
-        """
-        if characters <= INLINE_CHARACTERS:
-            return work()
-        async with self._threads:
-            return await asyncio.to_thread(work)
-
     def _follow(self) -> None:
         served = [model for model in self._core.models() if task_of(model) in TEXT_TASKS]
         for model in self._loading.keys() - set(served):
@@ -277,19 +309,14 @@ class TextModels:
         return task
 
 
-def characters_of(texts: Iterable[Text]) -> int:
-    """How many characters cost as much time to tokenize as these texts."""
-    return sum(CHARACTERS_PER_TEXT + (len(text) if isinstance(text, str) else len(text[0]) + len(text[1])) for text in texts)
+def _cut(text: Text, most: int) -> Text:
+    return text[:most] if isinstance(text, str) else (text[0][:most], text[1][:most])
 
 
-def _described(text: str, encoding: Encoding) -> list[dict[str, Any]]:
-    parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
-    return [
-        {"id": number, "text": token, "special": True, "start": None, "stop": None}
-        if special
-        else {"id": number, "text": text[first:end], "special": False, "start": first, "stop": end}
-        for number, token, special, (first, end) in parts
-    ]
+def _characters(text: Text, most: int) -> int:
+    """How many characters cost as much time to tokenize, where at most so many are tokenized of each text."""
+    parts = (text,) if isinstance(text, str) else text
+    return CHARACTERS_PER_TEXT + sum(min(most, len(part)) for part in parts)
 
 
 def _longest(text: Text) -> int:

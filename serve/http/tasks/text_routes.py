@@ -10,16 +10,16 @@ from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, NotFoundError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.responses import json_response
+from halfserve.serve.http.responses import json_in_pieces, json_response
 from halfserve.serve.http.tasks.classification import ClassificationRoutes
+from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
 from halfserve.serve.http.tasks.embeddings import EmbeddingRoutes
 from halfserve.serve.http.tasks.rerank import RerankRoutes
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows
-from halfserve.serve.http.tasks.text_models import EMBEDDINGS, RERANK, TEXT_TASKS, characters_of, labels_of, task_of
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
+from halfserve.serve.http.tasks.text_models import EMBEDDINGS, RERANK, TEXT_TASKS, labels_of, task_of
 
 OWNER = "halfserve"
-TOKEN_BYTES = 16  # of JSON, for each character
 
 
 class TextRoutes:
@@ -77,14 +77,16 @@ class TextRoutes:
             refuse_fields(content, {"prompt_name": "write the prompt in front of each text"})
             texts = one_or_more(content.get("inputs"), "inputs")
             with_special = flag_field(content, "add_special_tokens", default=True)
-            loaded = await endpoint.models.of(model)
-            loaded.require_short(texts, "inputs")
         except InferenceError as error:
             endpoint.refuse(request, model.name, error)
             raise
-        characters = characters_of(texts)
-        rows = await endpoint.models.tokenized(characters, lambda: loaded.tokens(texts, with_special=with_special))
-        return await endpoint.answer(request, TOKEN_BYTES * characters, lambda: json_rows(rows))
+        _, tokens = await endpoint.tokenized(
+            request, model, lambda loaded: loaded.described(texts, "inputs", with_special=with_special)
+        )
+        written = json_pieces(tokens)
+        if sum(len(one.ids) for one in tokens) <= TOGETHER:
+            return await endpoint.answer(request, 0, lambda: b"".join(written))
+        return json_in_pieces(written)
 
 
 def _kind(model: Model) -> dict[str, Any]:

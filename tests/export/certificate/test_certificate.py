@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 from onnx import numpy_helper
 from rich.console import Console
 
@@ -24,6 +26,7 @@ from halfserve.export.certificate.certificate import (
     Probe,
     Risk,
     read_certificate,
+    signing_key,
 )
 from halfserve.export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
 from halfserve.export.certificate.html import certificate_page
@@ -32,7 +35,9 @@ from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array
+from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey, VerifyingKey
 from tests.export.stored_models import sums
+from tests.key_pairs import key_pair
 from tests.whole_words import broken_words
 
 Certify = Callable[[onnx.ModelProto], Certificate]
@@ -78,7 +83,7 @@ def test_nan_is_written_as_json_allows_and_reads_back(full: Certificate) -> None
 
 def test_certificates_of_version_1_are_read(full: Certificate) -> None:
     data = full.to_json()
-    added = ("graph_sha256", "levels", "adversarial", "headroom", "accumulators", "risks", "notes", "placement")
+    added = ("precision", "graph_sha256", "levels", "adversarial", "headroom", "accumulators", "risks", "notes", "placement")
     old = {name: value for name, value in data.items() if name not in added} | {"schema_version": 1}
     for output in old["outputs"]:
         del output["plot"], output["figures"]["floating"]
@@ -86,7 +91,7 @@ def test_certificates_of_version_1_are_read(full: Certificate) -> None:
         del old["budget"][limit]
     read = read_certificate(json.dumps(old))
     assert read.outputs == full.outputs
-    assert read.adversarial == ()
+    assert (read.precision, read.adversarial) == ("float16", ())
     assert read.violations == ["output 'y' (runtime): max abs error 2 (limit 1)"]
 
 
@@ -106,6 +111,7 @@ def test_edge_cases_headroom_and_sums_count_where_the_budget_says_so(full: Certi
 def test_its_hash_covers_all_but_the_files_own(full: Certificate) -> None:
     assert replace(full, onnx_sha256="other", onnx_bytes=7).sha256 == full.sha256
     assert replace(full, samples=5).sha256 != full.sha256
+    assert replace(full, precision="bfloat16").sha256 != full.sha256
     assert read_certificate(full.to_bytes()).sha256 == full.sha256
 
 
@@ -157,7 +163,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is not JSON"),
         (lambda _: b"[]", "not a halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "not a halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 3"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 4"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),
@@ -198,9 +204,16 @@ def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certif
     assert "columns 1-2 on axis 1 reach" in text
     assert "of 1, in column 2" in text
     assert "columns 1-2 on axis 1 reach" in certificate_page(certificate)
-    alike = replace(full.outputs[0], figures=compare(np.ones((2, 2)), np.ones((2, 2))))
-    console.print(certificate_table(replace(full, outputs=(alike,))))
-    assert " none" in console.export_text()
+
+
+def test_agreement_without_evidence_is_shown_as_none(full: Certificate) -> None:
+    reference = np.random.default_rng(0).random((32, 3)) + np.eye(3)[0]
+    certificate = replace(full, outputs=(replace(full.outputs[0], figures=compare(reference, reference)),))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(certificate_table(certificate))
+    for report in (console.export_text(), certificate_page(certificate)):
+        assert "none" in report
+        assert "100.00%" not in report
 
 
 @pytest.fixture
@@ -256,6 +269,49 @@ def test_a_changed_figure_or_limit_is_detected(big: onnx.ModelProto, certificate
         check_embedded(model, read_certificate(json.dumps(forged)))
 
 
+def test_a_signature_covers_every_field(certificate: Certificate, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    signed = certificate.signed(SigningKey(private))
+    assert read_certificate(signed.to_bytes()) == signed
+    assert signed.sha256 == certificate.sha256
+    content, key = json.loads(signed.to_bytes()), VerifyingKey(public)
+    assert key.signed(content)
+    assert not VerifyingKey(key_pair(tmp_path / "other")[1]).signed(content)
+    for name in content.keys() - {"signature"}:
+        assert not key.signed({**content, name: "changed"}), name
+    for signature in ("", "?", 7, None, signed.signature[:-8] + "AAAAAA=="):
+        assert not key.signed({**content, "signature": signature}), signature
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"cannot read the certificate key .*/private.pem: No such file"),
+        (
+            "public",
+            r"private.pem: holds no private key without a pass phrase; write one with: openssl genpkey",
+        ),
+        ("protected", r"private.pem: holds no private key without a pass phrase"),
+        ("another kind", r"private.pem: holds a key of another kind than Ed25519; write one with: openssl genpkey"),
+    ],
+)
+def test_a_file_that_is_no_signing_key_is_refused(kind: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "private.pem"
+    if kind == "public":
+        path.write_bytes(key_pair(tmp_path / "pair")[1].read_bytes())
+    elif kind != "missing":
+        key = ed25519.Ed25519PrivateKey.generate() if kind == "protected" else ed448.Ed448PrivateKey.generate()
+        password = serialization.BestAvailableEncryption(b"pass") if kind == "protected" else serialization.NoEncryption()
+        path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password))
+    with pytest.raises(UsageError, match=message):
+        signing_key(path)
+
+
+def test_a_private_key_is_no_public_one(tmp_path: Path) -> None:
+    with pytest.raises(CertificateKeyError, match=r"private.pem: holds no public key; write one with: openssl pkey -in"):
+        VerifyingKey(key_pair(tmp_path)[0])
+
+
 def test_a_model_without_a_certificate_is_refused(big: onnx.ModelProto, certificate: Certificate) -> None:
     with pytest.raises(ExportError, match="the model names no certificate in its metadata"):
         check_embedded(big, certificate)
@@ -287,8 +343,13 @@ def test_a_file_of_any_size_is_appended_to(
     assert np.array_equal(
         numpy_helper.to_array(onnx.load(path).graph.initializer[0]), numpy_helper.to_array(big.graph.initializer[0])
     )
-    with pytest.raises(ExportError, match="names a certificate already"):
-        embed_in_file(path, embedded)
+    named = path.read_bytes()
+    assert embed_in_file(path, embedded) == embedded
+    assert path.read_bytes() == named
+    other = embed_in_file(path, replace(embedded, notes=("another",)))
+    assert path.read_bytes().startswith(before)
+    assert len(path.read_bytes()) == len(named)
+    check_embedded(path, other)
     assert not list(path.parent.glob(".*"))
 
 
@@ -350,6 +411,7 @@ def choices(rows: int, flipped: int, apart: float) -> Figures:
         (108, 1, 0.004, Budget(min_agreement=1), ["agreement 0.9907 (limit 1.0000): 1 of 108 rows differ"]),
         (400, 2, 0.004, Budget(), []),
         (400, 3, 0.004, Budget(), ["agreement 0.9925 (limit 0.9950): 3 of 400 rows differ"]),
+        (400, 9, 0.004, Budget(judge_near_ties=False), []),  # on made-up samples
     ],
 )
 def test_one_near_tie_among_few_rows_is_allowed(
@@ -363,7 +425,8 @@ def test_a_clear_row_must_not_differ() -> None:
     reference[0, 0] = 0.985
     candidate = reference.copy()
     candidate[0] = 0.994, 0.993  # each within the error that is allowed
-    assert violations(compare(reference, candidate), Budget()) == ["agreement 0.9907 (limit 0.9950): 1 of 108 rows differ"]
+    for budget in (Budget(), Budget(judge_near_ties=False)):
+        assert violations(compare(reference, candidate), budget) == ["agreement 0.9907 (limit 0.9950): 1 of 108 rows differ"]
 
 
 def test_among_few_integers_none_may_differ() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -20,8 +21,10 @@ from halfserve.export.cli.convert import EXIT_CODES, convert
 from halfserve.export.errors import ExportError
 from halfserve.export.file_conversion import SearchFailed
 from halfserve.export.onnx_files.model_file import LARGE_BYTES, open_model
+from halfserve.protos.certificate_signature import VerifyingKey
 from tests.export.onnx_fp16.models import parse
 from tests.export.stored_models import in_one_file, sums, with_data_files
+from tests.key_pairs import key_pair
 
 Run = Callable[..., Result]
 LONG = "a" * 300
@@ -114,8 +117,10 @@ def test_without_samples_inputs_are_made_up(run: Run) -> None:
     result = run("in.onnx", "out.onnx", "--json", "--dim", "n=3")
     assert result.exit_code == 0, result.output
     certificate = json.loads(result.stdout)["certificate"]
-    assert certificate["samples"] >= 3
-    assert certificate["notes"] == ["the inputs were made up; give --samples for a verdict on your own"]
+    assert certificate["samples"] == 33  # the least multiple of 3 that is 32 or more
+    (note,) = (note for note in certificate["notes"] if "made-up" in note)
+    assert note.startswith("the inputs are 33 made-up rows: random numbers")
+    assert "cannot show how large numbers become inside the model on real data" in note
 
 
 def test_a_model_that_fails_on_made_up_inputs_asks_for_samples(run: Run, tmp_path: Path) -> None:
@@ -241,8 +246,28 @@ def test_a_file_becomes_a_version_in_a_repository_with_its_twin(run: Run) -> Non
     config = (written.parent / "config.pbtxt").read_text()
     assert "max_batch_size: 8" in config
     assert "halfserve.fp32_twin" in config
+    twin = hashlib.sha256((written / "fp32" / "model.onnx").read_bytes()).hexdigest()
+    assert certificate.files == {"fp32/model.onnx": twin}
     second = run(*arguments)
     assert Path(json.loads(second.stdout)["path"]) == Path("models/sums/2")
+
+
+def test_a_key_signs_the_certificates_that_are_written(run: Run, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    key = ("--samples", "in.npz", "--certificate-key", private)
+    assert run("in.onnx", "--repository", "models", "--name", "sums", "--fp32-twin", *key).exit_code == 0
+    assert run("in.onnx", "out.onnx", "--certificate", "out.json", *key).exit_code == 0
+    for path in (Path("models/sums/1/certificate.json"), Path("out.json")):
+        assert VerifyingKey(public).signed(json.loads(path.read_bytes()))
+
+
+def test_a_key_without_a_certificate_to_sign_is_wrong_usage(run: Run, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    result = run("in.onnx", "out.onnx", "--certificate-key", private)
+    assert str(result.exception) == "--certificate-key signs the certificate; give --certificate or --repository too"
+    result = run("in.onnx", "--repository", "models", "--certificate-key", public)
+    assert "public.pem: holds no private key without a pass phrase" in str(result.exception)
+    assert not Path("models").exists()
 
 
 @pytest.mark.long

@@ -94,7 +94,7 @@ def test_auto_takes_float16_where_that_passes(run: Run) -> None:
     assert made.exit_code == 0, made.output
     found = json.loads(made.stdout)
     assert found["conversion"]["dtype"] == "float16"
-    assert "precision" not in found["certificate"]
+    assert found["certificate"]["precision"] == "float16"
 
 
 def test_auto_takes_bfloat16_where_float16_overflows_and_says_why(run: Run) -> None:

@@ -84,8 +84,8 @@ def test_over_budget_is_exit_code_3_and_the_verdict_is_written_all_the_same(
 def test_without_samples_inputs_are_made_up(pair: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
     assert run(*pair, "--dim", "width=5", "--dim", "batch=3", "--json", "--min-headroom", 16) == 0
     printed = json.loads(capfd.readouterr().out)
-    assert printed["samples"] == 3
-    assert printed["outputs"][0]["figures"]["elements"] == 15
+    assert printed["samples"] == 33
+    assert printed["outputs"][0]["figures"]["elements"] == 33 * 5
     assert printed["headroom"] >= 16
 
 

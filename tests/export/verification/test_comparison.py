@@ -61,7 +61,7 @@ def test_clear_disagreements_are_reported_without_a_share() -> None:
 def test_a_lone_near_tie_passes_and_is_noted() -> None:
     certificate = verify(model(0.0), model(0.008), close(1, 0.004), adversarial=False)
     assert [round(verdict.figures.agreement or 0, 4) for verdict in certificate.outputs] == [0.9907, 0.9907]
-    noted = "differs in the argmax of 1 of 108 rows, which is a near-tie: float32's two numbers there are 0.004 apart"
+    noted = "differs in the argmax of 1 of 108 rows, which is a near-tie: float32's two numbers there are at most 0.004 apart"
     assert [note for note in certificate.notes if noted in note] == [
         f"output 'y' ({run}) {noted}, and an error of 0.01 is allowed" for run in ("rounded", "runtime")
     ]
@@ -117,7 +117,7 @@ def test_rounded_inputs_within_budget_are_not_mentioned(x: Array) -> None:
     message, certificate = over(steep(FLOAT, factor=1.0), steep(FLOAT, factor=1.1), x)
     assert STEEP not in message
     assert "keep sensitive layers in float32 (node_block_list, op_block_list of convert, or --block-node, --block" in message
-    assert certificate.notes == ()
+    assert not any("inputs alone rounded" in note for note in certificate.notes)
 
 
 def test_inputs_beyond_float16_are_to_blame() -> None:

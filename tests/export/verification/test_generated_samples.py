@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.verification import generated_samples
 from halfserve.export.verification.generated_samples import (
     FACTORS,
     ROWS,
@@ -17,8 +18,9 @@ from halfserve.export.verification.generated_samples import (
     adversarial_cases,
     is_mask,
     synthesize,
+    synthetic_samples,
 )
-from halfserve.export.verification.samples import Array, Input
+from halfserve.export.verification.samples import Array, Input, inputs_of, make_feeds
 from tests.export.stored_models import open_session, run_session
 
 X = Input(name="x", elem_type=TensorProto.FLOAT16, dims=("batch", "length"))
@@ -178,6 +180,33 @@ def test_the_same_seed_gives_the_same_inputs(bert: onnx.ModelProto) -> None:
     pairs = zip(synthesize(bert, seed=3), synthesize(bert, seed=3), strict=True)
     assert all(np.array_equal(one, other) for one, other in pairs)
     assert not np.array_equal(synthesize(bert, seed=3)[3], synthesize(bert, seed=4)[3])
+
+
+def relu(shape: list[int | str]) -> onnx.ModelProto:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [(["n", 8], 32), ([1, 8], 32), ([3, 8], 33), ([64, 8], 64), ([], 32)],
+    ids=["any", "1", "3", "64", "no batch"],
+)
+def test_at_least_32_rows_are_made_up_for_any_batch(shape: list[int | str], rows: int) -> None:
+    model = relu(shape)
+    made = synthetic_samples(model)
+    feeds = make_feeds(inputs_of(model), made.inputs, 32)
+    assert feeds.samples == rows
+    assert len(np.unique(np.concatenate([np.atleast_2d(feed["x"]) for feed in feeds.batches]), axis=0)) == rows
+    assert made.note.startswith(f"the inputs are {rows} made-up rows: ")
+
+
+def test_rows_too_large_for_memory_are_fewer_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated_samples, "MOST_NUMBERS", 100)
+    made = synthetic_samples(relu(["n", 8]))
+    text = "the inputs are 12 made-up rows and not 32, since the outputs of a batch hold 16 numbers: random numbers"
+    assert made.note.startswith(text)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.export.onnx_fp16.models import parse
 
 Y = ComparedOutput(name="y")
 BOXES = ComparedOutput(name="boxes", data_dependent=True)
-SEEN: Array = np.array([[1.0, 2.0], [3.0, 4.0]])
+SEEN: Array = np.array([[1.0, 2.0], [4.0, 3.0]])
 USUAL = OutputVerdict(name="y", execution="rounded", figures=compare(np.full(3, 10.0), np.full(3, 10.0)), violations=())
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
 TOP = "best, route = TopK <axis = -1> (scores, k)"
@@ -49,6 +49,29 @@ def test_integers_texts_and_booleans_are_judged_by_agreement_alone() -> None:
     assert not any(verdict.violations for verdict in judged.verdicts)
     strict = judge(outputs, "runtime", [one], [other], Budget(min_agreement=0.999))
     assert [bool(verdict.violations) for verdict in strict.verdicts] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("others", "note"),
+    [
+        (0, "float32 has the same argmax in all 400 rows, "),
+        (
+            1,
+            "float32 has the same argmax in 399 of 400 rows: a model that always chose it would be within the limit of 0.995",
+        ),
+        (3, None),
+    ],
+)
+def test_agreement_on_one_class_is_said_to_be_no_evidence(others: int, note: str | None) -> None:
+    answers = np.random.default_rng(0).random((400, 10)) + np.eye(10)[3]
+    answers[:others] = np.roll(answers[:others], 1, axis=1)
+    judged = judge([Y], "rounded", [[answers]], [[answers]], Budget())
+    if note is None:
+        assert judged.notes == ()
+    else:
+        (said,) = judged.notes
+        assert said.startswith(f"output 'y': {note}")
+        assert "no evidence" in said
 
 
 def test_sequences_are_compared_by_item_and_absent_values_noted() -> None:

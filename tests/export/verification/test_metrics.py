@@ -82,6 +82,15 @@ def test_one_answer_to_all_samples_is_no_evidence() -> None:
     assert compare(same[:1], same[:1]).agreement == 1
 
 
+def test_one_class_in_all_rows_is_no_evidence() -> None:
+    reference = np.random.default_rng(0).random((32, 10)) + np.eye(10)[3]
+    figures = compare(reference, reference)
+    assert (figures.agreement, figures.rows, figures.constant_rows) == (None, 0, 32)
+    other = reference.copy()
+    other[5] = -reference[5]
+    assert compare(reference, other).agreement == 31 / 32  # it is evidence against the candidate
+
+
 def test_a_candidate_that_prefers_nothing_does_not_agree() -> None:
     reference = np.array([[2.0, 1.0], [3.0, 1.0]])  # class 0, which the argmax of a constant row is
     assert compare(reference, np.zeros((2, 2))).agreement == 0

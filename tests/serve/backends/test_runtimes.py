@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,22 +17,28 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from halfserve import export_onnx, to_half
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.openvino.plugin import native_halves
 from halfserve.serve.backends.runtimes import Runtimes
-from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Trust
-from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.backend import ONNX, OPENVINO, Backend, DevicePlacement, ModelInterface, Trust
+from halfserve.serve.engine.config.model_config import Defaults, read_config
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import ANY_SIZE, Array
 from tests.models import mlp_weights, save_model
+from tests.serve.backends.conftest import KINDS
 from tests.serve.backends.support import load_backend
 from tests.serve.running_server import running_server
 
 ON_CPU = DevicePlacement(use_gpu=False, threads=1)
-KINDS = ("onnx", "torch")
 HALF = TensorProto.FLOAT16
-PLATFORMS = {"onnx": "onnxruntime_onnx", "torch": "torch_export"}
+PLATFORMS = {
+    "onnx": "onnxruntime_onnx",
+    "torch": "torch_export",
+    "openvino": "openvino",
+    "onnx_on_openvino": "onnxruntime_onnx",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +52,19 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
 
 
 def load(runtimes: Runtimes, folder: Path, name: str) -> tuple[ModelInterface, Backend]:
-    (path,) = (folder / name / "1").iterdir()
+    path = model_file(folder, name)
     interface = runtimes.describe(path)
-    return interface, runtimes.load(path, interface, ON_CPU, ModelConfig())
+    return interface, runtimes.load(path, interface, ON_CPU, read_config(folder / name / "config.pbtxt").message)
+
+
+def model_file(folder: Path, name: str) -> Path:
+    (path,) = (path for path in (folder / name / "1").iterdir() if path.suffix != ".bin")
+    return path
+
+
+def bf16_precision(interface: ModelInterface) -> str:
+    """In which a bf16 model is computed: OpenVINO computes its own graphs as they are written, where the processor can."""
+    return "bf16" if interface.kind is OPENVINO and "bf16" in native_halves() else "fp32 (the bf16 model, upcast)"
 
 
 def expected_mlp(x: Array) -> Array:
@@ -84,14 +101,15 @@ def test_an_overflow_of_fp16_is_an_infinity(runtimes: Runtimes, folder: Path) ->
 def test_a_bf16_model_takes_and_gives_bf16(runtimes: Runtimes, folder: Path) -> None:
     interface, backend = load(runtimes, folder, "twice_bf16")
     assert [spec.datatype.wire for spec in (*interface.inputs, *interface.outputs)] == ["BF16", "BF16"]
-    assert backend.precision == "fp32 (the bf16 model, upcast)"
+    assert backend.precision == bf16_precision(interface)
     x = np.array([[1.5], [3e38]], ml_dtypes.bfloat16)
     y = backend.run({"x": x.astype(backend.compute_dtype("x"))})["y"]
     np.testing.assert_array_equal(y, np.array([[3.0], [np.inf]], ml_dtypes.bfloat16), strict=True)
 
 
-def test_a_request_that_cannot_be_computed_is_a_backend_error(runtimes: Runtimes, folder: Path) -> None:
-    _, backend = load(runtimes, folder, "picky")
+@pytest.mark.parametrize("kind", ["onnx", "torch"])
+def test_a_request_that_cannot_be_computed_is_a_backend_error(runtimes: Runtimes, folders: dict[str, Path], kind: str) -> None:
+    _, backend = load(runtimes, folders[kind], "picky")
     with pytest.raises(BackendError, match="the model failed on this request: .*(?i:ind(ex|ices)).* out of"):
         backend.run({"i": np.array([[5]])})
     assert backend.run({"i": np.array([[1]])})["y"].tolist() == [[20.0]]
@@ -126,14 +144,13 @@ def test_a_whole_repository_is_loaded(runtimes: Runtimes, folder: Path) -> None:
     sizes = {model.name: model.max_batch_size for model in models}
     assert sizes == {"mlp": 32, "picky": 32, "same": 32, "twice": 32, "twice_bf16": 32, "unbatched": 0}
     (kind,) = {model.interface.kind for model in models}
-    assert {(m.config.platform, m.config.backend) for m in models} == {(kind.platform, kind.backend)}
+    backend = "openvino" if (folder / "mlp" / "config.pbtxt").exists() else kind.backend
+    assert {(m.config.platform, m.config.backend) for m in models} == {(kind.platform, backend)}
 
 
 @pytest.mark.parametrize("asked", ['backend: "tensorrt_plan"', 'platform: "onnxruntime_onnx" backend: "pytorch"'])
 def test_a_backend_that_is_not_the_files_is_refused(runtimes: Runtimes, folder: Path, tmp_path: Path, asked: str) -> None:
-    (path,) = (folder / "mlp" / "1").iterdir()
-    (tmp_path / "mlp" / "1").mkdir(parents=True)
-    (tmp_path / "mlp" / "1" / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder / "mlp" / "1", tmp_path / "mlp" / "1")
     (tmp_path / "mlp" / "config.pbtxt").write_text(asked)
     with pytest.raises(ModelLoadError, match="models are not supported, expected platform '.*' or backend '.*' for this"):
         load_model(find_models(tmp_path)[0], runtimes, ON_CPU, Defaults())
@@ -141,13 +158,13 @@ def test_a_backend_that_is_not_the_files_is_refused(runtimes: Runtimes, folder: 
 
 def test_the_configuration_chooses_between_two_files(runtimes: Runtimes, folders: dict[str, Path], tmp_path: Path) -> None:
     version = tmp_path / "mlp" / "1"
-    version.mkdir(parents=True)
     for kind in KINDS:
-        (path,) = (folders[kind] / "mlp" / "1").iterdir()
-        (version / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(folders[kind] / "mlp" / "1", version, dirs_exist_ok=True)
     for config, file_name in (
         ("", "model.onnx"),
         ('backend: "pytorch"', "model.pt2"),
+        ('backend: "openvino"', "model.xml"),
+        ('backend: "openvino" default_model_filename: "model.onnx"', "model.onnx"),
         ('platform: "onnxruntime_onnx"', "model.onnx"),
         ('default_model_filename: "model.pt2"', "model.pt2"),
     ):
@@ -168,9 +185,9 @@ def test_a_gpu_that_is_not_there_is_refused(
 ) -> None:
     monkeypatch.setattr("halfserve.serve.backends.onnx_runtime.session.device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (path,) = (folders[kind] / "mlp" / "1").iterdir()
+    path, config = model_file(folders[kind], "mlp"), read_config(folders[kind] / "mlp" / "config.pbtxt").message
     with pytest.raises(ModelLoadError, match="a GPU is required, but .*CUDA device 0"):
-        runtimes.load(path, runtimes.describe(path), DevicePlacement(require_gpu=True), ModelConfig())
+        runtimes.load(path, runtimes.describe(path), DevicePlacement(require_gpu=True), config)
 
 
 @pytest.fixture
@@ -287,7 +304,8 @@ def test_metadata_name_the_platform(clients: dict[str, InferenceServerClient], k
     for model in ("mlp", "twice_bf16"):
         assert clients[kind].get_model_metadata(model).platform == PLATFORMS[kind]
     config = clients[kind].get_model_config("twice_bf16").config
-    assert config.parameters["halfserve.precision"].string_value == "fp32 (the bf16 model, upcast)"
+    interface = ModelInterface(inputs=(), outputs=(), batched=True, kind=OPENVINO if kind == "openvino" else ONNX)
+    assert config.parameters["halfserve.precision"].string_value == bf16_precision(interface)
 
 
 def test_bf16_goes_in_and_comes_out(clients: dict[str, InferenceServerClient], kind: str) -> None:

@@ -22,7 +22,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.cluster.haproxy import Encryption, RuntimeSocket, find_program
+from halfserve.serve.cluster.haproxy import Encryption, RuntimeSocket, find_program, start
 from halfserve.serve.cluster.proxy import ProxyError, proxy
 from halfserve.serve.http.options import HttpOptions
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
@@ -195,3 +195,12 @@ def test_what_it_cannot_start_with_is_one_line(cluster: Cluster, scripted: Scrip
 def test_certificates_that_haproxy_cannot_check_are_not_trusted() -> None:
     with pytest.raises(ValueError, match="HAProxy finds no IP address in a certificate; give the name .* with --tls-name"):
         Encryption(members=True).server("h2", "10.0.0.1")
+
+
+def test_haproxy_has_threads_for_the_cores_that_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("halfserve.serve.engine.resource_limits.group_folders", lambda *_: [])
+    process, _ = start(sys.executable, tmp_path, grpc=[], http=[], drain_s=1, tls=Encryption())
+    process.communicate()
+    assert "nbthread 2\n" in (tmp_path / "haproxy.cfg").read_text()

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.backend import Backend, Runtime
 from halfserve.serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
@@ -268,12 +268,12 @@ def test_a_copy_that_exceeds_its_time_limit_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights.bin"])
-def test_a_copy_is_not_reloaded_from_changed_files(tmp_path: Path, name: str) -> None:
+def test_a_copy_is_not_reloaded_from_changed_files(tmp_path: Path, name: str, runtime: Runtime) -> None:
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     folder = path.parent
     (folder / "model.onnx.data").write_bytes(b"weights")
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    (model,) = load_repository(tmp_path)
+    (model,) = load_repository(tmp_path, runtime)
     assert model.reload is not None
     file = folder / name
     before, content = file.stat(), file.read_bytes()

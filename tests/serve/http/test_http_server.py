@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from halfserve.serve.http.http_server import HttpServer
@@ -257,18 +257,54 @@ def test_a_late_answer_announces_the_end_of_its_connection() -> None:
         assert b"connection: close" in read_answer(busy)
 
 
-def test_what_does_not_end_in_time_is_cut_off() -> None:
+def test_what_does_not_end_in_time_is_cut_off_with_503(caplog: pytest.LogCaptureFixture) -> None:
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
         running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as busy,
+        socket.create_connection(("127.0.0.1", rest.port)) as sending,
+        socket.create_connection(("127.0.0.1", rest.port)) as idle,
     ):
+        tasks = rest._servers[0]._state.tasks
         post(busy, held_body(1))
+        sending.sendall(b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
+        idle.sendall(LIVE)
+        read_answer(idle)
         assert backend.entered.wait(HOLD_S)
+        while server.call(lambda: len(tasks)) < 2:
+            pass
         server.run(rest.stop(0.01))
-        assert ended(busy)
+        for one, form in ((busy, b'{"error":"'), (sending, b'{"error":{"message":"')):
+            answer = read_answer(one)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert form + b"the server ended before it could answer; send the request again" in answer
+            assert ended(one)
+        assert ended(idle)
         backend.release.set()
+    assert [one.getMessage() for one in caplog.records] == ["HTTP requests that were not answered before the server ended: 2"]
+
+
+def test_an_answer_that_has_begun_is_broken_off_at_the_end(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"begun"
+        await asyncio.Event().wait()
+
+    async def stream(_: Request) -> Response:
+        return StreamingResponse(pieces())
+
+    app = application([Route("/stream", stream)], "127.0.0.1", HttpOptions())
+    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
+    port = server.run(listening.start())
+    with socket.create_connection(("127.0.0.1", port)) as peer:
+        peer.sendall(b"GET /stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        peer.settimeout(HOLD_S)
+        answer = b""
+        while not answer.endswith(b"begun\r\n"):
+            answer += peer.recv(65536)
+        server.run(listening.stop(0.01))
+        assert peer.recv(65536) == b"", "the client must see that the answer is not whole"
+    assert [one.getMessage() for one in caplog.records] == ["HTTP requests that were not answered before the server ended: 1"]
 
 
 def test_a_slowly_read_answer_is_complete_before_the_server_stops(server: RunningServer) -> None:

@@ -20,7 +20,7 @@ from halfserve.serve.http.model_history import ModelHistory
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
 from tests.models import save_mlp, save_thousandfold
-from tests.serve.conftest import load_repository
+from tests.serve.conftest import load_repository, vouched
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import running_server
@@ -89,12 +89,22 @@ def test_a_model_without_a_certificate_says_so(http: httpx.Client) -> None:
     assert http.get("/ui/certificates/nobody/1").status_code == 404
 
 
+def test_a_certificate_that_the_load_did_not_accept_is_not_shown(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    path.with_name("certificate.json").write_text(json.dumps(CERTIFICATE))
+    with (
+        running_server(lambda: load_repository(tmp_path)) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+    ):
+        assert httpx.get(f"http://127.0.0.1:{rest.port}/ui/certificates/mlp/1", timeout=20).status_code == 404
+
+
 def test_the_state_shows_certificates_and_refused_versions(tmp_path: Path) -> None:
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     certificate = {"schema": "halfserve.certificate", "passed": True, "samples": 12}
     path.with_name("certificate.json").write_text(json.dumps(certificate))
     with (
-        running_server(lambda: load_repository(tmp_path)) as server,
+        running_server(lambda: vouched(load_repository(tmp_path))) as server,
         running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
     ):
         server.call(lambda: server.core.states.set("mlp", 2, VersionState.UNAVAILABLE, "it is cut off"))

@@ -16,7 +16,7 @@ from halfserve.serve.engine.model import VersionState
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from tests.models import save_mlp, save_picky
-from tests.serve.conftest import load_repository
+from tests.serve.conftest import load_repository, vouched
 from tests.serve.http.chromium import Tab, chromium, find_chromium
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
@@ -56,7 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSe
     save_picky(root / "picky" / "1" / "model.onnx")
     save_picky(root / HOSTILE.replace("/", "") / "1" / "model.onnx")
     with (
-        running_server(lambda: load_repository(root)) as server,
+        running_server(lambda: vouched(load_repository(root))) as server,
         running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
     ):
         yield server, rest

@@ -103,6 +103,7 @@ def test_figures_are_read_as_they_were_written(server: RunningServer) -> None:
 def test_auto_is_a_process_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    monkeypatch.setattr("halfserve.serve.engine.resource_limits.group_folders", lambda *_: [])
     assert process_count("auto", use_gpu=False) == 3
     monkeypatch.setattr("halfserve.serve.members.process_count.device_count", lambda: 1)
     assert process_count("auto", use_gpu=True) == 1

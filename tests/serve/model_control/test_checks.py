@@ -1,81 +1,26 @@
-"""What is checked before a model's file is opened: its certificate, and whether there is room."""
+"""What is checked around a model's load: whether there is room for it, and what its configuration says."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import Certificate, Probe
-from halfserve.export.certificate.embed import embed_in_file
 from halfserve.serve.engine import resource_limits
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_model, find_models, model_names
 from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
 from halfserve.serve.model_control import checks
-from halfserve.serve.model_control.checks import check_certificate, require_memory
+from halfserve.serve.model_control.checks import require_memory
 from halfserve.serve.model_control.options import ControlMode
 from tests.models import save_mlp
 from tests.serve.hostile_files import elsewhere, reading_model
 from tests.serve.model_control.controlled import controlled_server, lines, loader
-
-
-def certified(folder: Path) -> Path:
-    """A model with the certificate beside it that export would have written."""
-    model = save_mlp(folder / "model.onnx")
-    blank = Certificate(
-        model="mlp",
-        onnx_sha256="",
-        onnx_bytes=0,
-        samples=1,
-        budget=Budget(),
-        outputs=(),
-        probe=Probe(level="ORT_ENABLE_ALL", crashes=()),
-        created_utc="2026-01-01T00:00:00Z",
-        notes=("π is not exact",),
-    )
-    (folder / "certificate.json").write_bytes(embed_in_file(model, blank).to_bytes())
-    return model
-
-
-def rewrite(model: Path, **values: Any) -> None:
-    path = model.parent / "certificate.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def test_a_model_and_its_certificate_belong_together(tmp_path: Path) -> None:
-    assert check_certificate(save_mlp(tmp_path / "bare" / "model.onnx")) is None
-    model = certified(tmp_path / "good")
-    assert check_certificate(model) == "failed"  # it has no outputs that could have passed
-    model.write_bytes(model.read_bytes() + b"\x18\x00")
-    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json beside it was made for"):
-        check_certificate(model)
-
-
-def test_a_certificate_that_was_changed_is_refused(tmp_path: Path) -> None:
-    model = certified(tmp_path)
-    rewrite(model, passed=True)
-    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
-        check_certificate(model)
-
-
-def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> None:
-    model = certified(tmp_path / "mlp" / "1")
-    plain = onnx.load(model)
-    del plain.metadata_props[:]
-    onnx.save(plain, model)
-    rewrite(model, onnx_sha256=hashlib.sha256(model.read_bytes()).hexdigest(), passed=True)
-    (files,) = find_models(tmp_path)
-    assert loader().load(files).config.parameters["halfserve.certificate"].string_value == "passed"
 
 
 def test_reported_parameters_cannot_be_declared(tmp_path: Path) -> None:
@@ -95,59 +40,6 @@ def test_accelerators_have_no_effect_on_the_cpu_and_that_is_said(tmp_path: Path,
     (files,) = find_models(tmp_path)
     loader().load(files)
     assert "mlp/config.pbtxt: no effect here: optimization.execution_accelerators" in caplog.text
-
-
-def test_data_files_count(tmp_path: Path) -> None:
-    model = certified(tmp_path)
-    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    data = tmp_path / "weights.bin"
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (model, data)]
-    whole = hashlib.sha256(f"{hashes[0]}  model\n{hashes[1]}  weights.bin\n".encode()).hexdigest()
-    rewrite(model, onnx_sha256=whole)
-    assert check_certificate(model) == "failed"
-    data.write_bytes(data.read_bytes()[:-1] + b"x")
-    with pytest.raises(ModelLoadError, match="its SHA-256 differs"):
-        check_certificate(model)
-    data.unlink()
-    with pytest.raises(ModelLoadError, match="weights.bin: is missing; the model beside it keeps weights there"):
-        check_certificate(model)
-
-
-def test_data_files_elsewhere_are_not_read(tmp_path: Path) -> None:
-    model = certified(tmp_path / "model")
-    message = onnx.load(model)
-    tensor = message.graph.initializer[0]
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="../../../../../../dev/zero")
-    model.write_bytes(message.SerializeToString())
-    with pytest.raises(ModelLoadError, match="keeps weights in '../../../../../../dev/zero', expected a file beside it"):
-        check_certificate(model)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"{", "certificate.json: cannot be read: it is no JSON"),
-        (b"[]", "certificate.json: is no certificate that halfserve wrote"),
-        (b'{"schema": "other"}', "certificate.json: is no certificate that halfserve wrote"),
-        (b"[" * 100_000, "certificate.json: cannot be read: it is no JSON"),
-    ],
-)
-def test_a_file_that_is_not_a_certificate_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
-    model = save_mlp(tmp_path / "model.onnx")
-    (tmp_path / "certificate.json").write_bytes(content)
-    with pytest.raises(ModelLoadError, match=text):
-        check_certificate(model)
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has it, and it cannot be read at 0")
-@pytest.mark.parametrize("name", ["model.onnx", "certificate.json"])
-def test_a_system_error_does_not_advise_to_export_again(tmp_path: Path, name: str) -> None:
-    certified(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("/proc/self/mem")
-    with pytest.raises(ModelLoadError, match=f"{name}: cannot be read: Input/output error$"):
-        check_certificate(tmp_path / "model.onnx")
 
 
 def test_a_model_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,62 +3,280 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
-from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
 from halfserve.serve.engine.repository.model_repository import find_models
-from halfserve.serve.engine.tensors import Array
+from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.model_control.padding_check import proved_padding
 from tests.models import save_model
 from tests.serve.model_control.controlled import loader
-from tests.serve.padded_models import RULE, VOCABULARY, expected, save_masked_mean
+from tests.serve.padded_models import RULE, SIZE, VOCABULARY, expected, save_masked_mean, save_pooled, table, write_config
 from tests.serve.running_server import running_server
 
 node = helper.make_node
 
 
-def loaded(root: Path) -> LoadedVersion:
+def loaded(root: Path, runtime: Runtime | None = None) -> LoadedVersion:
     (files,) = find_models(root)
-    return loader().load(files)
+    return loader(runtime=runtime).load(files)
 
 
 def parameter(key: str, value: str) -> str:
     return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
 
 
-def test_a_model_that_heeds_its_mask_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_heeds_its_mask_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     save_masked_mean(tmp_path / "m")
-    version = loaded(tmp_path)
+    version = loaded(tmp_path, runtime)
     assert version.mixed is not None
     assert version.mixed.costs.is_confident, "what batches cost has been measured"
     assert version.config.parameters["halfserve.padding"].string_value == RULE
     assert caplog.text == ""
 
 
-def test_a_model_that_ignores_its_mask_is_served_unpadded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_ignores_its_mask_is_served_unpadded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime: Runtime
+) -> None:
     save_masked_mean(tmp_path / "m", ignores_mask=True)
-    version = loaded(tmp_path)
+    version = loaded(tmp_path, runtime)
     assert version.mixed is None
     assert "halfserve.padding" not in version.config.parameters
     assert "m/1: it is served without padding" in caplog.text
-    assert "output 'mean' of a padded row differs from what the row gets alone by" in caplog.text
+    assert "output 'mean', column" in caplog.text
+
+
+def test_a_mask_that_buckets_hide_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parameters = {"halfserve.padding": RULE, "halfserve.padding_buckets": "16,32"}
+    save_masked_mean(tmp_path / "m", ignores_mask=True, parameters=parameters)
+    version = loaded(tmp_path)
+    assert version.mixed is None
+    assert not {key for key in version.config.parameters if "padding" in key}, "clients see what is in force"
+    assert "of a row of length 1 padded to 16 differs from what the row gets alone" in caplog.text
+
+
+def test_a_column_of_large_numbers_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large, others = np.zeros(SIZE, np.float32), np.ones(SIZE, np.float32)
+    large[3], others[3] = 1e4, 0
+    nodes = [node("Mul", ["right", "large"], ["a"]), node("Mul", ["wrong", "others"], ["b"]), node("Add", ["a", "b"], ["y"])]
+    save_pooled(tmp_path / "m", nodes, weights={"large": large, "others": others})
+    assert loaded(tmp_path).mixed is None
+    assert "output 'y', column" in caplog.text
+
+
+def names_of(vectors: str) -> tuple[list[NodeProto], dict[str, Array]]:
+    names = np.array([f"class {number}" for number in range(SIZE)], object)
+    return [node("ArgMax", [vectors], ["best"], axis=1, keepdims=0), node("Gather", ["names", "best"], ["y"])], {"names": names}
+
+
+@pytest.mark.parametrize(("vectors", "is_padded"), [("right", True), ("wrong", False)])
+def test_class_names_must_be_those_of_the_row_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, vectors: str, *, is_padded: bool
+) -> None:
+    nodes, weights = names_of(vectors)
+    save_pooled(tmp_path / "m", nodes, weights=weights, output=TensorProto.STRING, shape=["batch"])
+    assert (loaded(tmp_path).mixed is not None) is is_padded
+    assert ("output 'y' of a row of length" in caplog.text) is not is_padded
+
+
+FIRST_COUNT = [
+    node("Cast", ["count"], ["c"], to=TensorProto.FLOAT),
+    node("Less", ["place", "count"], ["is_counted"]),
+    node("Cast", ["is_counted"], ["counted"], to=TensorProto.FLOAT),
+    node("Unsqueeze", ["counted", "two"], ["weights"]),
+    node("Mul", ["found", "weights"], ["kept"]),
+    node("ReduceSum", ["kept", "one"], ["sum"], keepdims=0),
+]
+
+
+def test_a_length_given_as_a_number_is_tried_with_the_rows_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_pooled(tmp_path / "good" / "m", [*FIRST_COUNT, node("Div", ["sum", "c"], ["y"])], inputs=["count"])
+    assert loaded(tmp_path / "good").mixed is not None
+    wrong_beyond_one = [
+        node("Sub", ["c", "unit"], ["more"]),
+        node("Mul", ["wrong", "more"], ["error"]),
+        node("Add", ["sum", "error"], ["y"]),
+    ]
+    unit = {"unit": np.array(1, np.float32)}
+    save_pooled(tmp_path / "bad" / "m", [*FIRST_COUNT, *wrong_beyond_one], inputs=["count"], weights=unit)
+    assert loaded(tmp_path / "bad").mixed is None
+    assert "differs from what the row gets alone" in caplog.text
+
+
+def test_a_number_that_is_no_length_stays_what_the_model_takes(tmp_path: Path) -> None:
+    nodes = [
+        node("Gather", ["kinds", "kind"], ["of_kind"], axis=0),
+        node("Squeeze", ["of_kind", "one"], ["k"]),
+        node("Add", ["right", "k"], ["y"]),
+    ]
+    save_pooled(tmp_path / "m", nodes, inputs=["mask", "kind"], weights={"kinds": table()[:3]})
+    assert loaded(tmp_path).mixed is not None
+
+
+@pytest.mark.parametrize("beyond", [32, 700])
+def test_a_model_that_computes_long_rows_in_another_way_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, beyond: int
+) -> None:
+    nodes = [
+        node("Greater", ["size", "beyond"], ["is_long"]),
+        node("Where", ["is_long", "wrong", "right"], ["y"]),
+    ]
+    save_pooled(tmp_path / "m", nodes, weights={"beyond": np.array(beyond, np.float32)})
+    assert loaded(tmp_path).mixed is None
+    assert "of a row of length" in caplog.text
+
+
+def attention(penalty: float) -> tuple[list[NodeProto], dict[str, Array]]:
+    """Equal attention to all places, `penalty` added to the logits of masked ones."""
+    nodes = [
+        node("Sub", ["unit", "m"], ["masked"]),
+        node("Mul", ["masked", "penalty"], ["logits"]),
+        node("Softmax", ["logits"], ["weights"], axis=1),
+        node("Unsqueeze", ["weights", "one"], ["row"]),
+        node("MatMul", ["row", "found"], ["mixed"]),
+        node("Squeeze", ["mixed", "one"], ["y"]),
+    ]
+    return nodes, {"unit": np.array(1, np.float32), "penalty": np.array(penalty, np.float32)}
+
+
+def test_a_weak_mask_is_found_beside_a_long_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, penalty in (("weak", -8.0), ("strong", -1e4)):
+        nodes, weights = attention(penalty)
+        save_pooled(tmp_path / name / "m", nodes, weights=weights)
+    assert loaded(tmp_path / "weak").mixed is None
+    assert "of a row of length 1 padded to" in caplog.text
+    assert loaded(tmp_path / "strong").mixed is not None
+
+
+POSITIONS = 40
+
+
+def save_positions(root: Path, buckets: str = "") -> None:
+    """A masked mean plus the vector of the last of POSITIONS places that a row has; longer rows fail."""
+    nodes = [
+        node("Gather", ["positions", "place"], ["p"], axis=0),
+        node("Mul", ["column", "p"], ["of_places"]),
+        node("ReduceSum", ["of_places", "one"], ["total"], keepdims=0),
+        node("Add", ["right", "total"], ["y"]),
+    ]
+    save_pooled(root / "m", nodes, weights={"positions": table()[:POSITIONS]}, buckets=buckets)
+
+
+def test_a_bucket_beyond_the_models_positions_is_clipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_positions(tmp_path, "16,64,128")
+    version = loaded(tmp_path)
+    assert version.config.parameters["halfserve.padding_buckets"].string_value == "16,40"
+    assert version.config.parameters["halfserve.padding_proved"].string_value == "40"
+    assert "m/1: the padding buckets 16,64,128 exceed the model, which takes 40; 16,40 are in force" in caplog.text
+    tokens = np.arange(1, 31)[None]
+    with running_server(lambda: [version.model()]) as server, triton.InferenceServerClient(server.address) as client:
+        answer = client.infer("m", tensors(tokens)).as_numpy("y")
+    assert np.allclose(answer, table()[tokens].mean(1) + table()[:30].sum(0), atol=1e-4)
+
+
+def test_padding_is_proved_up_to_the_models_last_position(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_positions(tmp_path)
+    version = loaded(tmp_path)
+    assert version.config.parameters["halfserve.padding_proved"].string_value == "40"
+    assert caplog.text == ""
+
+
+def test_requests_above_every_bucket_keep_their_length(tmp_path: Path) -> None:
+    save_masked_mean(tmp_path / "m", parameters={"halfserve.padding": RULE, "halfserve.padding_buckets": "8,16"})
+    version = loaded(tmp_path)
+    assert version.mixed is not None
+    padding = version.mixed.padding
+    places = [padding.place(((length,), (length,))) for length in (12, 20, 30)]
+    assert [place and place.padded for place in places] == [16, 20, 30]
+    assert len({place.family for place in places if place is not None}) == 3, "longer ones are not padded to each other"
+
+
+class Slow(BackendView):
+    """Takes a second of `clock` for each token."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.clock = 0.0
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.clock += inputs["tokens"].size
+        return self._backend.run(inputs)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({}, "in 500 s, padding was proved up to length 32; longer requests are answered, and share"),
+        (
+            {"halfserve.padding_buckets": "4,128"},
+            "the padding buckets 4,128 were not all tried in 500 s (--warm-up-seconds); 4 are in",
+        ),
+    ],
+)
+def test_lengths_that_the_time_is_too_short_for_are_not_padded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parameters: dict[str, str], said: str
+) -> None:
+    save_masked_mean(tmp_path / "m", parameters={"halfserve.padding": RULE, **parameters})
+    version = loaded(tmp_path)
+    caplog.clear()
+    slow = Slow(version.backends[0])
+    version = replace(version, backends=[slow])
+    if parameters:
+        version.config.parameters["halfserve.padding_buckets"].string_value = parameters["halfserve.padding_buckets"]
+    mixed = proved_padding(version, 500.0, lambda: slow.clock)
+    assert mixed is not None
+    assert said in caplog.text
+    assert mixed.padding.settings.longest == int(version.config.parameters["halfserve.padding_proved"].string_value)
+    assert slow.clock < 500
+
+
+def test_without_time_for_any_length_nothing_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_masked_mean(tmp_path / "m")
+    slow = Slow(loaded(tmp_path).backends[0])
+    assert proved_padding(replace(loaded(tmp_path), backends=[slow]), 20.0, lambda: slow.clock) is None
+    assert "finding out whether padding changes its answers takes too long" in caplog.text
+
+
+def test_every_described_request_is_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only rows with a token of the second request show the wrong mean."""
+    nodes = [
+        node("Equal", ["tokens", "rare"], ["is_rare"]),
+        node("Cast", ["is_rare"], ["rare_count"], to=TensorProto.FLOAT),
+        node("ReduceMax", ["rare_count", "one"], ["has_rare"], keepdims=1),
+        node("Cast", ["has_rare"], ["use_wrong"], to=TensorProto.BOOL),
+        node("Where", ["use_wrong", "wrong", "right"], ["y"]),
+    ]
+    folder = save_pooled(tmp_path / "m", nodes, weights={"rare": np.array(1100, np.int64)})
+    (folder / "warmup").mkdir()
+    warm_ups = ""
+    for name, tokens in (("plain", [5, 6, 7]), ("rare", [9, 8, 1100, 4])):
+        inputs = ""
+        for key, row in (("tokens", np.array(tokens)), ("mask", np.ones(len(tokens), np.int64))):
+            (folder / "warmup" / f"{name}_{key}").write_bytes(row.tobytes())
+            described = f'data_type: TYPE_INT64 dims: {len(tokens)} input_data_file: "{name}_{key}"'
+            inputs += f'inputs {{ key: "{key}" value {{ {described} }} }} '
+        warm_ups += f'model_warmup {{ name: "{name}" batch_size: 1 {inputs} }}\n'
+    write_config(folder, {"halfserve.padding": "tokens[1]=0 mask[1]=0"}, warm_ups)
+    assert loaded(tmp_path).mixed is None
+    assert "differs from what the row gets alone" in caplog.text
 
 
 def test_an_output_that_is_not_cut_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_masked_mean(tmp_path / "m", parameters={"halfserve.padding": "tokens[1]=0 mask[1]=0"})
     assert loaded(tmp_path).mixed is None
-    assert "output 'vectors' of a padded row has shape [1, 16, 8], alone [1, 5, 8]; name the axis to cut" in caplog.text
+    assert "'vectors' of a row of length 1 padded to 8 has shape [1, 8, 8], alone [1, 1, 8]; name the axis" in caplog.text
 
 
 def test_a_sum_over_all_places_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +290,7 @@ def test_a_sum_over_all_places_is_found(tmp_path: Path, caplog: pytest.LogCaptur
     )
     (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 8\n" + parameter("halfserve.padding", "x[1]=0 -> y[1]"))
     assert loaded(tmp_path).mixed is None
-    assert "output 'y' of a padded row differs" in caplog.text
+    assert "output 'y' of a row of length" in caplog.text
 
 
 def test_padded_places_that_are_not_finite_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,15 +324,16 @@ def test_padding_settles_whether_rows_may_share_a_batch(tmp_path: Path) -> None:
     assert not version.invariance.is_doubtful
 
 
-def test_a_described_request_is_what_is_tried(tmp_path: Path) -> None:
-    save_masked_mean(tmp_path / "m")
-    config = tmp_path / "m" / "config.pbtxt"
+@pytest.mark.parametrize("what", ["zero_data", "random_data"])
+def test_described_zeros_and_random_numbers_hide_no_mask(tmp_path: Path, what: str) -> None:
     inputs = "".join(
-        f'inputs {{ key: "{name}" value {{ data_type: TYPE_INT64 dims: 4 {what}: true }} }}'
-        for name, what in (("tokens", "random_data"), ("mask", "random_data"))
+        f'inputs {{ key: "{name}" value {{ data_type: TYPE_INT64 dims: 4 {what}: true }} }}' for name in ("tokens", "mask")
     )
-    config.write_text(f'{config.read_text()}\nmodel_warmup {{ name: "one" batch_size: 1 {inputs} }}')
-    assert loaded(tmp_path).mixed is not None
+    for name, ignores_mask in (("good", False), ("bad", True)):
+        save_masked_mean(tmp_path / name / "m", ignores_mask=ignores_mask)
+        write_config(tmp_path / name / "m", {"halfserve.padding": RULE}, f'model_warmup {{ name: "w" batch_size: 1 {inputs} }}')
+    assert loaded(tmp_path / "good").mixed is not None
+    assert loaded(tmp_path / "bad").mixed is None
 
 
 @pytest.mark.parametrize(
@@ -139,7 +358,7 @@ def tensors(tokens: Array) -> list[triton.InferInput]:
     return [triton.InferInput(name, list(array.shape), "INT64").set_data_from_numpy(array) for name, array in both]
 
 
-def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path) -> None:
+def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path, runtime: Runtime) -> None:
     save_masked_mean(tmp_path / "m")
     random = np.random.default_rng(0)
     asked = [random.integers(1, VOCABULARY, (int(random.integers(1, 4)), length)) for length in random.integers(1, 60, 120)]
@@ -149,7 +368,7 @@ def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path) -> Non
             return list(await asyncio.gather(*(client.infer("m", tensors(tokens)) for tokens in asked)))
 
     def make() -> list[Model]:
-        return [loaded(tmp_path).model()]
+        return [loaded(tmp_path, runtime).model()]
 
     with running_server(make) as server:
         answers = asyncio.run(ask(server.address))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2
+from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.model_control.options import ControlMode
 from halfserve.serve.protocol.service import INFER_STREAM_PATH
 from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import TransportName
+from tests.serve.engine.ensembles.configurations import ensemble, step
+from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
+from tests.serve.model_control.controlled import control
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
 from tests.serve.security.tenants import (
@@ -31,6 +39,7 @@ from tests.serve.security.tenants import (
     models,
     tenants_in,
 )
+from tests.serve.security.test_http import guarded_http
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +211,45 @@ def test_without_limited_tokens_there_are_no_views(transport: TransportName, tmp
             assert alice.outcome("alice", *about(THEIRS)[0])[0] == "OK"
             assert alice.outcome(None, HEALTH, health(THEIRS))[0] == "OK"
         assert views_of(running, security) == 0
+
+
+def test_an_ensembles_hidden_steps_are_not_named(transport: TransportName, tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    save_add(root / "one", 1)
+    save_add(root / "ten", 10)
+    save_ensemble(root / "digits", CHAIN)
+    save_ensemble(root / "nested", ensemble(step("digits", "x=x", "out=out"), input="x:FP32:4", output="out:FP32:4"))
+    holders = ("tenant", ["digits", "nested", "one"]), ("owner", ["digits", "one", "ten"])
+    made = [new_token(name, [Role.ADMIN], models=allowed) for name, allowed in holders]
+    tokens = dict(zip(("tenant", "owner"), write_tokens(tmp_path / "tokens", *made), strict=True))
+    options = SecurityOptions(token_file=tmp_path / "tokens", watch_s=WATCH_S)
+    x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+    with (
+        guarded_server(options, transport, models=list) as (server, _),
+        triton.InferenceServerClient(server.address) as client,
+        guarded_http(server, options) as (http, _),
+    ):
+        controlling = server.call(lambda: control(server.core, root, ControlMode.NONE))
+        server.run(controlling.start())
+        tenant, owner = ({"authorization": f"Bearer {tokens[name]}"} for name in ("tenant", "owner"))
+        told = client.get_model_config("digits", headers=owner).config
+        assert [one.model_name for one in told.ensemble_scheduling.step] == ["one", "ten"]
+        assert "ten/1" in told.parameters["halfserve.steps"].string_value
+        for name in ("digits", "nested"):
+            told = client.get_model_config(name, headers=tenant).config
+            assert (told.platform, told.HasField("ensemble_scheduling")) == ("ensemble", False)
+            assert [one.name for one in told.output] == ["out"]
+            assert client.infer(name, [x], headers=tenant).as_numpy("out").tolist() == [[12.0] * 4]
+        server.call(lambda: server.core.replace("ten", []))
+        with pytest.raises(InferenceServerException, match=r"now: step 2 \(a model\): the model is not served"):
+            client.infer("digits", [x], headers=tenant)
+        with pytest.raises(InferenceServerException, match=r"now: step 2 \(model 'ten'\): the model is not served"):
+            client.infer("digits", [x], headers=owner)
+        answers = [client.get_model_config(name, headers=tenant) for name in ("digits", "nested")]
+        answers.append(client.get_model_repository_index(headers=tenant))
+        for path in ("/v2/models/digits/config", "/v2/repository/index", "/ui/state", "/metrics"):
+            method = "POST" if path.endswith("index") else "GET"
+            answers.append(http.request(method, path, headers=tenant).raise_for_status().text)
+        server.call(controlling.close)
+    assert [answer for answer in map(str, answers) if re.search(r"\bten\b", answer)] == []
+    assert "digits" in answers[-2]

@@ -18,7 +18,7 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage import file_cache
 from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
-from tests.s3_server import TRUNCATED, S3Server, s3_server
+from tests.s3_server import FLIPPED, TRUNCATED, S3Server, s3_server
 
 Open = Callable[..., RepositoryCopy]
 SAMPLE = bytes(range(256)) * 40  # 10 KiB: ten pieces
@@ -81,6 +81,7 @@ def test_the_versions_that_the_policy_selects_are_copied(memory: MemoryStore, op
     memory.put("models/both/1/fp32/model.onnx", b"")
     memory.put("models/m/initial_state/zero", b"0")
     memory.put("models/m/.hidden/x", b"x")
+    memory.put("models/m\n\x1b[2J/1/model.onnx", b"a name that no line can show")
     memory.put("models/README.md", b"of no model")
     copy = open_copy("memory://bucket/models")
     assert copy.update() == {}
@@ -165,6 +166,41 @@ def test_a_failing_read_is_tried_again(fault: int | str, s3: S3Server, open_copy
     assert copy.update() == {}
     assert files(copy) == {"m/1/model.onnx": SAMPLE}
     assert len(failed) == 2
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_bytes_that_differ_from_their_md5_are_not_shown(times: int, s3: S3Server, open_copy: Open) -> None:
+    s3.put("models/m/1/model.onnx", SAMPLE)
+    flipped: list[str] = []
+
+    def flip(method: str, path: str) -> str | None:
+        if method != "GET" or not path.endswith("model.onnx") or len(flipped) == times:
+            return None
+        flipped.append(path)
+        return FLIPPED
+
+    s3.fault = flip
+    copy = open_copy()
+    failures = copy.update()
+    if times == 1:
+        assert (failures, files(copy)) == ({}, {"m/1/model.onnx": SAMPLE})
+    else:
+        assert (
+            "s3://bucket/models/m/1/model.onnx: two reads gave other bytes than those that its ETag is the MD5 of"
+            in failures["m"]
+        )
+        assert files(copy) == {}
+        s3.fault = None
+        assert copy.update() == {}
+        assert files(copy) == {"m/1/model.onnx": SAMPLE}
+
+
+def test_an_encrypted_objects_etag_is_no_md5(s3: S3Server, open_copy: Open) -> None:
+    s3.put("models/m/1/model.onnx", SAMPLE, {"x-amz-server-side-encryption": "aws:kms"})
+    s3.fault = lambda method, path: FLIPPED if method == "GET" and path.endswith("model.onnx") else None
+    copy = open_copy()
+    assert copy.update() == {}
+    assert len(files(copy)["m/1/model.onnx"]) == len(SAMPLE)
 
 
 @pytest.mark.long

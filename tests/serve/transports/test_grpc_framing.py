@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
-from halfserve.serve.protocol.status import CUT, Status
+from halfserve.serve.protocol.status import Status
 from halfserve.serve.transports.grpc_framing import (
     ALIGNED_BYTES,
+    CUT,
     MAX_DETAILS,
     MessageReader,
     PartialMessage,

@@ -136,7 +136,7 @@ def load(repository: Path, *, trust: bool = False) -> None:
     [
         ("operators.so", None, "'operators.so' of model_operations is not in the model's folder"),
         ("operators.so", b"no library", "ONNX Runtime cannot load the operators of 'operators.so'"),
-        ("../operators.so", b"", "op_library_filename is '../operators.so', expected a file name without folders"),
+        ("../operators.so", b"", "model_operations is '../operators.so', expected a file name without folders"),
         ("/lib/x86_64-linux-gnu/libm.so.6", None, "expected a file name without folders"),
     ],
 )

@@ -216,14 +216,14 @@ def test_what_somebody_says_is_taken_without_a_trial(
     assert threads(opener.open().session) == expected
 
 
+@pytest.mark.usefixtures("several_cores")
 def test_a_large_file_or_a_single_core_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_mlp(tmp_path / "m.onnx")
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert may_be_quick(path, ON_CPU)
-    monkeypatch.setattr(onnxruntime_session, "SMALL_FILE_BYTES", 10)
-    assert not may_be_quick(path, ON_CPU)
-    monkeypatch.undo()
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    with monkeypatch.context() as limited:
+        limited.setattr(onnxruntime_session, "SMALL_FILE_BYTES", 10)
+        assert not may_be_quick(path, ON_CPU)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2}, raising=False)
     assert not may_be_quick(path, ON_CPU)
 
 

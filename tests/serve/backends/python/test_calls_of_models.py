@@ -1,15 +1,31 @@
 from __future__ import annotations
 
+import os
+import queue
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.grpc import InferenceServerClient
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
+from halfserve.serve.engine.caching.caching_scheduler import cache_answers
+from halfserve.serve.engine.caching.response_cache import ResponseCache
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.observability.exposition import exposition
 from tests.models import save_mlp
 from tests.serve.backends.python.python_models import X_TO_Y, save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
+from tests.serve.engine.ensembles.scene import serve
 
 CALLS = """
 class TritonPythonModel:
@@ -105,7 +121,126 @@ def test_a_call_has_the_time_of_the_request_that_it_is_made_for(tmp_path: Path) 
             infer(client, "calls", x, client_timeout=0.4)
         assert infer(client, "calls", x) == [2]
         failures = server.call(lambda: dict(server.core.model("slow").statistics.totals.failures))
-    assert failures.get("deadline_exceeded", 0) >= 1
+    assert failures.get("deadline_exceeded", 0) + failures.get("cancelled", 0) >= 1
+
+
+# Waits until the test opens the pipe "gateN" beside the model, for an input N that has one.
+GATE = """
+def pass_gate(x):
+    gate = os.path.join(os.path.dirname(__file__), f"gate{int(x[0])}")
+    if os.path.exists(gate):
+        open(gate).read()
+"""
+GATED = f"""{GATE}
+class TritonPythonModel:
+    def execute(self, requests):
+        x = requests[0].inputs()[0].as_numpy()
+        pass_gate(x)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
+"""
+CALLS_FOR_SMALL = f"""{GATE}
+class TritonPythonModel:
+    def execute(self, requests):
+        x = requests[0].inputs()[0].as_numpy()
+        pass_gate(x)
+        if x[0] < 10:
+            called = pb_utils.InferenceRequest(
+                model_name="NAME", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x + 10)]
+            ).exec()
+            if called.has_error():
+                return [pb_utils.InferenceResponse(error=called.error())]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
+"""
+PIPE = """
+platform: "ensemble"
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling { step { model_name: "calls" input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }
+"""
+TWO_COPIES = f"{X_TO_Y} instance_group {{ count: 2 kind: KIND_CPU }}"
+
+
+def switch_cache_on(core: InferenceCore, name: str) -> None:
+    cache_answers(core.model(name), ResponseCache(2**20))
+
+
+def test_a_cycle_through_an_ensemble_is_an_error_that_names_it(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "calls", CALLS.replace("NAME", "pipe"))
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        server.call(lambda: serve(server.core, PIPE))
+        for asked, chain in (("calls", "calls/1 -> pipe/1 -> calls"), ("pipe", "calls/1 -> pipe/1 -> calls")):
+            with pytest.raises(InferenceServerException, match=rf"UNIMPLEMENTED\] .*'calls' is called by itself \({chain}\)"):
+                infer(client, asked, np.ones(1, np.float32), client_timeout=20)
+
+
+@pytest.mark.parametrize("calling", ["calls", "back"])
+def test_a_cycle_through_the_response_cache_is_an_error(tmp_path: Path, calling: str) -> None:
+    """Of a model with two copies that calls itself for the same answer, and of two models that call each other."""
+    cached = f"{X_TO_Y} response_cache {{ enable: true }}"
+    save_python_model(tmp_path, "calls", CALLS.replace("NAME", calling), cached + TWO_COPIES.removeprefix(X_TO_Y))
+    save_python_model(tmp_path, "back", CALLS.replace("NAME", "calls"), cached)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        for name in ("calls", "back"):
+            server.call(partial(switch_cache_on, server.core, name))
+        with pytest.raises(InferenceServerException, match="is called by itself"):
+            infer(client, "calls", np.ones(1, np.float32), client_timeout=20)
+
+
+@pytest.mark.parametrize("partner", ["calls", "other"])
+def test_of_calls_that_wait_for_each_other_one_is_refused(tmp_path: Path, partner: str) -> None:
+    """Both copies of a model are taken when each calls the model; and each of two models is when it calls the other."""
+    alone = partner == "calls"
+    folder = save_python_model(tmp_path, "calls", CALLS_FOR_SMALL.replace("NAME", partner), TWO_COPIES if alone else X_TO_Y)
+    paths = [folder, folder]
+    if not alone:
+        paths[1] = save_python_model(tmp_path, "other", CALLS_FOR_SMALL.replace("NAME", "calls"))
+    gates = [path.with_name(f"gate{number}") for number, path in enumerate(paths)]
+    for gate in gates:
+        os.mkfifo(gate)
+    with (
+        serving(tmp_path) as server,
+        InferenceServerClient(server.address) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        asked = [
+            pool.submit(infer, client, model, np.full(1, number, np.float32), client_timeout=20)
+            for number, model in enumerate(("calls", partner))
+        ]
+        opened = [gate.open("w") for gate in gates]  # both execute
+        for one in opened:
+            one.close()
+        refused = [one.exception() for one in asked if one.exception() is not None]
+    (error,) = refused
+    assert re.search(r"UNAVAILABLE\] .*wait for calls that wait for this one", str(error))
+
+
+def test_a_call_ends_with_the_request_that_it_is_made_for(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "calls", CALLS_FOR_SMALL.replace("NAME", "gated"))
+    gate = save_python_model(tmp_path, "gated", GATED).with_name("gate11")
+    os.mkfifo(gate)
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        asked = InferInput("x", [1], "FP32")
+        asked.set_data_from_numpy(np.ones(1, np.float32))
+        running = client.async_infer("calls", [asked], lambda result, error: ended.put(error))
+        with gate.open("w"):  # the called model executes, and goes on at the end of this block
+            running.cancel()
+            assert ended.get(timeout=20) is not None
+            assert infer(client, "calls", np.full(1, 10, np.float32), client_timeout=20) == [10]  # its only copy is free
+
+
+def test_a_call_ends_when_the_deadline_of_its_request_has_passed(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "calls", CALLS_FOR_SMALL.replace("NAME", "gated"))
+    gate = save_python_model(tmp_path, "gated", GATED).with_name("gate11")
+    os.mkfifo(gate)
+    answered: queue.SimpleQueue[Tensors | InferenceError] = queue.SimpleQueue()
+    with serving(tmp_path) as server:
+        model = server.call(lambda: server.core.model("calls"))
+        x = {"x": np.ones(1, np.float32)}
+        # Its client does not cancel it, unlike one of gRPC.
+        server.call(lambda: server.core.submit(model, InferRequest(x, ("y",), 1, (), time.monotonic() + 1.5, answered.put)))
+        with gate.open("w"):
+            assert "the time of the request for which this call is made was up" in str(answered.get(timeout=20))
 
 
 def test_the_configuration_is_completed_by_the_model(tmp_path: Path) -> None:
@@ -160,3 +295,27 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
         ("_sum", {}, 5.5),
         ("_count", {}, 2),
     ]
+
+
+def test_metrics_that_prometheus_cannot_read_are_refused(tmp_path: Path) -> None:
+    code = r"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            histogram = pb_utils.MetricFamily("seconds", "Seconds", pb_utils.MetricFamily.HISTOGRAM)
+            gauge = pb_utils.MetricFamily("depth", 'a "text"\n# TYPE \ud800', pb_utils.MetricFamily.GAUGE)
+            refused = 0
+            for name in ("", "a b", 'a="1"} 1\n# ', "1st", "über", "__name__", "le"):
+                try:
+                    family, buckets = (histogram, [1.0]) if name == "le" else (gauge, None)
+                    family.Metric({name: "value"}, buckets)
+                except pb_utils.TritonModelException as error:
+                    refused += repr(name) in str(error)
+            gauge.Metric({"model": 'a\n"b" \\ \ud800'}).set(3)
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([refused], np.float32))])]
+    """
+    save_python_model(tmp_path, "measures", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "measures", np.ones(1, np.float32)) == [7]
+        text, _ = server.run(exposition(server.core))
+    (depth,) = [family for family in text_string_to_metric_families(text.decode()) if family.name == "depth"]
+    assert [(one.labels, one.value) for one in depth.samples] == [({"model": 'a\n"b" \\ ?'}, 3)]

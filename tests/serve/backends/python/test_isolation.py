@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tarfile
 import venv
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -132,31 +134,72 @@ def test_the_processes_code_needs_numpy_alone() -> None:
                 assert name.split(".")[0] in {*sys.stdlib_module_names, "numpy"} or name.startswith(CHILD), f"{path}: {name}"
 
 
+# A daemon, as libraries start them: forked twice, in a session of its own, and closed to all that it has inherited.
+MAKES_A_DAEMON = """
+class TritonPythonModel:
+    def initialize(self, args):
+        pids = os.path.join(args["model_repository"], "pids")
+        if os.fork() == 0:
+            os.setsid()
+            os.closerange(0, 1000)
+            if os.fork() == 0:
+                self.tell(pids)
+                while True:
+                    time.sleep(100)
+            os._exit(0)
+        os.wait()
+        while not os.path.exists(pids):
+            time.sleep(0.001)
+        self.tell(pids)
+        threading.Thread(target=self.spin, daemon=True).start()
+
+    def tell(self, pids):
+        with open(pids, "a") as file:
+            file.write(f"{os.getpid()} ")
+
+    def spin(self):
+        while True:
+            pass
+
+    def execute(self, requests):
+        return []
+"""
+
+
+@contextmanager
+def ending(root: Path) -> Iterator[int]:
+    """Gives the process of the model, and asserts that it ends afterwards, and its daemon too."""
+    daemon, model = map(int, (root / "daemon" / "pids").read_text().split())
+    numbers = [os.pidfd_open(pid) for pid in (daemon, model)]
+    try:
+        assert not select.select(numbers, [], [], 0)[0], "it has not even lived"
+        yield model
+        for number in numbers:
+            assert select.select([number], [], [], 20)[0], "it lives on"
+    finally:
+        for number in numbers:
+            os.close(number)
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "unloaded"])
+def test_a_daemon_of_a_model_dies_with_its_model(tmp_path: Path, *, is_killed: bool) -> None:
+    save_python_model(tmp_path, "daemon", MAKES_A_DAEMON)
+    with ExitStack() as server:
+        server.enter_context(serving(tmp_path))
+        with ending(tmp_path) as model:
+            if is_killed:
+                os.kill(model, signal.SIGKILL)
+            else:
+                server.close()
+
+
 def test_processes_die_with_a_server_that_is_killed(tmp_path: Path) -> None:
-    code = """
-    class TritonPythonModel:
-        def initialize(self, args):
-            with open(os.path.join(args["model_repository"], "pid"), "w") as file:
-                file.write(str(os.getpid()))
-            threading.Thread(target=self.spin, daemon=True).start()
-
-        def spin(self):
-            while True:
-                pass
-
-        def execute(self, requests):
-            return []
-    """
-    save_python_model(tmp_path, "spins", code)
+    save_python_model(tmp_path, "daemon", MAKES_A_DAEMON)
     command = [sys.executable, "-m", "halfserve", "serve", str(tmp_path), "--trust-python-models", "--no-http", "--grpc-port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         for line in server.stdout:
             if line.startswith("gRPC on"):
                 break
-        ended = os.pidfd_open(int((tmp_path / "spins" / "pid").read_text()))
-        server.send_signal(signal.SIGKILL)
-    try:
-        assert select.select([ended], [], [], 20)[0], "it lives on"
-    finally:
-        os.close(ended)
+        with ending(tmp_path):
+            server.send_signal(signal.SIGKILL)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -116,8 +117,44 @@ def test_a_model_that_does_not_import_is_refused_with_one_line(tmp_path: Path, c
     with pytest.raises(ModelLoadError) as caught:
         load(tmp_path, Runtimes(trust=Trust(python_models=True)))
     assert str(caught.value) == f"{path}: cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"
-    assert "Traceback" in caplog.text
-    assert "import no_such_package" in caplog.text
+    (trace,) = [vars(record)["trace"] for record in caplog.records]
+    assert trace.startswith("Traceback")
+    assert "import no_such_package" in trace
+
+
+LONG = "'begins ' + 1_000_000 * 'x' + ' ends'"
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [f"raise ValueError({LONG})", f"return [pb_utils.InferenceResponse(error=pb_utils.TritonError({LONG}))]"],
+    ids=["raises", "answers"],
+)
+def test_of_a_models_long_error_the_middle_is_left_out(tmp_path: Path, fails: str) -> None:
+    code = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            {fails}
+    """
+    save_python_model(tmp_path, "long", code)
+    with (
+        serving(tmp_path) as server,
+        InferenceServerClient(server.address) as client,
+        pytest.raises(InferenceServerException) as caught,
+    ):
+        infer(client, "long", np.ones(1, np.float32))
+    assert re.search(r"begins x+ \.\.\. \(99\d+ characters left out\) \.\.\. x+ ends$", str(caught.value)) is not None
+    assert len(str(caught.value)) < 5_000
+
+
+def test_a_long_error_of_a_model_that_does_not_load_is_cut(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "long", f"raise ValueError({LONG})")
+    with pytest.raises(ModelLoadError) as caught:
+        load(tmp_path, Runtimes(trust=Trust(python_models=True)))
+    assert (
+        re.search(r"ValueError: begins x+ \.\.\. \(99\d+ characters left out\) \.\.\. x+ ends$", str(caught.value)) is not None
+    )
+    assert len(str(caught.value)) < 5_000
 
 
 def test_python_models_are_refused_where_they_are_not_trusted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from halfserve import Client, cli
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments
 from tests.models import save_mlp
 
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel shows it, for IPv4 and in IPv6
 Run = Callable[..., tuple[int, str, str]]
 X = np.ones((1, 64), np.float16)
 
@@ -109,6 +111,21 @@ def test_an_address_without_ray_is_one_line() -> None:
     assert "Ray at 127.0.0.1:1 (RAY_ADDRESS) cannot be reached: Connection refused" in done.stderr
 
 
+def listens(pid: int) -> set[str]:
+    """The addresses that a process listens on, but for a replica's port that Ray Serve opens on all of them."""
+    process, found = Path(f"/proc/{pid}"), set()
+    with contextlib.suppress(OSError):  # it has ended
+        if process.joinpath("cmdline").read_text().startswith("ray::ServeReplica"):
+            return set()
+        sockets = {str(one.readlink()) for one in process.joinpath("fd").iterdir()}
+        for table in ("tcp", "tcp6"):
+            for line in process.joinpath("net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    found.add(fields[1].partition(":")[0])
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
@@ -131,8 +148,11 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
             assert (asked.returncode, asked.stderr) == (0, "")
             assert asked.stdout.startswith("halfserve: 1 member, 1 of 1 replicas run")
             assert ready[1] in asked.stdout
+            heard = {pid: listens(pid) for pid in processes_of(mark)}
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
             out, error = process.communicate(timeout=WAIT_S)
         assert (process.returncode, out) == (0, "")
-        assert re.fullmatch(r"started Ray on this machine, at \S+\ndraining\n", error)
+        assert re.fullmatch(r"started Ray on this machine, at 127\.0\.0\.1:\d+\ndraining\n", error)
+        assert sum(map(len, heard.values())) > 5
+        assert {address for found in heard.values() for address in found} <= LOOPBACK
         until(lambda: not processes_of(mark), "end of all processes")

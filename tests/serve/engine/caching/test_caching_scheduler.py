@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import tracemalloc
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,7 +17,16 @@ from halfserve.serve.engine.caching.request_keys import APART_BYTES, WHOLE_BYTES
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import NO_PARAMETERS, InferRequest, LateArray, LateInputs, Parameter
+from halfserve.serve.engine.requests import (
+    NO_PARAMETERS,
+    InferRequest,
+    LateArray,
+    LateInputs,
+    Parameter,
+    RawInput,
+    RawInputs,
+    RawLayout,
+)
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, run
@@ -209,6 +220,38 @@ def test_only_equal_requests_have_equal_keys() -> None:
     assert len(of(np.ones((1, 2**18), np.float32))[1]) == 32
     two = {"a": np.array([1, 2], np.int8), "b": np.array([3], np.int8)}
     assert keys.of(request_of(two)) != keys.of(request_of({"a": two["a"][:1], "b": np.array([2, 3], np.int8)}))
+
+
+@pytest.mark.parametrize("name", ["text", "priority"])  # one that decides the answer, and one that does not
+def test_long_parameters_of_past_requests_are_not_held(name: str) -> None:
+    async def scene(answers: Answers) -> None:
+        model = cached_model(HeldBackend(), ResponseCache(2**23))
+        gc.collect()
+        gc.disable()  # in a server the garbage collector runs rarely
+        tracemalloc.start()
+        for count in range(64):
+            layout = RawLayout((RawInput("x", np.dtype(np.float32), (1, 1), 1, 4),))  # as of a request that is not remembered
+            request = answers.request(count)
+            request.inputs = RawInputs(layout, np.float32(count).tobytes(), (0,))
+            request.parameters = {name: f"{count:03}" + "x" * 100_000}
+            model.scheduler.submit(request)
+            await answers.all(count + 1)
+        del request
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        gc.enable()
+        assert held_bytes < 1_000_000
+        assert counts(model)[:2] == (0, 64)
+        await model.scheduler.drain()
+
+    run(scene)
+
+
+def test_long_parameters_tell_requests_apart() -> None:
+    long, other = ({"text": "x" * WHOLE_BYTES + end} for end in "ab")
+    ones, keys = {"x": np.ones(1)}, RequestKeys()
+    assert keys.of(request_of(ones, parameters=long)) == keys.of(request_of(ones, parameters=dict(long)))
+    assert keys.of(request_of(ones, parameters=long)) != keys.of(request_of(ones, parameters=other))
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -56,6 +56,15 @@ def test_the_least_recently_used_answers_go_first() -> None:
     assert cache.size == sum(cached.size for cached in (*home.values(), *other.values()))
 
 
+def test_both_parts_of_a_key_count_as_held() -> None:
+    cache, home = ResponseCache(80_000), Home()
+    for form, content in ((b"f" * 4000, b"c"), (b"f", b"c" * 4000)):
+        before = cache.size
+        assert cache.keep(home, (form, content), answer(0))
+        assert cache.size - before >= 4000 + ENTRY_BYTES
+    assert not cache.keep(home, (b"f" * 20_000, b"c"), answer(0))
+
+
 def test_an_answer_as_large_as_an_eighth_is_not_kept() -> None:
     cache, home = ResponseCache(80_000), Home()
     assert not cache.keep(home, key(0), answer(0, size=2500))

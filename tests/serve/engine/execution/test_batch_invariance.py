@@ -17,7 +17,7 @@ import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
-from halfserve.serve.engine.backend import Backend, DevicePlacement
+from halfserve.serve.engine.backend import Backend, DevicePlacement, Runtime
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
@@ -49,19 +49,19 @@ def save_detector(path: Path, rows: str = "n", found: str = "n") -> Path:
     return save_model(path, nodes, [("x", TensorProto.FLOAT, [rows, 4])], [("y", TensorProto.INT64, [found, 2])])
 
 
-def loaded(root: Path, config: str = WAITS) -> LoadedVersion:
+def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> LoadedVersion:
     (root / "m" / "config.pbtxt").write_text(config)
     (files,) = find_models(root)
-    return load_version(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
+    return load_version(files, runtime or OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
 
 
 def request(row: list[float]) -> InferRequest:
     return InferRequest({"x": np.array([row], np.float32)}, ("y",), 1, (4,), None, lambda _: None)
 
 
-def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     save_detector(tmp_path / "m" / "1" / "model.onnx")
-    version = loaded(tmp_path)
+    version = loaded(tmp_path, runtime=runtime)
     assert version.invariance is not None
     warm_up(version, 5.0)
     assert not version.invariance.is_safe
@@ -69,9 +69,9 @@ def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest
     assert len(caplog.records) == 1
 
 
-def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path) -> None:
+def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path, runtime: Runtime) -> None:
     save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    (backend,) = loaded(tmp_path, runtime=runtime).backends
     invariance = BatchInvariance("m/1")
     run_batch(backend, [request(TWO)], invariance=invariance)
     results = run_batch(backend, [request(TWO), request(NONE), request([0, 0, 0, 1])], invariance=invariance)

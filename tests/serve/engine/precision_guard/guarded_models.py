@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
-from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
@@ -46,10 +46,10 @@ def write_thousandfold(folder: Path, **parameters: str) -> Path:
     return folder
 
 
-def load(repository: Path) -> list[Model]:
+def load(repository: Path, runtime: Runtime | None = None) -> list[Model]:
     """Every model of a repository, on one CPU thread."""
     placement = DevicePlacement(use_gpu=False, threads=1)
-    return [load_model(files, OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
+    return [load_model(files, runtime or OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
 
 
 WAIT_S = 20.0

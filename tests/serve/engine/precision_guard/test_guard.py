@@ -25,6 +25,7 @@ from halfserve.serve.http.options import HttpOptions
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
+from tests.serve.runtimes import RUNTIMES
 
 TWIN_VALUE = 7.0
 
@@ -247,8 +248,8 @@ def test_a_degraded_model_is_not_ready_where_the_configuration_says_so(blocks: b
     assert guard.blocks_readiness is blocks
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=RUNTIMES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Models "count", "reject", "fallback" and "off" (the table), "wide" (x 1000, fallback), "wide_reject", "shadowed"."""
     root = tmp_path_factory.mktemp("guarded")
     for policy in ("count", "reject", "fallback", "off"):
@@ -256,7 +257,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_thousandfold(root / "wide", precision_guard="fallback")
     write_thousandfold(root / "wide_reject", precision_guard="reject")
     write_thousandfold(root / "shadowed", shadow_rate="1", shadow_share="1")
-    with running_server(lambda: load(root)) as running:
+    with running_server(lambda: load(root, RUNTIMES[request.param]())) as running:
         yield running
 
 

@@ -120,6 +120,13 @@ def test_lengths_of_one_bucket_share_a_batch_without_measured_times() -> None:
     assert [lengths_in(take(q, 4)) for _ in range(2)] == [[5, 6, 8], [12]]
 
 
+def test_lengths_beyond_the_proved_one_share_no_batch() -> None:
+    q = queue(mixed(measured(device), longest=16, max_tokens=40))
+    for at, length in enumerate((20, 12, 19, 20, 16, 20)):
+        offer(q, request(length), at)
+    assert [lengths_in(take(q, 6)) for _ in range(4)] == [[20, 20], [12, 16], [19], [20]], "max_tokens holds for them too"
+
+
 def test_a_deadline_that_the_shared_batch_would_miss_is_kept_alone() -> None:
     q = queue(mixed(measured(device)))
     offer(q, request(5, deadline=10.004), 10)

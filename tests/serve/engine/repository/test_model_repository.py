@@ -116,7 +116,7 @@ def foreign(root: Path, config: str) -> Path:
             lambda root: write_versions(root, "1", config="version_policy { specific { } }"),
             "mlp: version_policy asks for no version, expected one of those that are there: 1",
         ),
-        (lambda root: foreign(root, 'backend: "openvino"'), "mlp/config.pbtxt: 'openvino' models are not supported"),
+        (lambda root: foreign(root, 'backend: "tensorrt_plan"'), "mlp/config.pbtxt: 'tensorrt_plan' models are not supported"),
         (
             lambda root: foreign(root, 'platform: "onnxruntime_onnx" backend: "dali"'),
             "mlp/config.pbtxt: 'dali' models are not supported",

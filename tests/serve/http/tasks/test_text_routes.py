@@ -16,13 +16,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.tensors import Tensors, TensorSpec
+from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.security.options import ClientLimits, SecurityOptions
@@ -193,10 +194,9 @@ class HeldTextBackend(HeldBackend):
         return {"answer": np.full((len(ids), 1), ids.shape[1], np.float32)}
 
 
-def held_text_model(backend: HeldBackend, folder: Path) -> Model:
-    own = tokenizer()
-    own.save(str(folder / "tokenizer.json"))
-    ids = TensorSpec(name="input_ids", datatype=BY_WIRE["INT64"], shape=(-1, -1))
+def held_text_model(backend: HeldBackend, folder: Path, own: Tokenizer | None = None, length: int = ANY_SIZE) -> Model:
+    (own or tokenizer()).save(str(folder / "tokenizer.json"))
+    ids = TensorSpec(name="input_ids", datatype=BY_WIRE["INT64"], shape=(-1, length))
     answer = TensorSpec(name="answer", datatype=BY_WIRE["FP32"], shape=(-1, 1))
     config = ModelConfig(name="held", max_batch_size=2)
     config.parameters["halfserve.task"].string_value = "embeddings"

@@ -1,0 +1,132 @@
+"""Which of two ways to compute a model is faster on this processor, and whether they agree: tried once, and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfserve.protos.atomic_files import atomic_file
+from halfserve.serve.engine.backend import Backend, ModelInterface
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.errors import InferenceError, InstanceLostError
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
+
+MOST_ROWS = 8  # of a trial's batch
+FREE_SIZES = (16, 1)  # in place of sizes that the model leaves open, the first that it can compute
+RUNS = 5  # of each way at most
+BUDGET_S = 2.0  # for the runs of one model; each way runs twice at least
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial found.
+
+    Attributes:
+        half_ms: the shortest run in half precision.
+        float32_ms: the shortest run in float32.
+        error: the largest difference of the answers, divided by the output's largest value; infinite where one is not finite.
+    """
+
+    half_ms: float
+    float32_ms: float
+    error: float
+
+
+@dataclass(frozen=True)
+class TrialCache:
+    """A folder of results, one small file each. Unreadable or unwritable files only cost another trial."""
+
+    folder: Path | None  # None caches nothing
+
+    def find(self, key: str) -> TrialResult | None:
+        if self.folder is None:
+            return None
+        try:
+            known = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+            return TrialResult(*(float(known[name]) for name in ("half_ms", "float32_ms", "error")))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, key: str, result: TrialResult) -> None:
+        """Write a result atomically."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_file(self.folder / f"{key}.json") as file:
+                file.write(json.dumps(asdict(result)).encode())
+
+
+def compared(half: Backend, float32: Backend, interface: ModelInterface, rows: int) -> TrialResult | None:
+    """Run both on the same made-up batch; None where the model cannot compute one.
+
+    Args:
+        half: the model in half precision.
+        float32: the model in float32.
+        interface: of its file.
+        rows: of the largest batch; 0 for a model without a batch dimension.
+    """
+    for size in FREE_SIZES:
+        batch = {spec.name: _made_up(spec, min(rows, MOST_ROWS), size) for spec in interface.inputs}
+        try:
+            answers, expected = _run(half, batch)[1], _run(float32, batch)[1]
+        except (InferenceError, InstanceLostError) as error:
+            if isinstance(error, InstanceLostError):
+                return TrialResult(math.inf, math.inf, math.inf)
+            continue  # the model may refuse sizes and values that are made up
+        times: dict[str, list[float]] = {"half": [], "float32": []}
+        until = time.monotonic() + BUDGET_S
+        for _ in range(RUNS):  # in turns: what else the machine does meets both
+            times["half"].append(_run(half, batch)[0])
+            times["float32"].append(_run(float32, batch)[0])
+            pause()
+            if time.monotonic() > until:
+                break
+        return TrialResult(1e3 * min(times["half"]), 1e3 * min(times["float32"]), _error(answers, expected))
+    return None
+
+
+def _run(backend: Backend, batch: Mapping[str, Array]) -> tuple[float, Mapping[str, Array]]:
+    inputs = {name: array.astype(backend.compute_dtype(name)) for name, array in batch.items()}
+    started = time.perf_counter()
+    answers = backend.run(inputs)
+    return time.perf_counter() - started, answers
+
+
+def _made_up(spec: TensorSpec, rows: int, size: int) -> Array:
+    """Integers are ones, which are valid indices, lengths and masks; other numbers are normally distributed."""
+    own = spec.shape[1:] if rows else spec.shape
+    shape = (*((rows,) if rows else ()), *(size if n == ANY_SIZE else n for n in own))
+    if spec.datatype.array_dtype.kind in "iub":
+        return np.ones(shape, spec.datatype.array_dtype)
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
+    worst = 0.0
+    for name, wanted in expected.items():
+        given: Array = answers[name]
+        if given.shape != wanted.shape:
+            return math.inf
+        if wanted.dtype.kind in "iub":  # a class among near equals may be another one
+            continue
+        far, near = given.astype(np.float64), wanted.astype(np.float64)
+        if not np.array_equal(np.isfinite(far), np.isfinite(near)):
+            return math.inf
+        finite = np.isfinite(near)
+        scale = float(np.abs(near[finite]).max(initial=0.0))
+        worst = max(worst, float(np.abs(far[finite] - near[finite]).max(initial=0.0)) / (scale or 1.0))
+    return worst
+
+
+def describe(result: TrialResult, precision: Any) -> str:
+    """The measurement in words."""
+    return f"OpenVINO in {precision} {result.half_ms:.3g} ms, ONNX Runtime in float32 {result.float32_ms:.3g} ms"

@@ -1,0 +1,1 @@
+"""OpenVINO on the CPU: its own model files, and ONNX files."""

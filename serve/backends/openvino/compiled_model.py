@@ -1,0 +1,232 @@
+"""A model that OpenVINO has compiled, behind the engine's backend interface."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import openvino as ov
+
+from halfserve.serve.backends.index_ranges import IndexRange, check_indices
+from halfserve.serve.backends.openvino.plugin import Compilation, input_places, place_of, reason_of, reports_errors
+from halfserve.serve.backends.openvino.sizes import SizeCheck
+from halfserve.serve.engine.backend import ONNX, OPENVINO_PROVIDER, ModelInterface
+from halfserve.serve.engine.errors import InstanceLostError, InvalidArgumentError, ModelLoadError, is_out_of_memory
+from halfserve.serve.engine.tensors import Array, Tensors
+
+# Up to this size a copy costs less than memory of its own for the answer, or a view on the request's.
+SMALL_BYTES = 65_536
+BF16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+INT32 = np.iinfo(np.int32)
+# Integers that OpenVINO's plugin computes with 32 bits: larger values would become others.
+NARROWED = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint32)})
+
+
+@dataclass(eq=False)
+class _Output:
+    """One output of a compiled model.
+
+    Attributes:
+        place: its number in the model.
+        element: its type in the model.
+        dtype: of the arrays that clients get.
+        empty: its smallest shape; None where its rank is open, so that its answers are copied.
+        is_large: an answer was too large to be copied: each gets memory of its own.
+    """
+
+    place: int
+    element: ov.Type
+    dtype: np.dtype[Any]
+    empty: Sequence[int] | None
+    is_large: bool = False
+
+    def prepare(self, request: ov.InferRequest) -> None:
+        """Before a run: give it memory that no other answer has, where that is cheaper than a copy."""
+        if self.is_large and self.empty is not None:
+            request.set_output_tensor(self.place, ov.Tensor(self.element, ov.Shape(self.empty)))
+
+    def take(self, request: ov.InferRequest) -> Array:
+        """After a run: an array that the next run leaves alone."""
+        tensor = request.get_output_tensor(self.place)
+        data: Array = tensor.data
+        if self.element == ov.Type.bf16:  # which the bindings show as fp16
+            data = data.view(BF16)
+        if data.dtype != self.dtype:
+            # fp32 values beyond bf16's range become infinity, as they would in bf16.
+            with np.errstate(over="ignore"):
+                return data.astype(self.dtype)
+        if self.is_large and self.empty is not None:
+            return data
+        self.is_large = data.nbytes >= SMALL_BYTES
+        return data.copy()
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenVinoBackend:
+    """One compiled model with the one request that it computes.
+
+    Attributes:
+        provider: see `Backend`.
+        precision: of the computation, in words.
+        compiled: the model.
+    """
+
+    provider: str = OPENVINO_PROVIDER
+    precision: str
+    compiled: ov.CompiledModel
+    _request: ov.InferRequest
+    _places: Mapping[str, int]  # of the inputs
+    _elements: Mapping[str, ov.Type]
+    _dtypes: Mapping[str, np.dtype[Any]]
+    _narrowed: frozenset[str]  # inputs whose integers have to fit into 32 bits
+    _outputs: Mapping[str, _Output]
+    _ranges: Mapping[str, IndexRange]
+    _sizes: SizeCheck
+    _waits: bool  # for a thread of OpenVINO's that computes
+    _is_broken: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        compilation: Compilation,
+        interface: ModelInterface,
+        *,
+        ranges: Mapping[str, IndexRange],
+        given_names: Mapping[str, str],
+        can_give_up: bool,
+    ) -> OpenVinoBackend:
+        """The backend.
+
+        Args:
+            compilation: of the model.
+            interface: of its file.
+            ranges: of the inputs of indices: the plugin answers indices out of range with zeros.
+            given_names: see `PreparedModel`.
+            can_give_up: whether runs can be ended from outside, which costs each 0.1 ms.
+
+        Raises:
+            ModelLoadError: OpenVINO has other outputs, or cannot compute every number of rows.
+        """
+        compiled = compilation.compiled
+        own = [given_names.get(spec.name, spec.name) for spec in interface.inputs]
+        found = input_places(compiled.inputs, own)
+        places = {interface.inputs[number].name: place for number, place in found.items()}
+        elements = {name: compiled.inputs[place].get_element_type() for name, place in places.items()}
+        dtypes = {spec.name: spec.datatype.array_dtype for spec in interface.inputs}
+        dtypes |= {name: _dtype(element) for name, element in elements.items()}
+        outputs = {}
+        for number, spec in enumerate(interface.outputs):
+            # Tensors of an ONNX graph that are equal share their names: its outputs are told apart by their order.
+            place = number if interface.kind is ONNX else place_of(compiled.outputs, spec.name)
+            if place is None:
+                raise ModelLoadError(f"output {spec.name!r} is not in the model that OpenVINO has read; save the model again")
+            outputs[spec.name] = _output(place, compiled.outputs[place], spec.datatype.array_dtype)
+        try:
+            sizes = SizeCheck(compilation.model, interface, places)
+        except InvalidArgumentError as error:
+            raise ModelLoadError(f"OpenVINO cannot compute every number of rows: {error}; convert the model again") from None
+        return cls(
+            precision=compilation.precision,
+            compiled=compiled,
+            _request=compiled.create_infer_request(),
+            _places=places,
+            _elements=elements,
+            _dtypes=dtypes,
+            _narrowed=frozenset(name for name, dtype in dtypes.items() if dtype in NARROWED and name not in ranges),
+            _outputs=outputs,
+            _ranges=ranges,
+            _sizes=sizes,
+            _waits=can_give_up or not reports_errors(compiled),
+        )
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return self._dtypes[name]
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """Compute every output, in the dtypes of the model's interface.
+
+        Raises:
+            InvalidArgumentError: an index is out of its table's range, an integer needs more than 32 bits, or sizes do not fit.
+            OutOfMemoryError: memory ran out.
+            InstanceLostError: OpenVINO failed for another reason, after which this copy may answer wrongly.
+        """
+        if self._is_broken:
+            raise InstanceLostError("an earlier batch has failed")
+        check_indices(self._ranges, inputs)
+        for name in self._narrowed:
+            _require_narrow(name, inputs[name])
+        self._sizes.check(inputs)
+        request, outputs = self._request, self._outputs
+        try:
+            given = [self._set(name, inputs[name]) for name in self._places]
+            for output in outputs.values():
+                output.prepare(request)
+            if self._waits:
+                request.start_async()
+                request.wait()
+            else:
+                request.infer(share_outputs=True)
+        except Exception as error:
+            # The bindings raise RuntimeErrors and others, without a class of their own.
+            self._is_broken = True
+            if is_out_of_memory(error):
+                raise
+            raise InstanceLostError(f"OpenVINO failed: {reason_of(error)}") from error
+        del given  # it kept the memory that the request has read
+        return {name: output.take(request) for name, output in outputs.items()}
+
+    def give_up(self) -> None:
+        """End a run before its next node, where that was asked for; a loop is one node."""
+        self._request.cancel()
+
+    def _set(self, name: str, array: Array) -> Array:
+        """Let the request read an array, which has to live until it has run."""
+        array = _shareable(array)
+        element = self._elements[name]
+        if element == ov.Type.bf16:
+            tensor = ov.Tensor(array.view(np.uint16), array.shape, element)
+        else:
+            tensor = ov.Tensor(array, shared_memory=True)
+        self._request.set_input_tensor(self._places[name], tensor)
+        return array
+
+
+def _dtype(element: ov.Type) -> np.dtype[Any]:
+    return BF16 if element == ov.Type.bf16 else np.dtype(element.to_dtype())
+
+
+def _output(place: int, port: ov.ConstOutput, dtype: np.dtype[Any]) -> _Output:
+    shape = port.get_partial_shape()
+    empty = None if shape.rank.is_dynamic else [size.get_min_length() for size in shape]
+    return _Output(place, port.get_element_type(), dtype, empty)
+
+
+def _shareable(array: Array) -> Array:
+    """The array, or one with the same memory: the bindings refuse read-only arrays, although they only read them."""
+    if array.flags.writeable and array.flags.c_contiguous:
+        return array
+    if array.nbytes < SMALL_BYTES or not array.flags.c_contiguous:
+        return np.array(array, order="C")
+    memory = (ctypes.c_byte * array.nbytes).from_address(array.ctypes.data)
+    shared: Array = np.ndarray(array.shape, array.dtype, buffer=memoryview(memory))
+    return shared
+
+
+def _require_narrow(name: str, array: Array) -> None:
+    """Check that integers fit into 32 bits.
+
+    Raises:
+        InvalidArgumentError: one does not.
+    """
+    if not array.size:
+        return
+    least, most = int(array.min()), int(array.max())
+    if least < INT32.min or most > INT32.max:
+        value = most if most > INT32.max else least
+        raise InvalidArgumentError(
+            f"input {name!r} has the value {value}, expected {INT32.min} to {INT32.max}: OpenVINO computes with 32-bit integers"
+        )

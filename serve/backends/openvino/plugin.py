@@ -1,0 +1,202 @@
+"""OpenVINO's CPU plugin: compiles graphs, and says what the processor computes and in which type each node ran.
+
+With INFERENCE_PRECISION_HINT=dynamic a graph is computed in the types in which it is written, where the processor has them:
+https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/precision-control.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+from halfserve.serve.backends.openvino.settings import OpenVinoSettings
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.resource_limits import fewer_cores
+
+DEVICE = "CPU"
+HALVES = ("fp16", "bf16")
+PRECISIONS = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64"}  # OpenVINO's names, and ours
+# Layers of a compiled graph that move numbers, or change their type, and compute none.
+MOVING = frozenset(
+    {
+        *("Input", "Output", "Const", "Convert", "Reorder", "Reshape", "Transpose", "Concatenation", "Split", "StridedSlice"),
+        *("Gather", "Broadcast", "Tile", "Pad", "ShapeOf", "MemoryInput", "MemoryOutput"),
+    }
+)
+PREFIX_LINE = re.compile(r"^(Exception from|Check ').*|^\s*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A compiled model.
+
+    Attributes:
+        model: as it was read.
+        compiled: the plugin's.
+        nodes: the number of computing nodes by the type in which they are computed; see `precisions`.
+        precision: of the computation, in words.
+    """
+
+    model: ov.Model
+    compiled: ov.CompiledModel
+    nodes: Mapping[str, int]
+    precision: str
+
+    @property
+    def nodes_in_words(self) -> str:
+        """Such as "OpenVINO bf16=12, OpenVINO fp32=3", most first."""
+        return ", ".join(f"OpenVINO {name}={count}" for name, count in sorted(self.nodes.items(), key=lambda item: -item[1]))
+
+
+@cache
+def core() -> ov.Core:
+    """The process's one core: its plugin keeps one pool of threads for all models."""
+    return ov.Core()
+
+
+@cache
+def native_halves() -> frozenset[str]:
+    """The half-precision types that this processor computes in: of "bf16" and "fp16"."""
+    found = {"BF16": "bf16", "FP16": "fp16"}
+    return frozenset(found[name] for name in core().get_property(DEVICE, "OPTIMIZATION_CAPABILITIES") if name in found)
+
+
+def properties(settings: OpenVinoSettings, threads: int) -> dict[str, Any]:
+    """How a graph is compiled: computed as it is written, by so many threads (0 for one per core that may be used)."""
+    threads = (threads if settings.threads is None else settings.threads) or fewer_cores()
+    chosen: dict[str, Any] = {
+        # Otherwise weights in 8 bits would have activations rounded to 8 bits too.
+        "EXECUTION_MODE_HINT": "ACCURACY",
+        "INFERENCE_PRECISION_HINT": "bf16" if settings.hint_bf16 else "dynamic",
+        "NUM_STREAMS": settings.streams or "1",
+        # Threads that are bound to cores would compete with the event loop's for one of them.
+        "ENABLE_CPU_PINNING": False,
+        # A file that is truncated while it is mapped would end the process.
+        "ENABLE_MMAP": False,
+    }
+    if threads:
+        chosen["INFERENCE_NUM_THREADS"] = threads
+    if settings.performance_hint is not None:
+        chosen["PERFORMANCE_HINT"] = settings.performance_hint
+    return chosen
+
+
+def compiled_with(source: str | bytes, path: Path, settings: OpenVinoSettings, threads: int) -> Compilation:
+    """Compile a model.
+
+    Args:
+        source: the model's bytes, or the path of its file.
+        path: of the original file, for errors.
+        settings: from the model's configuration.
+        threads: see `properties`.
+
+    Raises:
+        ModelLoadError: OpenVINO refuses the model, or its library of operators.
+    """
+    try:
+        own = core()
+        if settings.extension is not None:
+            own = ov.Core()  # operators of one model are not another's
+            own.add_extension(settings.extension)
+        model = own.read_model(model=source)
+        pause()
+        written = {PRECISIONS[name] for op in model.get_ops() for out in op.outputs() if (name := _type(out)) in PRECISIONS}
+        compiled = own.compile_model(model, DEVICE, properties(settings, threads))
+    except Exception as error:
+        # The bindings raise RuntimeErrors and others, without a class of their own.
+        raise ModelLoadError(f"{path}: OpenVINO refuses the model: {reason_of(error)}") from error
+    nodes = precisions(compiled)
+    return Compilation(model=model, compiled=compiled, nodes=nodes, precision=in_words(nodes, written))
+
+
+def in_words(nodes: Mapping[str, int], written: AbstractSet[str]) -> str:
+    """The precision of a computation in words, such as "bf16", "fp32" or "fp32 (the fp16 model, upcast)".
+
+    Args:
+        nodes: the number of nodes by the type in which they are computed.
+        written: the floating types of the graph before it was compiled.
+    """
+    ran = " and ".join(half for half in HALVES if nodes.get(half))
+    given = " and ".join(half for half in HALVES if half in written)
+    if ran:
+        return ran if ran == given else f"{ran} (the {given or 'fp32'} model)"
+    return f"fp32 (the {given} model, upcast)" if given else "fp32"
+
+
+def _type(output: ov.Output) -> str:
+    return str(output.get_element_type().get_type_name())
+
+
+def place_of(ports: Sequence[Any], name: str) -> int | None:
+    """The number of an input or output, by one of its tensor's names or by its layer's; None where it is not there."""
+    by_name = [number for number, port in enumerate(ports) if name in port.names]
+    by_layer = [number for number, port in enumerate(ports) if name == port.node.get_friendly_name()]
+    return next(iter([*by_name, *by_layer]), None)
+
+
+def input_places(ports: Sequence[Any], names: Sequence[str]) -> dict[int, int]:
+    """Which inputs of a model are those of its file: the number in the model, by the place of the name in `names`.
+
+    Inputs that a model does not use are left out of it. One that is an output too may have lost its name, and is found by its
+    order among those that are left.
+
+    Raises:
+        ModelLoadError: it cannot be told which one an input is.
+    """
+    known = {number: place_of(ports, name) for number, name in enumerate(names)}
+    found = {number: place for number, place in known.items() if place is not None}
+    unnamed = [place for place in range(len(ports)) if place not in found.values()]
+    missing = [number for number in known if number not in found]
+    if unnamed and len(unnamed) != len(missing):
+        raise ModelLoadError(f"OpenVINO has lost the names of inputs {[names[number] for number in missing]}; convert it again")
+    return found | dict(zip(missing, unnamed, strict=False))
+
+
+def reports_errors(compiled: ov.CompiledModel) -> bool:
+    """Whether a synchronous run of a compiled model reports an error.
+
+    With one thread OpenVINO 2026.4.1's does not: it returns, and the outputs are those of an earlier run.
+    """
+    return _reports_errors(compiled.get_property("INFERENCE_NUM_THREADS"))
+
+
+@cache
+def _reports_errors(threads: int) -> bool:
+    given = [opset13.parameter([-1, -1], np.float32) for _ in range(2)]
+    model = ov.Model([opset13.result(opset13.add(*given))], given)
+    request = core().compile_model(model, DEVICE, properties(OpenVinoSettings(threads=threads), 0)).create_infer_request()
+    for place, array in enumerate((np.zeros((1, 2), np.float32), np.zeros((1, 3), np.float32))):
+        request.set_input_tensor(place, ov.Tensor(array))
+    try:
+        request.infer(share_outputs=True)
+    except RuntimeError:
+        return True
+    return False
+
+
+def reason_of(error: Exception) -> str:
+    """The essential line of an exception, safe to show to clients: without the places in OpenVINO's sources."""
+    lines = [line.strip() for line in str(error).splitlines() if not PREFIX_LINE.match(line)]
+    return lines[-1] if lines else type(error).__name__
+
+
+def precisions(compiled: ov.CompiledModel) -> Counter[str]:
+    """The number of computing nodes by the type that they are computed in: "bf16", "fp16", "fp32"; integers do not count."""
+    found: Counter[str] = Counter()
+    for node in compiled.get_runtime_model().get_ordered_ops():
+        about = node.get_rt_info()
+        precision = PRECISIONS.get(about["runtimePrecision"].astype(str))
+        if precision is not None and about["layerType"].astype(str) not in MOVING:
+            found[precision] += 1
+    return found

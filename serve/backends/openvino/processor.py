@@ -1,0 +1,49 @@
+"""Which half-precision types this processor computes, by the flags that the system reports. OpenVINO is not needed to tell.
+
+x86 has bf16 since AVX512-BF16 (Zen 4, Cooper Lake) and AMX (Sapphire Rapids), fp16 since AVX512-FP16 (Sapphire Rapids); the
+latter has only the rate of float32, AMX-FP16 (Granite Rapids) a higher one. Arm has both from Neoverse V1 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+FAST_FP16_FLAGS = frozenset({"amx_fp16", "asimdhp"})
+
+
+def computed_halves() -> frozenset[str]:
+    """Of "bf16" and "fp16", the types that this processor has arithmetic in."""
+    return _halves(FP16_FLAGS)
+
+
+def fast_halves() -> frozenset[str]:
+    """Of "bf16" and "fp16", the types that this processor computes faster than float32."""
+    return _halves(FAST_FP16_FLAGS)
+
+
+@cache
+def processor_name() -> str:
+    """The processor's model, as the system names it; "" where it does not."""
+    with contextlib.suppress(OSError), CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))), "")
+    return ""
+
+
+def _halves(fp16: frozenset[str]) -> frozenset[str]:
+    flags = _flags()
+    return frozenset(name for name, known in (("bf16", BF16_FLAGS), ("fp16", fp16)) if flags & known)
+
+
+@cache
+def _flags() -> frozenset[str]:
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, "").split())

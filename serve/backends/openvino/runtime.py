@@ -1,0 +1,160 @@
+"""OpenVINO behind the engine's backend interface: reads model.xml and compiles it for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.index_ranges import IndexRange
+from halfserve.serve.backends.onnx_runtime.crash_probe import OWN_VERSION, CrashProbe, verdict_key
+from halfserve.serve.backends.onnx_runtime.custom_operators import stamp
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import prepared
+from halfserve.serve.backends.onnx_runtime.request_errors import index_ranges
+from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, read_settings
+from halfserve.serve.backends.onnx_runtime.upcast import FP16_AS_BF16, UPCAST
+from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
+from halfserve.serve.backends.openvino.ir_file import read_ir_interface
+from halfserve.serve.backends.openvino.plugin import Compilation, compiled_with, in_words, properties
+from halfserve.serve.backends.openvino.settings import OpenVinoSettings, read_openvino_settings
+from halfserve.serve.engine.backend import ONNX, OPENVINO_BACKEND, CpuPrecision, DevicePlacement, ModelInterface
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.errors import ModelLoadError
+
+# The types that a graph is computed in, by those of the file.
+TYPES: Mapping[CpuPrecision, Mapping[int, int]] = {CpuPrecision.BFLOAT16: FP16_AS_BF16, CpuPrecision.FLOAT16: {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVinoTrial:
+    """A trial of the crash probe with OpenVINO."""
+
+    path: Path  # the original model file
+    settings: OpenVinoSettings
+    prepared_for: str = ""  # the precision in which the model was prepared; "" for the file as it is
+
+    @property
+    def levels(self) -> tuple[OptimizationLevel, ...]:
+        """Just one: OpenVINO has no switch for its optimizations."""
+        return (OptimizationLevel.ALL,)
+
+    def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:  # noqa: ARG002  (there is one)
+        """See `Trial`."""
+        return {
+            "openvino": properties(self.settings, 1),
+            "extension": self.settings.extension or "",
+            "path": "" if isinstance(source, bytes) else str(Path(source).absolute()),
+            "bytes": len(source),
+        }
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for trials with equal results; reads the whole file, but not its weights."""
+        message = self.message(b"", OptimizationLevel.ALL)
+        return verdict_key(
+            self.path,
+            [ov.__version__, OWN_VERSION, self.prepared_for, repr(sorted(message.items())), stamp(message["extension"])],
+        )
+
+
+class OpenVinoRuntime:
+    """Loads OpenVINO's own files, and ONNX files whose configuration asks for OpenVINO."""
+
+    def __init__(self, probe: CrashProbe | None = None, *, trust_custom_operators: bool = False) -> None:
+        """`probe` loads models in another process first; None trusts them. `trust_custom_operators`: see `OnnxRuntime`."""
+        self._probe = probe
+        self._trust_custom_operators = trust_custom_operators
+
+    def describe(self, path: Path) -> ModelInterface:
+        """Read the interface of OpenVINO's own file without its weights.
+
+        Raises:
+            ModelLoadError: a file is missing or unreadable, is no OpenVINO graph, or has inputs without a wire type.
+        """
+        return read_ir_interface(path)
+
+    def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> OpenVinoBackend:
+        """Load one copy, on the CPU. A graph of OpenVINO's own is computed in the types in which it is written.
+
+        Raises:
+            ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
+        """
+        if interface.kind is ONNX:
+            return self.load_onnx(path, interface, placement, config, placement.cpu_precision)
+        _require_cpu(path, placement)
+        settings = read_openvino_settings(config, path, trusted=self._trust_custom_operators)
+        compilation = self._compiled(path, str(path), settings, placement)
+        return _backend(compilation, interface, config, {}, {})
+
+    def load_onnx(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
+    ) -> OpenVinoBackend:
+        """Load one copy of an ONNX file; see `OnnxOnOpenVino`.
+
+        Nodes of a half-precision type are computed in `precision`, and those of float32 in float32.
+
+        Raises:
+            ModelLoadError: see `load`.
+        """
+        _require_cpu(path, placement)
+        if config.backend == OPENVINO_BACKEND:
+            settings = read_openvino_settings(config, path, trusted=self._trust_custom_operators)
+        else:
+            settings = OpenVinoSettings(threads=read_settings(config, path).intra_op_threads)
+        types = TYPES.get(precision, UPCAST)
+        with prepared(path, for_gpu=False, types=types) as model:
+            compilation, names = self._compiled(path, model.source, settings, placement, str(precision)), model.given_names
+            words = model.precision if types == UPCAST else in_words(compilation.nodes, model.halves)
+            compilation = replace(compilation, precision=words)
+        with open_onnx(path) as file:
+            ranges = index_ranges(file.model.graph)
+        return _backend(compilation, interface, config, ranges, names)
+
+    def _compiled(
+        self, path: Path, source: str | bytes, settings: OpenVinoSettings, placement: DevicePlacement, prepared_for: str = ""
+    ) -> Compilation:
+        if self._probe is not None:
+            _require_survival(self._probe, OpenVinoTrial(path=path, settings=settings, prepared_for=prepared_for), source)
+        pause()
+        return compiled_with(source, path, settings, placement.threads)
+
+
+def _require_survival(probe: CrashProbe, trial: OpenVinoTrial, source: str | bytes) -> None:
+    verdict = probe.verdict(trial, source)
+    if verdict is not None and verdict.level is None:
+        raise ModelLoadError(
+            f"{trial.path}: the model ends OpenVINO {ov.__version__}'s process ({', '.join(verdict.crashes.values())}); "
+            "convert it in another way, or serve its ONNX file with ONNX Runtime"
+        )
+
+
+def _require_cpu(path: Path, placement: DevicePlacement) -> None:
+    if placement.require_gpu:
+        raise ModelLoadError(
+            f"{path}: a GPU is required, but OpenVINO runs models on the CPU here, not on CUDA device {placement.device_id}; "
+            "allow the CPU"
+        )
+
+
+def _backend(
+    compilation: Compilation,
+    interface: ModelInterface,
+    config: ModelConfig,
+    ranges: Mapping[str, IndexRange],
+    given_names: Mapping[str, str],
+) -> OpenVinoBackend:
+    """The backend of a compiled model; the configuration's parameters get the numbers of its nodes by their precision."""
+    config.parameters["halfserve.nodes"].string_value = compilation.nodes_in_words
+    return OpenVinoBackend.of(
+        compilation,
+        interface,
+        ranges=ranges,
+        given_names=given_names,
+        can_give_up="halfserve.max_compute_s" in config.parameters,
+    )

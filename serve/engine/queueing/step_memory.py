@@ -1,0 +1,163 @@
+"""The memory for tensors between the steps of ensembles: it bounds how many requests are under way there.
+
+The size of such tensors is known only once a step has computed them, when it is too late to wait. So a run claims what the runs
+of its ensemble have held lately, and waits before its first step while its claim does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from halfserve.serve.engine.errors import QueueFullError, UnavailableError
+from halfserve.serve.engine.tensors import Tensors, memory_of
+
+MOST_WAITING: Final = 8192  # runs, over all ensembles
+UNKNOWN_PART: Final = 8  # of the limit: what a run of an ensemble claims of which no step has answered yet
+EXCESS_PART: Final = 2  # of the limit: how far larger tensors than expected may exceed it
+FORGET_PART: Final = 8  # of the difference, by which a smaller run lowers what is expected
+COUNTED_BYTES: Final = 16_384  # of a run; the queues bound smaller ones
+UNKNOWN: Final = -1
+TOLD_BYTES: Final = 2**18  # smaller changes of all claims are not told to the server's memory budget
+RETRY_S: Final = 1.0
+FULL: Final = (
+    "the server holds as many tensors between the steps of ensembles as it may (--max-buffered-mib); retry with back-off"
+)
+
+
+class BudgetShare(Protocol):
+    """A share of the memory that a server may hold for all its clients."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short and this share holds more than its part."""
+
+    def resize(self, size: int) -> None:
+        """Set what it holds, in bytes."""
+
+
+class WaitingRun(Protocol):
+    """A run that waits for memory before its first step."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """That it will claim."""
+
+    def begin(self) -> None:
+        """Claim them and send the first steps' requests. Must not raise."""
+
+
+class StepMemory:
+    """The claims of all runs, and the runs that wait for room. On the event loop only.
+
+    Attributes:
+        claimed: bytes that the runs hold or are expected to hold.
+    """
+
+    def __init__(self) -> None:
+        """Without a bound; see `bound`."""
+        self.claimed = 0
+        self._limit: int | None = None
+        self._share: BudgetShare | None = None
+        self._told = 0
+        self._line: dict[WaitingRun, None] = {}
+        self._is_filling = False
+
+    def bound(self, limit_bytes: int, share: BudgetShare) -> None:
+        """Bound the claims, and count them in a share of the server's memory. Call it before the first request."""
+        self._limit = limit_bytes
+        self._share = share
+
+    @property
+    def unknown_claim(self) -> int:
+        """Bytes that a run claims of whose ensemble nothing is known."""
+        return 0 if self._limit is None else self._limit // UNKNOWN_PART
+
+    def has_room(self, claim: int) -> bool:
+        """Whether a run may begin: its claim fits, or it is the only one."""
+        if self._limit is None or not self.claimed:
+            return True
+        if self._line and not self._is_filling:
+            return False
+        return self.claimed + claim <= self._limit and (self._share is None or not self._share.is_short)
+
+    def wait(self, run: WaitingRun) -> None:
+        """Have a run begin when there is room.
+
+        Raises:
+            QueueFullError: too many wait.
+        """
+        if len(self._line) >= MOST_WAITING:
+            raise QueueFullError(f"{MOST_WAITING} requests wait for memory: {FULL}", retry_after_s=RETRY_S)
+        self._line[run] = None
+
+    def leave(self, run: WaitingRun, claim: int) -> None:
+        """A run with this claim has ended: it neither waits nor holds anything."""
+        self._line.pop(run, None)
+        self.change(-claim)
+
+    def change(self, more: int) -> None:
+        """The claim of a run has changed by so many bytes."""
+        self.claimed += more
+        if self._share is not None and abs(self.claimed - self._told) >= TOLD_BYTES:
+            self._told = self.claimed
+            self._share.resize(self.claimed)
+        if more < 0 and self._line:
+            self._fill()
+
+    def require_within(self, claim: int) -> None:
+        """Check what a run with this claim has added.
+
+        Raises:
+            UnavailableError: all runs together hold too much, and it is not the only one.
+        """
+        limit = self._limit
+        if limit is not None and self.claimed > limit + limit // EXCESS_PART and claim < self.claimed:
+            raise UnavailableError(FULL, retry_after_s=RETRY_S)
+
+    def _fill(self) -> None:
+        if self._is_filling:  # a run that begins here may end at once
+            return
+        self._is_filling = True
+        try:
+            while self._line:
+                run = next(iter(self._line))
+                if not self.has_room(run.expected_bytes):
+                    break
+                del self._line[run]
+                run.begin()
+        finally:
+            self._is_filling = False
+
+
+class RunSizes:
+    """What the runs of one ensemble hold between its steps, learned from them.
+
+    Attributes:
+        memory: of all ensembles.
+        expected: bytes of the next run; 0 for fewer than COUNTED_BYTES, UNKNOWN before the first answer of a step.
+    """
+
+    __slots__ = ("expected", "memory")
+
+    def __init__(self, memory: StepMemory) -> None:
+        self.memory = memory
+        self.expected = UNKNOWN
+
+    @property
+    def claim(self) -> int:
+        """Bytes that a run claims."""
+        return self.memory.unknown_claim if self.expected == UNKNOWN else self.expected
+
+    def grown(self, held: int) -> None:
+        """A run holds so many bytes now."""
+        self.expected = max(self.expected, held)
+
+    def ended(self, held: int) -> None:
+        """A run has held so many bytes at its end."""
+        rest = held if self.expected == UNKNOWN else self.expected - (self.expected - held) // FORGET_PART
+        self.expected = rest if rest >= COUNTED_BYTES else 0
+
+
+def bytes_of(answer: Tensors) -> int:
+    """Memory of a step's answer."""
+    return sum([memory_of(answer[name]) for name in answer])

@@ -1,0 +1,168 @@
+"""Check that a model version and the certificate beside it belong together.
+
+`halfserve export` writes certificate.json beside the model. It holds the hashes of the model and of the files that its answers
+depend on, and the model's metadata holds the hash of the certificate (see `halfserve.protos.certificates`). A file that was
+changed or swapped breaks one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from halfserve.protos.certificate_signature import VerifyingKey
+from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
+from halfserve.protos.onnx_outline import DamagedFileError
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.disk_files import open_regular, read_regular
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.precision_guard.loading import guard_settings
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 64 * 2**20
+TOKENIZER = "tokenizer.json"
+
+
+def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: VerifyingKey | None = None) -> str | None:
+    """Compare a model file, and the files of its version that its answers depend on, with the certificate beside it.
+
+    A listed file that is missing is left to its reader. Files that the certificate does not list are named in a warning.
+
+    Args:
+        model: the model file.
+        declared: the model's configuration, which names files that a certificate may list.
+        key: has to have signed the certificate; None asks for no signature.
+
+    Returns:
+        "passed" or "failed", as the certificate says; None, with a warning where there is a reason, if nothing vouches for the
+        model: there is no certificate, or the model does not name it.
+
+    Raises:
+        ModelLoadError: they do not belong together, the certificate is not signed with the key, or cannot be read.
+    """
+    path = model.parent / CERTIFICATE
+    if not path.exists():
+        if key is not None:
+            logger.warning("%s: has no certificate that the certificate key could check; it is served without a verdict", model)
+        return None
+    certificate = _read(path)
+    if key is not None:
+        _require_signed(path, certificate, key)
+    digests, named = _look_into(model)
+    if digests.file != certificate.get("onnx_sha256"):
+        raise _other_file(model, "export it again, or remove the certificate")
+    if named is None and key is None:
+        logger.warning(
+            "%s: its metadata names no certificate, so the one beside it is no proof, and it is served without a verdict; "
+            "export it again with halfserve to bind the two",
+            model,
+        )
+        return None
+    if named is not None and named != certificate_sha256(certificate):
+        raise ModelLoadError(f"{path}: is not the certificate that the model names in its metadata; export the model again")
+    if certificate.get("content_sha256") not in (None, "", digests.content):
+        raise _other_file(model, "export it again")
+    _check_files(path, certificate, declared)
+    return "passed" if certificate.get("passed") is True else "failed"
+
+
+def _other_file(path: Path, remedy: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{path}: is not the file that {CERTIFICATE} was made for (its SHA-256 differs from the one there); {remedy}"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
+        content = json.loads(read_regular(path))
+    except OSError as error:  # of the system or the disk, not of the certificate
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ModelLoadError(f"{path}: cannot be read: it is no JSON; export the model again, or remove the file") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise _no_certificate(path)
+    return content
+
+
+def _no_certificate(path: Path) -> ModelLoadError:
+    return ModelLoadError(f"{path}: is no certificate that halfserve wrote; remove it, or export the model again")
+
+
+def _require_signed(path: Path, certificate: dict[str, Any], key: VerifyingKey) -> None:
+    if not key.signed(certificate):
+        what = "is signed with another key, or was changed since" if certificate.get("signature") else "is not signed"
+        raise ModelLoadError(
+            f"{path}: {what}, expected a signature by the private key of --certificate-key; export the model again with that "
+            "key, or remove the certificate"
+        )
+
+
+def _check_files(path: Path, certificate: dict[str, Any], declared: DeclaredConfig | None) -> None:
+    files = _listed(path, certificate)
+    for name, digest in files.items():
+        file = path.parent / name
+        if file.exists() and _file_sha256(file) != digest:
+            shown = Path(os.path.normpath(file))
+            raise _other_file(shown, "put that file back, export the model again, or remove the certificate")
+    if unbound := [name for name in _dependent(declared) if name not in files and (path.parent / name).exists()]:
+        logger.warning(
+            "%s: does not hold the hash of %s, so nothing shows whether they belong to the model; export it again to bind them",
+            path,
+            ", ".join(unbound),
+        )
+
+
+def _listed(path: Path, certificate: dict[str, Any]) -> dict[str, str]:
+    """The files that a certificate lists, with their hashes; all lie in the model's folder."""
+    files = certificate.get("files", {})
+    if not isinstance(files, dict):
+        raise _no_certificate(path)
+    for name in files:
+        parts = PurePosixPath(name).parts
+        if PurePosixPath(name).is_absolute() or ".." in parts[1:]:
+            raise ModelLoadError(f"{path}: lists the file {name!r}, expected one in the model's folder; export the model again")
+    return files
+
+
+def _dependent(declared: DeclaredConfig | None) -> Iterator[str]:
+    """The files that answers may depend on besides the model's own, as paths in the version's folder."""
+    if declared is not None:
+        yield guard_settings(declared.message, declared.source).fp32_twin
+        yield from sorted({f"../{output.label_filename}" for output in declared.message.output if output.label_filename})
+    yield TOKENIZER
+
+
+def _look_into(model: Path) -> tuple[ModelDigests, str | None]:
+    """The hashes of a model with its data files, and the hash of the certificate that it names."""
+    if model.suffix != ".onnx":
+        digest = _file_sha256(model)
+        return ModelDigests(file=digest, content=digest), None
+    with open_onnx(model) as opened:
+        named = next((entry.value for entry in opened.model.metadata_props if entry.key == NAME), None)
+        locations = sorted(opened.data_files)
+    try:
+        with open_regular(model) as file:
+            own = model_digests(file, os.fstat(file.fileno()).st_size)
+    except (OSError, DamagedFileError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelLoadError(f"{model}: cannot be read: {reason}") from None
+    return own.with_data_files({location: _file_sha256(model.parent / location) for location in locations}), named
+
+
+def _file_sha256(path: Path) -> str:
+    if not path.exists():
+        raise ModelLoadError(f"{path}: is missing; the model beside it keeps weights there")
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,295 @@
+"""Rows that padding is tried out on, and the model's answers to them: alone and unpadded, and padded together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from halfserve.serve.engine.backend import CALLING_PROVIDERS
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError, is_device_lost
+from halfserve.serve.engine.execution.assembly import pad_rows, padded_inputs
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.queueing.pace import padded_rows
+from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.model_control.warm_up import declared_requests
+
+SHORTEST = (1, 2, 4, 8)  # lengths that are tried first
+EACH = 2  # rows of each of these; together they tell how large the columns of an output are
+TOKENS = 1000  # made-up tokens are below this where the model takes them all, on the CPU
+FEW_TOKENS = 4  # likewise where the model has fewer, and on a device, which an index out of range could break
+
+
+class NotProvedError(Exception):
+    """Why a model is not padded."""
+
+
+class OutOfTimeError(Exception):
+    """The next run would end after the time that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A request of one row, and what the row gets alone and unpadded."""
+
+    length: int
+    request: InferRequest
+    alone: Tensors
+
+
+class Trial:
+    """Runs rows on a version's first copy.
+
+    A row is cut or repeated from a request of model_warmup where files give its padded inputs, and made up otherwise: zeros
+    cannot be told from padding. An integer for each row may be its length, or something else that 1 is a valid value of; where
+    it is made up, both are tried.
+
+    Attributes:
+        version: that runs.
+        settings: how it is padded; the buckets and the longest length are not used.
+        until: when to stop, in seconds of the clock.
+        refusal: the model's latest error for a row alone.
+    """
+
+    def __init__(
+        self, version: LoadedVersion, settings: PaddingSettings, until: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.version = version
+        self.settings = settings
+        self.until = until
+        self.refusal = ""
+        self._clock = clock
+        self._padding = Padding(settings, [spec.name for spec in version.interface.inputs])
+        declared = declared_requests(version)
+        self._shapes = {name: array.shape for request in declared[:1] for name, array in request.inputs.items()}
+        given = [request.inputs for request in declared if request.from_files >= self._padding.inputs.keys()]
+        self._samples = [sample for sample in given if self._length(sample)]
+        counts = [spec for spec in version.interface.inputs if self._may_be_length(spec)]
+        self._says_length: tuple[bool, ...] = (True, False) if counts and not self._samples else (False,)
+        self._tokens = FEW_TOKENS
+        self._largest, self._token_s = 0, 0.0  # tokens of the largest run, and seconds that each of them took
+
+    def short_rows(self) -> list[Row]:
+        """EACH rows of every length in SHORTEST that the model takes, in rising length.
+
+        Raises:
+            OutOfTimeError: there is no time for them.
+            ModelLoadError: the device was lost.
+        """
+        if self.version.backends[0].provider in CALLING_PROVIDERS and not self._samples:
+            self._tokens = TOKENS
+            if not self.rows(SHORTEST[-1], 0):
+                self._tokens = FEW_TOKENS
+        rows: list[Row] = []
+        for length in SHORTEST:
+            for seed in range(EACH):
+                self.require_time(length)
+                rows += self.rows(length, seed)
+        return rows
+
+    def rows(self, length: int, seed: int) -> list[Row]:
+        """Rows of a length with what they get alone: one for each value that an integer of the row may have.
+
+        None of them where the model does not take the length. A value that it refuses while it takes another is not tried
+        again.
+
+        Raises:
+            ModelLoadError: the device was lost.
+        """
+        taken = {}
+        for says_length in self._says_length:
+            row = self._answered(length, self.request(length, seed, says_length=says_length))
+            if row is not None:
+                taken[says_length] = row
+        if taken:
+            self._says_length = tuple(taken)
+        return list(taken.values())
+
+    def sample_rows(self, above: int, most: int) -> Iterator[Row]:
+        """The requests of model_warmup as they are, of lengths above `above` and up to `most`."""
+        for sample in self._samples:
+            length = self._length(sample)
+            if above < length <= most:
+                self.require_time(length)
+                row = self._answered(length, self._as_request({name: array[:1] for name, array in sample.items()}))
+                if row is not None:
+                    yield row
+
+    def longest_taken(self, taken: int, refused: int) -> int:
+        """The longest length that the model takes, `taken` or more, and below `refused`, which it does not take.
+
+        Raises:
+            OutOfTimeError: there is no time to find it.
+            ModelLoadError: the device was lost.
+        """
+        # Most models end at a power of two: it and the length after it are tried before the middle of what is left.
+        guess, after = 2 * taken, 1
+        while refused - taken > 1:
+            if not taken < guess < refused:
+                guess = (taken + refused) // 2
+            self.require_time(guess)
+            if self.rows(guess, 0):
+                taken, guess = guess, 2 * guess
+            else:
+                refused, guess, after = guess, taken + after, 0
+        return taken
+
+    def padded(self, rows: Sequence[Row], length: int) -> tuple[Tensors, list[Tensors]]:
+        """Compute rows together as they are served, each padded to a length.
+
+        Returns:
+            The whole batch's outputs, and each row's answer, as views: the next run may reuse the memory.
+
+        Raises:
+            NotProvedError: they cannot be computed together.
+            OutOfTimeError: there is no time for it.
+            ModelLoadError: the device was lost.
+        """
+        sizes = self.version.limits.padded_rows
+        count = padded_rows(len(rows), sizes) if sizes else len(rows)
+        self.require_time(count * length)
+        backend, requests = self.version.backends[0], [row.request for row in rows]
+        padding = Padding(replace(self.settings, buckets=(length,)), [spec.name for spec in self.version.interface.inputs])
+        pause()
+        started = self._clock()
+        try:
+            inputs = padded_inputs(backend, requests, len(rows), length, padding)
+            outputs = backend.run({name: pad_rows(array, count) for name, array in inputs.items()})
+            answers = padding.answers(outputs, requests, count, length)
+        except Exception as error:  # noqa: BLE001  (a runtime may raise anything)
+            if is_device_lost(error):
+                raise self._lost(error) from None
+            raise NotProvedError(f"requests of different lengths cannot be computed together ({error})") from None
+        self._learn(count * length, started)
+        return outputs, answers
+
+    def seconds(self, requests: Sequence[InferRequest], length: int) -> float:
+        """Seconds that a batch of requests of one length takes.
+
+        Raises:
+            NotProvedError: the model does not take it.
+            OutOfTimeError: there is no time left.
+            ModelLoadError: the device was lost.
+        """
+        self.require_time(len(requests) * length)
+        result = self._run(requests)
+        if isinstance(result, Failed):
+            raise NotProvedError(str(result.error))
+        return (result.times.split - result.times.started) / 1e9
+
+    def require_time(self, tokens: int) -> None:
+        """Check that a run of so many tokens, rows times length, can end in time, by what the largest one took.
+
+        Raises:
+            OutOfTimeError: it cannot.
+        """
+        if not self.has_time(tokens):
+            raise OutOfTimeError
+
+    def has_time(self, tokens: int) -> bool:
+        return self._clock() + tokens * self._token_s <= self.until
+
+    def request(self, length: int, seed: int, *, says_length: bool | None = None) -> InferRequest:
+        """A request of one row of this length; `says_length`: an integer for the row is its length, and not 1."""
+        random = np.random.default_rng(seed)
+        if self._samples:
+            return self._as_request(self._stretched(self._samples[seed % len(self._samples)], length, random))
+        says_length = self._says_length[0] if says_length is None else says_length
+        specs = self.version.interface.inputs
+        return self._as_request({spec.name: self._made(spec, length, random, says_length=says_length) for spec in specs})
+
+    def _answered(self, length: int, request: InferRequest) -> Row | None:
+        started = self._clock()
+        result = self._run([request])
+        if isinstance(result, Failed):
+            self.refusal = str(result.error)
+            return None
+        self._learn(length, started)
+        # Copies: the next run may reuse the memory.
+        (answer,) = result.answers
+        return Row(length=length, request=request, alone={name: array.copy() for name, array in answer.items()})
+
+    def _learn(self, tokens: int, started: float) -> None:
+        if tokens >= self._largest:  # in small runs, what any run costs is most of the time
+            self._largest, self._token_s = tokens, (self._clock() - started) / tokens
+
+    def _run(self, requests: Sequence[InferRequest]) -> Answered | Failed:
+        pause()
+        try:
+            return run_batch(self.version.backends[0], list(requests))[0]
+        except InstanceLostError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: Exception) -> ModelLoadError:
+        return ModelLoadError(f"{self.version.files.model}: the device failed while padding was tried out: {error}")
+
+    def _as_request(self, inputs: Tensors) -> InferRequest:
+        interface = self.version.interface
+        given = {spec.name: spec.to_model(inputs[spec.name]) for spec in interface.inputs}
+        shapes = tuple(given[spec.name].shape[1:] for spec in interface.inputs)
+        bucket = shapes[0] if len(shapes) == 1 else shapes
+        return InferRequest(given, tuple(spec.name for spec in interface.outputs), 1, bucket, None, _drop)
+
+    def _may_be_length(self, spec: TensorSpec) -> bool:
+        """Whether an input is one integer for each row."""
+        is_one = all(size in {1, ANY_SIZE} for size in spec.shape[1:])
+        return is_one and spec.name not in self._padding.inputs and spec.datatype.array_dtype.kind in "iu"
+
+    def _made(self, spec: TensorSpec, length: int, random: np.random.Generator, *, says_length: bool) -> Array:
+        padded = self._padding.inputs.get(spec.name)
+        sizes = [length if padded is not None and axis in padded.axes else size for axis, size in enumerate(spec.shape)]
+        guessed = self._shapes.get(spec.name, (1,) * len(sizes))
+        shape = (1, *(guess if size == ANY_SIZE else size for size, guess in zip(sizes[1:], guessed[1:], strict=True)))
+        dtype = spec.datatype.array_dtype
+        if dtype.hasobject:
+            return np.full(shape, b"1", object)
+        if dtype.kind not in "iub":
+            return np.asarray(random.standard_normal(shape)).astype(dtype)
+        if says_length and self._may_be_length(spec):
+            return np.full(shape, length).astype(dtype)
+        first = self.settings.rule.inputs[0]
+        if padded is not first or dtype.kind == "b":
+            return np.ones(shape, dtype)  # a mask's own places, a valid type
+        values = np.array([value for value in range(1, self._tokens) if value != first.value])
+        tokens = random.choice(values, shape)
+        if length > 1:
+            tokens.flat[0] = values[-1]  # so that a later refusal is one of the length
+        return tokens.astype(dtype)
+
+    def _length(self, sample: Tensors) -> int:
+        """0 where its inputs disagree about it."""
+        place = self._padding.place(self._as_request(sample).bucket)
+        return 0 if place is None else place.length
+
+    def _stretched(self, sample: Tensors, length: int, random: np.random.Generator) -> dict[str, Array]:
+        """One row of a sample, cut or repeated to a length; an integer that is the sample's length becomes this one."""
+        own = self._length(sample)
+        places = (np.arange(length) + random.choice(self._used(sample))) % own
+        row = {}
+        for spec in self.version.interface.inputs:
+            array = sample[spec.name][:1]
+            padded = self._padding.inputs.get(spec.name)
+            if padded is None and self._may_be_length(spec) and (array == own).all():
+                array = np.full_like(array, length)
+            for axis in padded.axes if padded is not None else ():
+                array = np.take(array, places, axis)
+            row[spec.name] = array
+        return row
+
+    def _used(self, sample: Tensors) -> Array:
+        """Places of a sample that it uses most: where the fewest inputs have their padding's value, as a mask has."""
+        used = np.zeros(self._length(sample), np.int64)
+        for padded in self.settings.rule.inputs:
+            by_place = np.moveaxis(sample[padded.name][:1], padded.axes[0], 0).reshape(len(used), -1)
+            used += (by_place != padded.value).any(axis=1)
+        return np.flatnonzero(used == used.max())
+
+
+def _drop(_: object) -> None:
+    """Take an answer that no client waits for."""

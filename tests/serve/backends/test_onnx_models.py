@@ -1,0 +1,309 @@
+"""Which runtime computes an ONNX file on the CPU, and in which precision."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import NodeProto, TensorProto, helper
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends import onnx_models
+from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared
+from halfserve.serve.backends.onnx_models import passed_precisions
+from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
+from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement
+from halfserve.serve.engine.errors import ModelLoadError
+from tests.models import save_mlp, save_model
+
+FP16, BF16, FP32 = TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT
+SIZE, LAYERS, KEPT = 64, 4, 1  # the products of a network, and the one that stays in float32
+ON_OPENVINO, ON_ONNX_RUNTIME = "OpenVINO on cpu", "CPUExecutionProvider"
+needs_bf16 = pytest.mark.skipif("bf16" not in computed_halves(), reason="the processor has no bf16 arithmetic")
+
+
+def save_network(path: Path, half: int) -> Path:
+    """x [batch, 64] -> y [batch, 64], of the type `half`: products p0 to p3 with tanh t0 to t3 behind; p1 is in float32."""
+    random = np.random.default_rng(0)
+    dtype = helper.tensor_dtype_to_np_dtype(half)
+    nodes: list[NodeProto] = []
+    weights = {}
+    last = "x"
+    for layer in range(LAYERS):
+        weight = (random.standard_normal((SIZE, SIZE)) / 8).astype(np.float32)
+        weights[f"w{layer}"] = weight if layer == KEPT else weight.astype(dtype)
+        if layer == KEPT:
+            nodes.append(helper.make_node("Cast", [last], ["wide"], to=FP32))
+            nodes.append(helper.make_node("MatMul", ["wide", f"w{layer}"], ["wide_product"], name=f"p{layer}"))
+            nodes.append(helper.make_node("Cast", ["wide_product"], [f"h{layer}"], to=half))
+        else:
+            nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [f"h{layer}"], name=f"p{layer}"))
+        last = "y" if layer == LAYERS - 1 else f"t{layer}"
+        nodes.append(helper.make_node("Tanh", [f"h{layer}"], [last], name=f"tanh{layer}"))
+    shape: list[int | str] = ["batch", SIZE]
+    return save_model(path, nodes, [("x", half, shape)], [("y", half, shape)], weights)
+
+
+def certify(model: Path, **content: Any) -> Path:
+    (model.parent / "certificate.json").write_text(json.dumps(content))
+    return model
+
+
+def load(
+    path: Path, asked: CpuPrecision = CpuPrecision.AUTO, parameters: Mapping[str, str] | None = None
+) -> tuple[Backend, ModelConfig]:
+    runtimes, config = Runtimes(), ModelConfig(max_batch_size=8)
+    for key, value in (parameters or {}).items():
+        config.parameters[key].string_value = value
+    placement = DevicePlacement(use_gpu=False, threads=1, cpu_precision=asked)
+    return runtimes.load(path, runtimes.describe(path), placement, config), config
+
+
+def ran(backend: Backend) -> dict[str, str]:
+    """The precision in which each product ran, by its name."""
+    assert isinstance(backend, OpenVinoBackend)
+    found = {}
+    for node in backend.compiled.get_runtime_model().get_ordered_ops():
+        about = node.get_rt_info()
+        for name in about["originalLayersNames"].astype(str).split(","):
+            if name.startswith("p") and "/" not in name:
+                found[name] = about["runtimePrecision"].astype(str)
+    return found
+
+
+@needs_bf16
+@pytest.mark.parametrize("half", [BF16, FP16])
+def test_each_node_runs_in_the_type_that_the_converter_gave_it(tmp_path: Path, half: int) -> None:
+    path = certify(save_network(tmp_path / "m.onnx", half), precision="bfloat16", passed=True)
+    backend, config = load(path, CpuPrecision.BFLOAT16)
+    assert backend.provider == ON_OPENVINO
+    assert backend.precision == ("bf16" if half == BF16 else "bf16 (the fp16 model)")
+    assert ran(backend) == {"p0": "bf16", "p1": "f32", "p2": "bf16", "p3": "bf16"}
+    assert "OpenVINO bf16=" in config.parameters["halfserve.nodes"].string_value
+    x = np.random.default_rng(1).standard_normal((5, SIZE)).astype(helper.tensor_dtype_to_np_dtype(half))
+    in_float32, _ = load(path, CpuPrecision.FLOAT32)
+    assert in_float32.provider == ON_ONNX_RUNTIME
+    y, expected = backend.run({"x": x})["y"], in_float32.run({"x": x.astype(in_float32.compute_dtype("x"))})["y"]
+    assert y.dtype == expected.dtype
+    error = np.abs(y.astype(np.float32) - expected.astype(np.float32)).max()
+    assert 0 < error < 0.03, "eight bits of precision"
+
+
+@pytest.mark.parametrize("certificate", [None, {"passed": True}, {"precision": "bfloat16", "passed": False}])
+def test_without_a_verdict_a_half_model_is_computed_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, certificate: dict[str, Any] | None
+) -> None:
+    monkeypatch.setattr(onnx_models, "fast_halves", lambda: frozenset({"bf16"}))
+    path = save_network(tmp_path / "m.onnx", FP16)
+    if certificate is not None:
+        certify(path, **certificate)
+    with caplog.at_level(logging.INFO):
+        backend, _ = load(path)
+    assert (backend.provider, backend.precision) == (ON_ONNX_RUNTIME, "fp32 (the fp16 model, upcast)")
+    assert (
+        "no verdict says that bfloat16 is accurate enough, which this processor computes faster; `halfserve conv" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("halves", [frozenset[str](), frozenset({"fp16"})])
+def test_a_processor_without_half_arithmetic_computes_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, halves: frozenset[str]
+) -> None:
+    monkeypatch.setattr(onnx_models, "fast_halves", frozenset)
+    monkeypatch.setattr(onnx_models, "computed_halves", lambda: halves)
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    with caplog.at_level(logging.INFO):
+        assert load(path)[0].precision == "fp32 (the bf16 model, upcast)"
+    assert caplog.text == ""
+    with pytest.raises(
+        ModelLoadError, match="to be computed in bfloat16 on the CPU .*, and this processor has no arithmetic in"
+    ):
+        load(path, CpuPrecision.BFLOAT16)
+
+
+def test_without_openvino_a_model_is_computed_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_models, "find_spec", lambda _: None)
+    monkeypatch.setattr(onnx_models, "computed_halves", lambda: frozenset({"bf16"}))
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    assert load(path)[0].provider == ON_ONNX_RUNTIME
+    with pytest.raises(ModelLoadError, match=r"the package 'openvino' is not installed; .*pip install '.\[openvino\]'"):
+        load(path, CpuPrecision.BFLOAT16)
+
+
+@pytest.mark.parametrize("asked", [CpuPrecision.BFLOAT16, CpuPrecision.FLOAT16])
+def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision) -> None:
+    path = save_mlp(tmp_path / "m.onnx")
+    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert FP32_MODEL .* --dtype {asked}`"):
+        load(path, asked)
+    with pytest.raises(ModelLoadError, match="no verdict says that this"):
+        load(path, parameters={"halfserve.cpu_precision": asked})
+
+
+@needs_bf16
+def test_a_models_own_precision_counts_more_than_the_servers(tmp_path: Path) -> None:
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    assert load(path, parameters={"halfserve.cpu_precision": "float32"})[0].provider == ON_ONNX_RUNTIME
+    assert load(path, CpuPrecision.FLOAT32, {"halfserve.cpu_precision": "bfloat16"})[0].provider == ON_OPENVINO
+    with pytest.raises(ModelLoadError, match="'halfserve.cpu_precision' is 'fp8', expected one of 'auto', 'float32'"):
+        load(path, parameters={"halfserve.cpu_precision": "fp8"})
+
+
+@needs_bf16
+def test_settings_of_onnx_runtime_keep_a_model_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    assert load(path, CpuPrecision.BFLOAT16, {"intra_op_thread_count": "1"})[0].provider == ON_OPENVINO
+    assert load(path, CpuPrecision.BFLOAT16, {"execution_mode": "1"})[0].provider == ON_ONNX_RUNTIME
+    assert "is computed in float32 by ONNX Runtime: its configuration has settings of ONNX Runtime" in caplog.text
+
+
+def save_float64(path: Path) -> Path:
+    shape: list[int | str] = ["batch", 4]
+    nodes = [helper.make_node("Add", ["x", "c"], ["s"]), helper.make_node("Cast", ["s"], ["y"], to=BF16)]
+    return save_model(path, nodes, [("x", TensorProto.DOUBLE, shape)], [("y", BF16, shape)], {"c": np.ones(4)})
+
+
+def save_open_ended(path: Path) -> Path:
+    inputs: list[tuple[str, int, list[int | str]]] = [("x", BF16, [1]), ("sizes", TensorProto.INT64, [2])]
+    return save_model(path, [helper.make_node("Expand", ["x", "sizes"], ["y"])], inputs, [("y", BF16, ["n", "m"])])
+
+
+def save_with_a_gru(path: Path) -> Path:
+    shape: list[int | str] = ["batch", 1, 4]
+    nodes = [
+        helper.make_node("GRU", ["x", "w", "r"], ["all"], hidden_size=2),
+        helper.make_node("Squeeze", ["all", "one"], ["y"]),
+    ]
+    weights = {name: np.ones((1, 6, size), np.float16) for name, size in (("w", 4), ("r", 2))} | {"one": np.array([1])}
+    return save_model(path, nodes, [("x", FP16, shape)], [("y", FP16, ["batch", 1, 2])], weights)
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("save", "reason"),
+    [
+        (save_with_a_gru, "OpenVINO does not compute its operator GRU as ONNX defines it"),
+        (save_float64, "OpenVINO does not compute in float64, which it uses"),
+        (save_open_ended, "sizes in it depend on values, which OpenVINO does not check"),
+    ],
+)
+def test_models_that_openvino_computes_otherwise_stay_with_onnx_runtime(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save: Callable[[Path], Path], reason: str
+) -> None:
+    path = certify(save(tmp_path / "m.onnx"), precision="bfloat16", passed=True)
+    assert load(path)[0].provider == ON_ONNX_RUNTIME
+    assert f"{path}: is computed in float32 by ONNX Runtime: {reason}" in caplog.text
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("result", "asked", "provider", "said"),
+    [
+        (
+            TrialResult(1.0, 2.0, 0.01),
+            CpuPrecision.AUTO,
+            ON_OPENVINO,
+            "is computed in bfloat16 (OpenVINO in bfloat16 1 ms, ONNX",
+        ),
+        (
+            TrialResult(2.0, 1.0, 0.01),
+            CpuPrecision.AUTO,
+            ON_ONNX_RUNTIME,
+            "is computed in float32 by ONNX Runtime: it is faster (Op",
+        ),
+        (TrialResult(2.0, 1.0, 0.01), CpuPrecision.BFLOAT16, ON_OPENVINO, "is computed in bfloat16 (OpenVINO in bfloat16 2 ms"),
+        (
+            TrialResult(1.0, 2.0, 0.5),
+            CpuPrecision.AUTO,
+            ON_ONNX_RUNTIME,
+            "float32 by ONNX Runtime: OpenVINO's answers are wrong",
+        ),
+        (TrialResult(1.0, 2.0, 0.5), CpuPrecision.BFLOAT16, ON_ONNX_RUNTIME, "OpenVINO's answers are wrong here (OpenVINO in"),
+        (None, CpuPrecision.AUTO, ON_OPENVINO, "is computed in bfloat16; no batch could be made up to measure it"),
+    ],
+)
+def test_a_trial_decides_and_the_log_says_what_was_measured(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    result: TrialResult | None,
+    asked: CpuPrecision,
+    provider: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(onnx_models, "compared", lambda *_: result)
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    with caplog.at_level(logging.INFO):
+        assert load(path, asked)[0].provider == provider
+    assert said in caplog.text
+
+
+@needs_bf16
+def test_a_trial_is_remembered_for_a_file_and_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def compared(*arguments: Any) -> TrialResult:
+        tried.append(arguments)
+        return TrialResult(1.0, 2.0, 0.01)
+
+    monkeypatch.setattr(onnx_models, "compared", compared)
+    cache = TrialCache(tmp_path / "trials")
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    for expected, threads in ((1, 1), (1, 1), (2, 2)):
+        runtimes = Runtimes(trials=cache)
+        placement = DevicePlacement(use_gpu=False, threads=threads)
+        backend = runtimes.load(path, runtimes.describe(path), placement, ModelConfig(max_batch_size=8))
+        assert (backend.provider, len(tried)) == (ON_OPENVINO, expected)
+    for file in (tmp_path / "trials").iterdir():
+        file.write_text("[]")
+    load_again = Runtimes(trials=cache)
+    load_again.load(path, load_again.describe(path), DevicePlacement(use_gpu=False, threads=1), ModelConfig(max_batch_size=8))
+    assert len(tried) == 3, "what cannot be read costs another trial"
+
+
+@needs_bf16
+def test_a_trial_runs_both_on_a_batch_of_the_model(tmp_path: Path) -> None:
+    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
+    (half, _), (float32, _) = load(path, CpuPrecision.BFLOAT16), load(path, CpuPrecision.FLOAT32)
+    result = compared(half, float32, Runtimes().describe(path), 8)
+    assert result is not None
+    assert min(result.half_ms, result.float32_ms) > 0
+    assert 0 < result.error < 0.03
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"passed": True}, {"float16"}),
+        ({"passed": True, "precision": "bfloat16"}, {"bfloat16"}),
+        ({"passed": False, "precisions": {"bfloat16": {"passed": True}, "float16": {"passed": False}}}, {"bfloat16"}),
+        ({"passed": True, "precisions": ["bfloat16"]}, {"float16"}),
+        ({"passed": 1}, set()),
+        ([], set()),
+    ],
+)
+def test_a_certificates_verdicts_are_read_by_precision(tmp_path: Path, content: Any, expected: set[str]) -> None:
+    (tmp_path / "certificate.json").write_text(json.dumps(content))
+    assert passed_precisions(tmp_path / "model.onnx") == expected
+
+
+@needs_bf16
+def test_large_fp16_weights_become_bf16_on_their_way(tmp_path: Path) -> None:
+    size = 512
+    weight = np.random.default_rng(0).standard_normal((size, size)).astype(np.float16)
+    shape: list[int | str] = ["batch", size]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    path = save_model(tmp_path / "m.onnx", nodes, [("x", FP16, shape)], [("y", FP16, shape)], {"w": weight})
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    backend, _ = load(certify(path, precision="bfloat16", passed=True), CpuPrecision.BFLOAT16)
+    x = np.eye(size, dtype=np.float16)[:3]
+    expected = weight[:3].astype(ml_dtypes.bfloat16).astype(np.float16)
+    np.testing.assert_array_equal(backend.run({"x": x})["y"], expected)

@@ -1,0 +1,267 @@
+"""Whether a model version, the files that its answers depend on, and the certificate beside it belong together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe
+from halfserve.export.certificate.embed import KEY, embed_in_file
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.repository.version_writer import write_model_version
+from halfserve.export.tasks.task import Task
+from halfserve.export.verification.metrics import compare
+from halfserve.protos.certificate_signature import VerifyingKey
+from halfserve.protos.certificates import certificate_sha256
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.model_control.certificate_check import check_certificate
+from tests.key_pairs import key_pair
+from tests.models import save_mlp, save_thousandfold
+from tests.serve.model_control.controlled import loader
+
+ONES = np.ones((4, 2))
+PASSED = Certificate(
+    model="m",
+    onnx_sha256="",
+    onnx_bytes=0,
+    samples=4,
+    budget=Budget(),
+    outputs=(OutputVerdict(name="y", execution="rounded", figures=compare(ONES, ONES), violations=()),),
+    probe=Probe(level="ORT_ENABLE_ALL"),
+    created_utc="2026-01-01T00:00:00Z",
+    notes=("π is not exact",),
+)
+TASK = Task(name="text-classification", labels=("no", "yes"), files={"tokenizer.json": b"{}"})
+
+
+def certified(folder: Path, certificate: Certificate = PASSED) -> Path:
+    """A model with the certificate beside it that export would have written."""
+    model = save_mlp(folder / "model.onnx")
+    (folder / "certificate.json").write_bytes(embed_in_file(model, certificate).to_bytes())
+    return model
+
+
+def exported(folder: Path, **options: Any) -> Path:
+    """The folder of a version with an fp32 twin, a tokenizer and labels, in the repository `folder`."""
+    half, wide = save_thousandfold(folder / "half.onnx", np.float16), save_thousandfold(folder / "wide.onnx", np.float32)
+    certificate = replace(PASSED, onnx_sha256=open_model(half).sha256)
+    return write_model_version(folder / "models", "m", half, certificate, fp32_twin=wide, task=TASK, **options)
+
+
+def rewrite(model: Path, **values: Any) -> None:
+    path = model.parent / "certificate.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def verdict(version: Path, key: Path | None = None) -> str:
+    """What the server says about the certificate of a version that it has loaded."""
+    (files,) = find_models(version.parent.parent)
+    loading = replace(loader(), certificate_key=None if key is None else VerifyingKey(key))
+    parameters = loading.load(files).config.parameters
+    return parameters["halfserve.certificate"].string_value if "halfserve.certificate" in parameters else "none"
+
+
+def test_a_model_and_its_certificate_belong_together(tmp_path: Path) -> None:
+    assert check_certificate(save_mlp(tmp_path / "bare" / "model.onnx")) is None
+    model = certified(tmp_path / "good")
+    assert check_certificate(model) == "passed"
+    assert check_certificate(certified(tmp_path / "empty", replace(PASSED, outputs=()))) == "failed"  # nothing was compared
+    model.write_bytes(model.read_bytes() + b"\x18\x00")
+    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json was made for \(its SHA-256"):
+        check_certificate(model)
+
+
+def test_a_certificate_that_was_changed_is_refused(tmp_path: Path) -> None:
+    model = certified(tmp_path, replace(PASSED, outputs=()))
+    rewrite(model, passed=True)
+    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
+        check_certificate(model)
+
+
+def test_a_new_hash_in_the_certificate_does_not_vouch_for_another_model(tmp_path: Path) -> None:
+    model = certified(tmp_path)
+    message = onnx.load(model)
+    weight = message.graph.initializer[0]
+    weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
+    model.write_bytes(message.SerializeToString())
+    rewrite(model, onnx_sha256=file_sha256(model))
+    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json was made for \(its SHA-256"):
+        check_certificate(model)
+    rewrite(model, content_sha256=open_model(model).digests.content)
+    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
+        check_certificate(model)
+
+
+def test_a_model_that_names_no_certificate_has_no_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    version = exported(tmp_path)
+    model = version / "model.onnx"
+    message = onnx.load(model)
+    del message.metadata_props[:]
+    model.write_bytes(message.SerializeToString())
+    rewrite(model, onnx_sha256=file_sha256(model), content_sha256=file_sha256(model))
+    assert verdict(version) == "none"
+    assert "model.onnx: its metadata names no certificate, so the one beside it is no proof" in caplog.text
+
+
+def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> None:
+    assert verdict(exported(tmp_path)) == "passed"
+
+
+def test_a_certificate_from_before_it_listed_files_still_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    version = exported(tmp_path)
+    model, path = version / "model.onnx", version / "certificate.json"
+    names = {"files", "content_sha256", "signature", "onnx_sha256"}
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name not in names}
+    content["schema_version"] = 3
+    message = onnx.load(model)
+    (entry,) = (entry for entry in message.metadata_props if entry.key == KEY)
+    entry.value = certificate_sha256(content)
+    model.write_bytes(message.SerializeToString())
+    path.write_text(json.dumps({**content, "onnx_sha256": file_sha256(model)}))
+    assert verdict(version) == "passed"
+    assert "certificate.json: does not hold the hash of fp32/model.onnx, ../labels.txt, tokenizer.json" in caplog.text
+
+
+def other_twin(path: Path) -> None:
+    message = onnx.load(path)
+    message.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.array(999, np.float32), "thousand"))
+    path.write_bytes(message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("name", "swap"),
+    [
+        ("fp32/model.onnx", other_twin),
+        ("tokenizer.json", lambda path: path.write_bytes(b'{"other": 1}')),
+        ("../labels.txt", lambda path: path.write_bytes(b"yes\nno\n")),
+    ],
+    ids=["twin", "tokenizer", "labels"],
+)
+def test_another_models_file_beside_a_model_is_refused(name: str, swap: Callable[[Path], object], tmp_path: Path) -> None:
+    version = exported(tmp_path)
+    swap(version / name)
+    with pytest.raises(ModelLoadError, match=rf"m/(1/)?{name.removeprefix('../')}: is not the file that .*; put that"):
+        verdict(version)
+    rewrite(version / "model.onnx", files={})
+    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
+        verdict(version)
+
+
+def test_a_file_that_the_user_removes_is_not_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    version = exported(tmp_path)
+    (version / "fp32" / "model.onnx").unlink()
+    (version / "tokenizer.json").unlink()
+    assert verdict(version) == "passed"
+    assert "does not hold the hash" not in caplog.text
+
+
+def test_files_that_the_user_adds_are_named_as_not_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = certified(tmp_path / "m" / "1")
+    (model.parent / "tokenizer.json").write_bytes(b"{}")
+    assert verdict(model.parent) == "passed"
+    assert "certificate.json: does not hold the hash of tokenizer.json, so nothing shows whether they belong" in caplog.text
+
+
+@pytest.mark.parametrize("files", [["model.onnx"], {"/etc/passwd": ""}, {"a/../../../b": ""}, {"../../b": ""}])
+def test_a_list_of_files_elsewhere_is_refused(files: object, tmp_path: Path) -> None:
+    model = certified(tmp_path)
+    rewrite(model, files=files)
+    content = json.loads((tmp_path / "certificate.json").read_text())
+    message = onnx.load(model)
+    message.metadata_props[0].value = certificate_sha256(content)
+    model.write_bytes(message.SerializeToString())
+    rewrite(model, onnx_sha256=file_sha256(model))
+    with pytest.raises(ModelLoadError, match="is no certificate that halfserve wrote|expected one in the model's folder"):
+        check_certificate(model)
+
+
+def test_with_a_key_only_a_certificate_that_it_signed_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    private, public = key_pair(tmp_path)
+    _, other = key_pair(tmp_path / "other")
+    version = exported(tmp_path, certificate_key=private)
+    assert verdict(version, public) == "passed"
+    assert verdict(version) == "passed"
+    with pytest.raises(ModelLoadError, match="certificate.json: is signed with another key, or was changed since, expected a"):
+        verdict(version, other)
+    model = version / "model.onnx"
+    forged = embed_in_file(model, replace(PASSED, notes=("forged",)))
+    signature = json.loads((version / "certificate.json").read_text())["signature"]
+    (version / "certificate.json").write_bytes(replace(forged, signature=signature).to_bytes())
+    assert verdict(version) == "passed"  # all hashes are right
+    with pytest.raises(ModelLoadError, match="certificate.json: is signed with another key, or was changed since, expected a"):
+        verdict(version, public)
+    (version / "certificate.json").write_bytes(forged.to_bytes())
+    with pytest.raises(ModelLoadError, match="certificate.json: is not signed, expected a signature by the private key of"):
+        verdict(version, public)
+    (version / "certificate.json").unlink()
+    assert verdict(version, public) == "none"
+    assert "model.onnx: has no certificate that the certificate key could check" in caplog.text
+
+
+def test_data_files_count(tmp_path: Path) -> None:
+    model = save_mlp(tmp_path / "model.onnx")
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    data = tmp_path / "weights.bin"
+    certificate = embed_in_file(model, PASSED)
+    (tmp_path / "certificate.json").write_bytes(certificate.to_bytes())
+    lines = f"{file_sha256(model)}  model\n{file_sha256(data)}  weights.bin\n"
+    assert certificate.onnx_sha256 == hashlib.sha256(lines.encode()).hexdigest()
+    assert check_certificate(model) == "passed"
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    with pytest.raises(ModelLoadError, match="its SHA-256 differs from the one there"):
+        check_certificate(model)
+    data.unlink()
+    with pytest.raises(ModelLoadError, match="weights.bin: is missing; the model beside it keeps weights there"):
+        check_certificate(model)
+
+
+def test_data_files_elsewhere_are_not_read(tmp_path: Path) -> None:
+    model = certified(tmp_path / "model")
+    message = onnx.load(model)
+    tensor = message.graph.initializer[0]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../../../../../../dev/zero")
+    model.write_bytes(message.SerializeToString())
+    with pytest.raises(ModelLoadError, match="keeps weights in '../../../../../../dev/zero', expected a file beside it"):
+        check_certificate(model)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "certificate.json: cannot be read: it is no JSON"),
+        (b"[]", "certificate.json: is no certificate that halfserve wrote"),
+        (b'{"schema": "other"}', "certificate.json: is no certificate that halfserve wrote"),
+        (b"[" * 100_000, "certificate.json: cannot be read: it is no JSON"),
+    ],
+)
+def test_a_file_that_is_not_a_certificate_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
+    model = save_mlp(tmp_path / "model.onnx")
+    (tmp_path / "certificate.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=text):
+        check_certificate(model)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has it, and it cannot be read at 0")
+@pytest.mark.parametrize("name", ["model.onnx", "certificate.json"])
+def test_a_system_error_does_not_advise_to_export_again(tmp_path: Path, name: str) -> None:
+    certified(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ModelLoadError, match=f"{name}: cannot be read: Input/output error$"):
+        check_certificate(tmp_path / "model.onnx")
