@@ -47,6 +47,13 @@ ATTACKS = (
     Attack(name="unread_answers", run=unread_answers.over_grpc, asks_for_tokens=False, budget_mb=BUDGET_MB),
     Attack(name="unread_rest_answers", run=unread_answers.over_rest, asks_for_tokens=False, budget_mb=BUDGET_MB),
     Attack(
+        name="unread_large_answers",
+        run=unread_answers.large_over_rest,
+        save_models=pipelines.save_ensemble,
+        asks_for_tokens=False,
+        budget_mb=BUDGET_MB,
+    ),
+    Attack(
         name="cache_keys",
         run=cache_keys.run,
         save_models=cache_keys.save_models,

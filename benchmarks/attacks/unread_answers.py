@@ -59,6 +59,15 @@ def over_rest(grpc_address: str, http_address: str, seconds: float) -> str:
     )
 
 
+def large_over_rest(grpc_address: str, http_address: str, seconds: float) -> str:
+    """Ask over REST by a few bytes each, for answers of megabytes: the model is the first step of `pipelines.save_ensemble`."""
+    del grpc_address
+    x = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}
+    body = json.dumps({"inputs": [x], "parameters": {"binary_data_output": True}}).encode()
+    line = f"POST /v2/models/grow/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    return _send([connected(http_address) for _ in range(REST_CONNECTIONS)], line.encode() + body, seconds)
+
+
 def _request() -> bytes:
     request = pb.ModelInferRequest(model_name="large")
     request.inputs.add(name="x", datatype="FP32", shape=[ROWS, COLUMNS])

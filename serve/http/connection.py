@@ -45,6 +45,7 @@ class HttpConnection(H11Protocol):
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
         self._unread_bytes, self._unread_since_s = 0, 0.0
+        self._held_bytes = 0  # of a large answer that is not read to its end: the transport keeps it whole
         self._share = budget.share(is_known=True, press=self._press)
         self._leaving: asyncio.TimerHandle | None = None  # the client's end
         self._drops = False  # what still comes
@@ -82,7 +83,7 @@ class HttpConnection(H11Protocol):
         if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
             self.flow.hold()
             self._next_turn = self.loop.call_soon(self._take_turn)
-        if self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.transport is self.transport:
+        if self.cycle is not None and self.cycle.transport is self.transport:
             self.cycle.transport = cast("asyncio.Transport", _Answering(self))
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not begun:
@@ -112,10 +113,23 @@ class HttpConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._let_go()
         self._count()
         if self._unread is not None and not self._is_answered():
             self._unread.cancel()
             self._unread = None
+
+    def write(self, data: bytes) -> None:
+        """Send a part of an answer."""
+        if len(data) > LARGE_BYTES:
+            self.transport.set_write_buffer_limits(0)  # writing is paused until the client has read everything
+            self._held_bytes = len(data)
+        self.transport.write(data)
+
+    def _let_go(self) -> None:
+        if self._held_bytes:
+            self._held_bytes = 0
+            self.transport.set_write_buffer_limits()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, after a moment to read what has arrived."""
@@ -190,6 +204,8 @@ class HttpConnection(H11Protocol):
 
     def _expect_reading(self) -> None:
         self._unread_bytes = self._write_buffer()
+        if not self._unread_bytes:
+            self._let_go()
         self._count()
         if self._unread_bytes and self._unread is None:
             self._await_reading()
@@ -232,7 +248,7 @@ class HttpConnection(H11Protocol):
     def _count(self) -> None:
         """Count what the client has sent ahead and has not read, if it is much."""
         ahead = self.conn.buffered_bytes
-        unread = self._write_buffer() if self.flow.write_paused else 0
+        unread = max(self._write_buffer(), self._held_bytes) if self.flow.write_paused else 0
         self._share.resize(memory_of((ahead if ahead > LARGE_BYTES else 0) + unread))
 
     def _write_buffer(self) -> int:
@@ -279,11 +295,11 @@ class SocketReader(asyncio.BufferedProtocol):
 
 
 class _Answering:
-    """Replaces uvicorn's transport while it answers a request whose body is incomplete."""
+    """Replaces uvicorn's transport while it answers a request, whose body may be incomplete."""
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
-        self.write = connection.transport.write
+        self.write = connection.write
         self.is_closing = connection.transport.is_closing
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.protos.shared_memory_parameters import REGION
 from halfserve.protos.varint import encoded_varint
-from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http import json_bodies as fields
@@ -36,6 +36,7 @@ from halfserve.serve.http.request_body import (
 )
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
+from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant
@@ -93,6 +94,11 @@ class InferRoute:
                 return  # cancelled in the same turn of the loop
             if isinstance(result, InferenceError):
                 answered.set_exception(result)
+                return
+            try:  # now, as many answers may wait for the threads that encode them
+                self._bodies.hold_answer(request, len(asked.message) + 2 * len(result))
+            except UnavailableError as refusal:
+                answered.set_exception(refusal)
             else:
                 answered.set_result(result)
 
@@ -112,6 +118,7 @@ class InferRoute:
         return answered.result()
 
     async def _response(self, request: Request, asked: RestRequest, message: bytes) -> Response:
+        self._bodies.hold_answer(request, 2 * len(message))  # and no longer the request's
         coding = accepted_coding(request.headers.get("accept-encoding", ""))
 
         def write() -> tuple[RestResponse, bytes, str | None]:
@@ -334,16 +341,17 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     Raises:
         InvalidArgumentError: an output cannot be written as JSON.
     """
-    response = ModelInferResponse.FromString(message)
+    head, tensors = split_response(message)
+    response = ModelInferResponse.FromString(head)
     content: dict[str, Any] = {"model_name": response.model_name, "model_version": response.model_version}
     if response.id:
         content["id"] = response.id
     if response.parameters:
         content["parameters"] = {name: value.string_param for name, value in response.parameters.items()}
-    behind: list[bytes] = []
+    behind: list[Buffer] = []
     outputs = [
         _write_output(entry, raw, behind if is_binary(entry.name) else None)
-        for entry, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+        for entry, raw in zip(response.outputs, tensors, strict=True)
     ]
     text = dump_with_field(content, "outputs", f"[{','.join(outputs)}]").encode()
     if not any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters):
@@ -351,7 +359,7 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     return RestResponse(body=b"".join([text, *behind]), json_bytes=len(text))
 
 
-def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: bytes, behind: list[bytes] | None) -> str:
+def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: memoryview, behind: list[Buffer] | None) -> str:
     shape = list(entry.shape)
     output: dict[str, Any] = {"name": entry.name, "datatype": entry.datatype, "shape": shape}
     there = REGION in entry.parameters

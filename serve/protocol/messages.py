@@ -36,7 +36,8 @@ SEQUENCE_ID_ENTRY: Final = b"\x0a\x0bsequence_id\x12"
 INT64_ID: Final = 2 << 3 | NUMBER
 STRING_ID: Final = 3 << 3 | WITH_LENGTH
 RESPONSE_ID: Final = b"\x1a"
-RESPONSE_RAW: Final = b"\x32"
+RESPONSE_RAW_TAG: Final = 6 << 3 | WITH_LENGTH
+RESPONSE_RAW: Final = bytes((RESPONSE_RAW_TAG,))
 M = TypeVar("M", bound=Message)
 # zlib's wbits by coding: "deflate" means zlib's format in HTTP and gRPC, not raw deflate.
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
@@ -205,6 +206,20 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes
     for tensor in raw:
         parts += (raw_tag(len(tensor)), tensor)
     return b"".join(parts)
+
+
+def split_response(data: bytes) -> tuple[bytes, list[memoryview]]:
+    """A response without its raw contents, and these: views, as they may be large."""
+    pieces: list[bytes] = []
+    raw: list[memoryview] = []
+    whole, position = memoryview(data), 0
+    for tag, start, end in _fields(data, 0, len(data)):
+        if tag == RESPONSE_RAW_TAG:
+            raw.append(whole[start:end])
+        else:
+            pieces.append(data[position:end])
+        position = end
+    return b"".join(pieces), raw
 
 
 def put_id(request_id: bytes) -> bytes:

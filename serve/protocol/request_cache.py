@@ -24,7 +24,7 @@ from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, pu
 MAX_CACHED: Final = 1024
 MAX_SKELETON_BYTES: Final = 4096
 MAX_PATTERNS_OF_A_LENGTH: Final = 4
-MAX_SHAPES: Final = 1024  # output shapes with a template
+MAX_SHAPES: Final = 64  # output shapes with a template, of each cached request; a template has some hundred bytes
 SEQUENCE_ID: Final = "sequence_id"  # the parameter
 
 

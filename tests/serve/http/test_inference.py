@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +20,15 @@ from onnx import TensorProto, helper
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.model import Model
 from halfserve.serve.http.inference import RestRequest, raw_request, read_request
-from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.models import save_model
+from tests.serve.engine.ensembles.scene import StepBackend, model
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.engine.model_folders import load
 from tests.serve.http.running_http import running_http
@@ -33,6 +39,24 @@ HEADER = "inference-header-content-length"
 X = {"name": "x", "datatype": "FP32", "shape": [3], "data": [1, 2, 3]}
 FP16_X = {"name": "x", "datatype": "FP16", "shape": [1, 2], "data": [1.5, -2]}
 Y = {"name": "y", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}
+
+MOST_THREADS = 64  # of an event loop: at least as many
+ONE_ELEMENT = {
+    "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}],
+    "parameters": {"binary_data_output": True},
+}
+
+
+def ones_model(columns: int) -> Model:
+    """A model of one element whose answer is large."""
+    backend = StepBackend(lambda inputs: {"y": np.ones((len(inputs["x"]), columns), np.float32)})
+    return model("wide", backend, outputs={"y": ("FP32", (-1, columns))})
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + HOLD_S
+    while not reached():
+        assert time.monotonic() < end_s
 
 
 def test_json_in_json_out(http: httpx.Client) -> None:
@@ -286,6 +310,41 @@ def test_what_was_inflated_is_held_until_it_is_answered() -> None:
         assert [answer.result().status_code for answer in taken] == [200, 200]
         assert client.post("/infer", content=body, headers=headers).status_code == 200
         assert server.call(lambda: budget.held_bytes) == 0
+
+
+def test_an_answer_counts_before_a_thread_encodes_it() -> None:
+    answer_bytes, budget, gate = 2**22, MemoryBudget(2**28), threading.Event()
+    wide = ones_model(answer_bytes // 4)
+    with (
+        running_server(lambda: [wide]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/wide", timeout=HOLD_S) as client,
+        ThreadPoolExecutor() as apart,
+    ):
+        server.call(lambda: [asyncio.get_running_loop().run_in_executor(None, gate.wait, HOLD_S) for _ in range(MOST_THREADS)])
+        asked = apart.submit(client.post, "/infer", json=ONE_ELEMENT)
+        try:
+            wait_until(lambda: server.call(lambda: budget.held_bytes) > 2 * answer_bytes)
+        finally:
+            gate.set()
+        assert asked.result().status_code == 200
+
+
+def test_an_answer_counts_whole_until_it_is_read_to_its_end() -> None:
+    answer_bytes, budget = 2**24, MemoryBudget(2**28)
+    body = json.dumps(ONE_ELEMENT).encode()
+    with (
+        running_server(lambda: [ones_model(answer_bytes // 4)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        socket.create_connection(("127.0.0.1", rest.port), timeout=HOLD_S) as peer,
+    ):
+        head = f"POST /v2/models/wide/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        peer.sendall(head.encode() + body)
+        # The system's buffers take some of it, but the server holds it in one piece.
+        wait_until(lambda: memory_of(answer_bytes) <= server.call(lambda: budget.held_bytes) < memory_of(answer_bytes + 2**16))
+        answer = read_answer(peer)
+        assert len(answer) > answer_bytes
+        wait_until(lambda: server.call(lambda: budget.held_bytes) == 0)
 
 
 def test_a_body_that_does_not_come_is_given_up() -> None:

@@ -18,7 +18,6 @@ from tritonclient.utils import InferenceServerException
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.exposition import exposition
@@ -160,10 +159,6 @@ ensemble_scheduling { step { model_name: "calls" input_map { key: "x" value: "x"
 TWO_COPIES = f"{X_TO_Y} instance_group {{ count: 2 kind: KIND_CPU }}"
 
 
-def switch_cache_on(core: InferenceCore, name: str) -> None:
-    cache_answers(core.model(name), ResponseCache(2**20))
-
-
 def test_a_cycle_through_an_ensemble_is_an_error_that_names_it(tmp_path: Path) -> None:
     save_python_model(tmp_path, "calls", CALLS.replace("NAME", "pipe"))
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
@@ -181,7 +176,7 @@ def test_a_cycle_through_the_response_cache_is_an_error(tmp_path: Path, calling:
     save_python_model(tmp_path, "back", CALLS.replace("NAME", "calls"), cached)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         for name in ("calls", "back"):
-            server.call(partial(switch_cache_on, server.core, name))
+            server.call(partial(cache_answers, server.call(partial(server.core.model, name)), ResponseCache(2**20)))
         with pytest.raises(InferenceServerException, match="is called by itself"):
             infer(client, "calls", np.ones(1, np.float32), client_timeout=20)
 
