@@ -55,7 +55,8 @@ def passed_precisions(model: Path) -> frozenset[str]:
     """The half precisions, such as "bfloat16", in which the certificate beside a model file found it accurate enough.
 
     A certificate's own verdict is about its `precision` ("float16" where it has none). `precisions` may hold further ones: a
-    mapping from a precision to an object with `passed`. model_control/certificate_check.py judges whether the certificate is the file's.
+    mapping from a precision to an object with `passed`. model_control/certificate_check.py judges whether the certificate is
+    the file's.
     """
     try:
         certificate = json.loads(read_regular(model.parent / CERTIFICATE))

@@ -293,5 +293,6 @@ def test_a_quantised_model_beside_bfloat16_numbers_equals_itself_exactly(tmp_pat
         model.graph.node.append(helper.make_node("Identity", ["numbers"], ["z"]))
         model.graph.output.append(helper.make_tensor_value_info("z", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [1, 2]))
         beside.append(model)
-    certificate = verify(*beside, x, budget=Budget(max_abs_error=0.0), cuda=False)
+    reference, candidate = beside
+    certificate = verify(reference, candidate, x, budget=Budget(max_abs_error=0.0), cuda=False)
     assert (certificate.passed, certificate.precision) == (True, "bfloat16")
