@@ -1,4 +1,4 @@
-"""Conversion of an ONNX file to float16: convert, verify, search for nodes that must stay float32, and publish."""
+"""Conversion of an ONNX file to half precision: convert, verify, search for nodes that must stay float32, and publish."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import onnx_ir
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.errors import ExportError
+from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.half_types import FP16, DtypeChoice, HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
-from halfserve.export.onnx_fp16.prepare import upgrade_opset
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.placement.audit import Placement, audit_placement
 from halfserve.export.search.narrowing import SearchLimits
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
+# ONNX Runtime's CPU provider cannot open a bfloat16 model, so that its placement is asked for where a device computes it.
+NO_PLACEMENT = "not asked for: where no device computes bfloat16, the server computes the model in float32"
 Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
 
@@ -50,6 +54,7 @@ class ConversionOptions:
     node_block_list: Collection[str] = ()
     repair: bool = True
     upgrade_opset: bool = False
+    dtype: DtypeChoice = "float16"
     external_data: ExternalData = "auto"
 
 
@@ -59,7 +64,7 @@ class Verification:
 
     Attributes:
         samples: Makes or loads the samples for a model, with a note on them.
-        budget: How much the float16 model may differ.
+        budget: How much the converted model may differ: one budget for every type, or one by type.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
         adversarial: Whether to try samples at the edge of the given ones too.
@@ -67,12 +72,13 @@ class Verification:
         search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
         limits: When that search stops.
         record: The training record, whose modules the search tries first.
+        notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
     """
 
     samples: Callable[[ModelFile], SampleSet]
-    budget: Budget
+    budget: Budget | Mapping[HalfName, Budget]
     reference: nn.Module | ModelSource | ModelFile | None = None
     labels: Array | None = None
     adversarial: bool = True
@@ -80,8 +86,13 @@ class Verification:
     search: bool = True
     limits: SearchLimits = field(default_factory=SearchLimits)
     record: Record | None = None
+    notes: tuple[str, ...] = ()
     task: Judge | None = None
     key: SigningKey | None = None
+
+    def budget_of(self, dtype: HalfName) -> Budget:
+        """The limits for a model of this type."""
+        return self.budget[dtype] if isinstance(self.budget, Mapping) else self.budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +102,7 @@ class Converted:
     Attributes:
         path: Its file, or its version's folder in a repository; below the URL of one in object storage.
         source_bytes: Size of the float32 model, data files included.
-        size_bytes: Size of the float16 model, data files included.
+        size_bytes: Size of the converted model, data files included.
         report: What the conversion did.
         certificate: The verdict; None without verification.
         placement: Where ONNX Runtime puts its nodes, or why that is unknown.
@@ -126,7 +137,7 @@ class Certified(Converted):
 
 
 class SearchFailed(BudgetExceeded):
-    """The float16 model is over budget, and the search found no set of float32 nodes that brings it within.
+    """The converted model is over budget, and the search found no set of float32 nodes that brings it within.
 
     Attributes:
         search: What was tried. Where it passed, its set was within the budget in the search and over it in the verification.
@@ -155,6 +166,7 @@ def convert(
     labels: Array | None = None,
     keep_io_types: bool | Collection[str] = True,
     upgrade_opset: bool = False,
+    dtype: DtypeChoice = "float16",
     search: bool = True,
     limits: SearchLimits | None = None,
     adversarial: bool = True,
@@ -163,7 +175,7 @@ def convert(
     certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
-    """Convert a float32 ONNX file to float16, verify it, and write it if it is within the budget.
+    """Convert a float32 ONNX file to float16 or bfloat16, verify it, and write it if it is within the budget.
 
     `halfserve convert SOURCE TARGET` does the same. Over budget, it searches for the fewest nodes that must stay float32.
 
@@ -171,10 +183,13 @@ def convert(
         source: The float32 model.
         target: The file to write.
         samples: Arrays by input name, samples first, or a file that `numpy.savez` wrote; by default random inputs.
-        budget: How much the float16 model may differ; `Budget()` by default.
+        budget: How much the converted model may differ; the usual budget of its type by default.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
-        keep_io_types: True: inputs and outputs stay float32; False: they become float16; or the names of those that stay.
-        upgrade_opset: Whether to raise a model below opset 17 to it first.
+        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of those that stay.
+        upgrade_opset: Whether to raise the model's opset first, as far as that lets more nodes compute in `dtype`.
+        dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
+            does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
+            such numbers.
         search: Whether to search for nodes that must stay float32.
         limits: When the search ends although a smaller set may be found.
         adversarial: Whether to also verify on samples at the edge of the given ones.
@@ -187,17 +202,17 @@ def convert(
         The path, the certificate, the report of the conversion and the result of the search.
 
     Raises:
-        BudgetExceeded: The float16 model is over budget; nothing was written.
+        BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The conversion fails for another reason; nothing was written.
     """
-    from halfserve.export.certificate.budget import Budget  # noqa: PLC0415  (slow to import)
+    from halfserve.export.certificate.budget import usual_budgets  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.samples import SampleSet, load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
     verification = Verification(
         samples=synthetic_samples if given is None else lambda model: SampleSet(inputs=load_samples(given, model)),
-        budget=budget or Budget(),
+        budget=budget or usual_budgets(),
         labels=labels,
         adversarial=adversarial,
         accumulators=accumulators,
@@ -205,7 +220,7 @@ def convert(
         limits=limits or SearchLimits(),
         key=signing_key(certificate_key),
     )
-    options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset)
+    options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset, dtype=dtype)
     place = FileTarget(path=Path(target), overwrite=overwrite)
     return Certified(
         **vars(convert_verified(Path(source), place, options=options, verification=verification, progress=progress))
@@ -225,19 +240,61 @@ def convert_verified(
 
     Args:
         source: The float32 model.
-        target: Where the float16 model goes.
+        target: Where the converted model goes.
         options: How to convert.
         verification: How to verify; None skips it.
         progress: Called with each step before it begins.
         beside: More files made of the certificate, as (path, content), written together with the model or not at all.
 
     Raises:
-        BudgetExceeded: The float16 model is over budget; nothing was written.
+        BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The conversion fails for another reason; nothing was written.
     """
     progress("reading the model")
     opened = open_model(source)
     target.check(opened)
+
+    def convert_to(dtype: DtypeChoice, verification: Verification | None) -> Converted:
+        return _converted(opened, target, replace(options, dtype=dtype), verification, progress, beside)
+
+    if options.dtype == "auto":
+        return _converted_to_either(opened, verification, convert_to)
+    return convert_to(options.dtype, verification)
+
+
+def _converted_to_either(
+    opened: ModelFile, verification: Verification | None, convert_to: Callable[[HalfName, Verification], Converted]
+) -> Converted:
+    """Convert to the first type that passes, else search in the one that is nearer to its budget; notes say why."""
+    if verification is None:
+        raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
+    samples = verification.samples(opened)
+    verification = replace(verification, samples=lambda _: samples)  # made once for both types
+    types: tuple[HalfName, ...] = ("float16", "bfloat16")
+    notes = verification.notes
+    if holds_bfloat16_weights(opened):
+        types, notes = types[::-1], (*notes, BFLOAT16_WEIGHTS)
+    over: dict[HalfName, BudgetExceeded] = {}
+    for dtype in types:
+        attempt = replace(verification, search=False, notes=(*notes, *why_not(over)))
+        try:
+            return convert_to(dtype, attempt)
+        except BudgetExceeded as error:
+            over[dtype] = error
+    nearest = nearest_to_budget(over)
+    if not verification.search:
+        raise over[nearest]
+    return convert_to(nearest, replace(verification, notes=(*notes, *why_not(over))))
+
+
+def _converted(
+    opened: ModelFile,
+    target: ConversionTarget,
+    options: ConversionOptions,
+    verification: Verification | None,
+    progress: Callable[[str], None],
+    beside: Beside,
+) -> Converted:
     samples = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
         attempt = _attempt(stack, opened, file, options, progress)
@@ -272,7 +329,8 @@ _Attempt: TypeAlias = tuple[StagedConversion, Placement | str]
 def _attempt(
     stack: ExitStack, source: ModelFile, file: Path, options: ConversionOptions, progress: Callable[[str], None]
 ) -> _Attempt:
-    progress("converting to float16")
+    half = half_named(options.dtype)
+    progress(f"converting to {half.name}")
     done = stack.enter_context(
         staged_conversion(
             source,
@@ -282,10 +340,13 @@ def _attempt(
             node_block_list=options.node_block_list,
             repair=options.repair,
             upgrade_opset=options.upgrade_opset,
+            dtype=half.name,
             external_data=options.external_data,
             overwrite=True,  # the target was checked first
         )
     )
+    if half is not FP16:
+        return done, NO_PLACEMENT
     progress("asking ONNX Runtime for the placement")
     return done, _placement(done)
 
@@ -306,7 +367,7 @@ def _verified(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
         samples.inputs,
-        budget=samples.budget(verification.budget),
+        budget=samples.budget(verification.budget_of(done.conversion.report.dtype)),
         labels=verification.labels,
         name=target.model_name,
         reference_bytes=done.source.size_bytes,
@@ -315,7 +376,7 @@ def _verified(
         source=done.source,
         accumulators=verification.accumulators,
         placement=None if isinstance(placement, str) else placement.to_json(),
-        notes=samples.notes,
+        notes=(*samples.notes, *verification.notes),
         task=verification.task,
     )
     certificate = embed_in_file(done.staged.path, replace(certificate, files=target.bound_files(done.source)))
@@ -333,18 +394,19 @@ def _searched(
     from halfserve.export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
 
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
-    model = onnx_ir.from_proto(source.proto)
+    half, model = half_named(options.dtype), onnx_ir.from_proto(source.proto)
     if options.upgrade_opset:
-        upgrade_opset(model)
+        upgrade_opset(model, half)
     found = find_fp32_nodes(
         model,
         samples.inputs,
-        budget=samples.budget(verification.budget),
+        budget=samples.budget(verification.budget_of(half.name)),
         reference=verification.reference,
         keep_io_types=options.keep_io_types,
         op_block_list=options.op_block_list,
         node_block_list=options.node_block_list,
         repair=options.repair,
+        dtype=half.name,
         record=verification.record,
         adversarial=verification.adversarial,
         accumulators=verification.accumulators,

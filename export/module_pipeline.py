@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfserve.amp_core.calling import arguments_of, described_call
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.errors import ExportError
@@ -30,6 +30,7 @@ from halfserve.export.file_conversion import (
     nothing_beside,
 )
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
+from halfserve.export.half_types import FP16, DtypeChoice, HalfName, HalfType, half_named
 from halfserve.export.samples import Samples
 from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
 from halfserve.export.to_onnx.capture import FlatModel, run
@@ -55,7 +56,8 @@ class ExportOptions:
     """How to convert and verify a module.
 
     Attributes:
-        budget: How much the float16 model may differ.
+        budget: How much the converted model may differ, in every type or by type; None for the usual budgets.
+        dtype: The half-precision type, or "auto" (see `halfserve.export.file_conversion.convert`).
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: Whether inputs and outputs stay float32, or names and shell patterns of inputs and outputs that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
@@ -67,7 +69,8 @@ class ExportOptions:
         key: Signs the certificate; None leaves it unsigned.
     """
 
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget | Mapping[HalfName, Budget] | None = None
+    dtype: DtypeChoice = "float16"
     keep_fp32: Sequence[str] = ()
     keep_io_types: bool | Collection[str] = True
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
@@ -87,6 +90,7 @@ def export_module(
     *,
     labels: Tensor | None = None,
     budget: Budget | None = None,
+    dtype: DtypeChoice = "float16",
     keep_fp32: Sequence[str] = (),
     keep_io_types: bool | Collection[str] = True,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
@@ -103,7 +107,7 @@ def export_module(
     certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Certified:
-    """Convert a module to float16, verify it on samples, and add it to a model repository if it passes.
+    """Convert a module to float16 or bfloat16, verify it on samples, and add it to a model repository if it passes.
 
     This is what `halfserve export` does with a checkpoint's model. Over budget, the fewest nodes that have to stay float32 are
     searched for. What a training policy added to float32, and what a training record shows over float16's range, stays float32.
@@ -114,9 +118,10 @@ def export_module(
         repository: The model repository's folder, made if missing; or its URL in object storage.
         name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
-        budget: How much the float16 model may differ; `Budget()` by default.
+        budget: How much the converted model may differ; the usual budget of its type by default.
+        dtype: The type to convert to, "float16" or "bfloat16", or "auto": see `halfserve.convert`.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
-        keep_io_types: True: inputs and outputs stay float32; False: they become float16; or names and shell patterns of those
+        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
             that stay, such as an output over 65504.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
             model takes multiples of 4 alone.
@@ -129,7 +134,7 @@ def export_module(
         accumulators: In which type the target runtime sums.
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
-        fp32_twin: Whether the float32 model is written too, for a server that answers from it where float16 fails.
+        fp32_twin: Whether the float32 model is written too, for a server that answers from it where half precision fails.
         certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
 
@@ -137,7 +142,7 @@ def export_module(
         Where it was written (`path`), the `certificate`, and what the conversion and the search did.
 
     Raises:
-        BudgetExceeded: The float16 model is over budget; nothing was written.
+        BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The export fails for another reason; nothing was written.
         PolicyError: The policy cannot be read.
     """
@@ -145,7 +150,8 @@ def export_module(
         repository=repository, name=name, version=version, max_batch_size=max_batch_size, fp32_twin=fp32_twin
     )
     options = ExportOptions(
-        budget=budget or Budget(),
+        budget=budget,
+        dtype=dtype,
         keep_fp32=keep_fp32,
         keep_io_types=keep_io_types,
         dynamic=dynamic or {},
@@ -185,7 +191,7 @@ def export_verified(
         progress: Called with each step before it begins.
 
     Raises:
-        BudgetExceeded: The float16 model is over budget; nothing was written.
+        BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The export fails for another reason; nothing was written.
     """
     require_python(module)
@@ -198,7 +204,13 @@ def export_verified(
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
         source = Path(folder) / "model.onnx"
-        kept = float32_parts(module, keep_fp32=options.keep_fp32, policy=policy, record=record)
+        kept = float32_parts(
+            module,
+            keep_fp32=options.keep_fp32,
+            policy=policy,
+            record=record,
+            half=FP16 if options.dtype == "auto" else half_named(options.dtype),
+        )
         args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
         traced = traced_model(module, args, kwargs=named, dynamic_shapes=sizes, metadata=metadata, policy=policy)
         mark_float32(traced, kept)
@@ -208,7 +220,7 @@ def export_verified(
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
             samples=lambda _: SampleSet(inputs=[tensor.numpy(force=True) for tensor in call.tensors], note=samples.note),
-            budget=options.budget,
+            budget=options.budget or usual_budgets(),
             adversarial=options.adversarial,
             accumulators=options.accumulators,
             search=options.search,
@@ -222,7 +234,8 @@ def export_verified(
         done = convert_verified(
             source,
             target,
-            options=ConversionOptions(keep_io_types=options.keep_io_types),
+            # The exporter chose the opset, so that nobody depends on it.
+            options=ConversionOptions(keep_io_types=options.keep_io_types, dtype=options.dtype, upgrade_opset=True),
             verification=verification,
             progress=progress,
             beside=options.beside,
@@ -268,7 +281,12 @@ def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[
 
 
 def float32_parts(
-    module: nn.Module, *, keep_fp32: Sequence[str] = (), policy: Policy | None = None, record: Record | None = None
+    module: nn.Module,
+    *,
+    keep_fp32: Sequence[str] = (),
+    policy: Policy | None = None,
+    record: Record | None = None,
+    half: HalfType = FP16,
 ) -> dict[str, str]:
     """The submodules and tensors that the user, the policy or the training record keeps in float32.
 
@@ -277,6 +295,7 @@ def float32_parts(
         keep_fp32: Names of tensors or submodules, as shell patterns: `"encoder.norm*"`, `"head.bias"`.
         policy: The autocast policy of the training run: operations that it added to float32 stay float32.
         record: The record of the training run: modules with outputs over float16's range stay float32.
+        half: The type that the module is converted to; one of float32's range holds these outputs.
 
     Returns:
         Dotted name -> the reason, in a few words. A submodule includes its parts.
@@ -284,7 +303,9 @@ def float32_parts(
     Raises:
         ExportError: A pattern matches nothing, or the record is of another model.
     """
-    parts = pinned_modules(module, policy) | overflowing_modules(module, record)[0]
+    parts = pinned_modules(module, policy)
+    if not half.has_float32_range:
+        parts |= overflowing_modules(module, record)[0]
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_modules()) if name]
     for pattern in keep_fp32:
         matching = [name for name in names if fnmatchcase(name, pattern)]

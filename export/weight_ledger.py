@@ -1,4 +1,4 @@
-"""Counts of what rounding to float16 does to the elements of a tensor."""
+"""Counts of what rounding to a half-precision type does to the elements of a tensor."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 import numpy as np
 
-FP16_MAX = 65504.0
+from halfserve.export.half_types import FP16, HalfType
+
+FP16_MAX = FP16.largest
 FP16_OVERFLOW = 65520.0  # halfway to the next power of two: from here on, rounding gives infinity
-FP16_SMALLEST_NORMAL = 2.0**-14
-FP16_LARGEST_FLUSHED = 2.0**-25  # the tie between 0 and the smallest subnormal 2**-24 goes to the even one: 0
+FP16_SMALLEST_NORMAL = FP16.smallest_normal
+FP16_LARGEST_FLUSHED = FP16.largest_flushed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Counts of what rounding a tensor to float16 does to its elements.
+    """Counts of what rounding a tensor does to its elements; the numbers are those of float16.
 
     Attributes:
-        overflow: Finite elements over 65504 in magnitude, which float16 cannot hold.
+        overflow: Finite elements beyond the type's range: over 65504 in magnitude.
         flushed: Non-zero elements that become zero (magnitude at most 2**-25).
-        subnormal: Elements that stay non-zero below 2**-14, where float16 has fewer than 11 significant bits.
+        subnormal: Elements that stay non-zero below 2**-14, where the type has fewer significant bits.
     """
 
     overflow: int = 0
@@ -35,11 +37,11 @@ class Ledger:
         )
 
 
-def ledger_of(values: np.ndarray[Any, Any]) -> Ledger:
-    """Count what rounding a floating array to float16 does to its elements."""
+def ledger_of(values: np.ndarray[Any, Any], half: HalfType = FP16) -> Ledger:
+    """Count what rounding a floating array does to its elements."""
     magnitude = np.abs(values)
     return Ledger(
-        overflow=int(np.count_nonzero(np.isfinite(magnitude) & (magnitude > FP16_MAX))),
-        flushed=int(np.count_nonzero((magnitude > 0) & (magnitude <= FP16_LARGEST_FLUSHED))),
-        subnormal=int(np.count_nonzero((magnitude > FP16_LARGEST_FLUSHED) & (magnitude < FP16_SMALLEST_NORMAL))),
+        overflow=int(np.count_nonzero(np.isfinite(magnitude) & (magnitude > half.largest))),
+        flushed=int(np.count_nonzero((magnitude > 0) & (magnitude <= half.largest_flushed))),
+        subnormal=int(np.count_nonzero((magnitude > half.largest_flushed) & (magnitude < half.smallest_normal))),
     )

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfserve.export.errors import UsageError
+from halfserve.export.half_types import HalfName
 from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
+# The largest scaled error by default, by the candidate's type: see `Budget` and `usual_budget`.
+MAX_SCALED_ERROR: dict[HalfName, float] = {"float16": 0.01, "bfloat16": 0.04}
 # With fewer rows, a single differing row is too large a share.
 FEWEST_ROWS = 10
 NO_HEADROOM = "headroom was not measured, as no floating input could be made larger: give other samples, or ask for none"
@@ -68,7 +71,7 @@ class Figures:
         mean_rel_error: Mean of that quotient.
         max_scaled_error: Largest error divided by the unit of the output, or of its kind of columns (see
             `halfserve.export.verification.error_units`).
-        max_ulp: Largest distance in float16 steps after both are rounded to float16.
+        max_ulp: Largest distance in steps of the candidate's type after both are rounded to it.
         cosine: Cosine similarity of the flattened arrays; 1 for two zero vectors.
         non_finite: Places where exactly one model is NaN or infinite, or both are with another kind or sign.
         agreement: Share of rows with the same argmax (see `argmax_agreement`), or of equal elements in an output of integers,
@@ -83,8 +86,8 @@ class Figures:
         axis: The axis that separates kinds of columns; None where the output is one kind.
         kinds: The kinds, largest scale first; empty where the output is one kind.
         vanished: The part that is 0 in the candidate only; None where no part is.
-        constant_rows: Rows left out of `rows` because agreement there is no evidence: after rounding to float16 the reference
-            gives all classes one number, chooses the same class in all rows, or answers all samples alike.
+        constant_rows: Rows left out of `rows` because agreement there is no evidence: after rounding to the candidate's type
+            the reference gives all classes one number, chooses the same class in all rows, or answers all samples alike.
         commonest: How many of `rows` the reference's most frequent choice takes; a model that always makes this choice agrees
             in as many. 0 in outputs that are not floating, and in older certificates.
         noise: Change of the reference's own answers when its inputs change in the last float32 bit. Errors up to twice that
@@ -127,8 +130,8 @@ class Budget:
 
     Attributes:
         max_scaled_error: Largest error divided by the reference's largest magnitude, per kind of columns (see
-            `halfserve.export.verification.error_units`). The default, 0.01, is twenty float16 roundings (2**-11 each) of that
-            magnitude; sound conversions measure 0.0004 to 0.0015.
+            `halfserve.export.verification.error_units`). The default, 0.01, is float16's: twenty of its roundings (2**-11 each)
+            of that magnitude; sound conversions measure 0.0004 to 0.0015. See `usual_budget` for bfloat16's.
         max_abs_error: Largest absolute error; replaces `max_scaled_error` when given.
         min_agreement: Least share of rows with the reference's argmax (of equal elements in integer outputs), 0 to 1. Below 1,
             a single differing row among ten or more is allowed where it is a near-tie (see `allowed_near_ties`).
@@ -155,6 +158,44 @@ class Budget:
                 raise UsageError(f"{name} is {value}; expected a number of at least 0")
         if not 0 <= self.min_agreement <= 1:
             raise UsageError(f"min_agreement is {self.min_agreement}; expected a share from 0 to 1")
+
+
+def usual_budget(
+    precision: HalfName,
+    *,
+    max_scaled_error: float | None = None,
+    max_abs_error: float | None = None,
+    min_agreement: float = Budget.min_agreement,
+    max_non_finite: int = Budget.max_non_finite,
+    min_headroom: float = Budget.min_headroom,
+) -> Budget:
+    """A budget whose largest scaled error is by default that of a type: 0.01 for float16, 0.04 for bfloat16.
+
+    bfloat16 rounds eight times as coarsely (2**-8). Sound conversions measure 0.003 to 0.03; models that do not stand it, such
+    as sharp attention and differences of large numbers, 0.1 and more.
+    """
+    return Budget(
+        max_scaled_error=MAX_SCALED_ERROR[precision] if max_scaled_error is None else max_scaled_error,
+        max_abs_error=max_abs_error,
+        min_agreement=min_agreement,
+        max_non_finite=max_non_finite,
+        min_headroom=min_headroom,
+    )
+
+
+def usual_budgets(
+    *,
+    max_scaled_error: float | None = None,
+    max_abs_error: float | None = None,
+    min_agreement: float = Budget.min_agreement,
+) -> dict[HalfName, Budget]:
+    """The `usual_budget` of each type."""
+    return {
+        precision: usual_budget(
+            precision, max_scaled_error=max_scaled_error, max_abs_error=max_abs_error, min_agreement=min_agreement
+        )
+        for precision in MAX_SCALED_ERROR
+    }
 
 
 def violations(figures: Figures, budget: Budget) -> list[str]:
@@ -187,7 +228,7 @@ def _scaled_errors(figures: Figures, limit: float) -> Iterator[str]:
     if vanished is not None:
         more = f" and {vanished.columns - 1} more" if vanished.columns > 1 else ""
         what = "the output is" if vanished.axis is None else f"column {vanished.first}{more} on axis {vanished.axis} is"
-        yield f"{what} 0 throughout and up to {vanished.largest:.3g} in float32: it vanishes in float16"
+        yield f"{what} 0 throughout and up to {vanished.largest:.3g} in float32: it vanishes in half precision"
     if figures.max_scaled_error <= limit or (vanished is not None and vanished.axis is None):
         return
     error, kind = f"max error {figures.max_scaled_error:.3g}", figures.worst_kind
@@ -232,7 +273,9 @@ def unit_of(figures: Figures) -> float:
     return figures.unit or max(figures.scale, FP16_SMALLEST_NORMAL)
 
 
-def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget) -> list[str]:
+def adversarial_violations(
+    figures: Figures, usual_scale: float, budget: Budget, smallest: float = FP16_SMALLEST_NORMAL
+) -> list[str]:
     """Describe what is over budget on an adversarial sample.
 
     Non-finite values count as usual, and errors up to `adversarial_factor` times the limit are allowed. Agreement is not
@@ -243,6 +286,7 @@ def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget)
         usual_scale: The output's unit on the user's samples. Errors are divided by the larger of the two scales, since every
             rounding is large beside an answer that vanishes. The units of kinds of columns include that already.
         budget: The limits.
+        smallest: The smallest number that the candidate's type holds with all digits.
     """
     broken = _non_finite(figures, budget)
     if not figures.floating or not math.isfinite(figures.max_abs_error):
@@ -257,7 +301,7 @@ def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget)
             place = f"column {kind.worst} on axis {figures.axis}"
             broken.append(f"max error {kind.max_abs_error:.3g} in {place}, of scale {kind.unit:.3g} (limit {limit:.3g} of it)")
         return broken
-    scale = max(s for s in (FP16_SMALLEST_NORMAL, figures.scale, usual_scale) if math.isfinite(s))
+    scale = max(s for s in (smallest, figures.scale, usual_scale) if math.isfinite(s))
     if figures.max_abs_error > limit * scale:
         broken.append(f"max error {figures.max_abs_error:.3g} at the output's scale {scale:.3g} (limit {limit:.3g} of it)")
     return broken

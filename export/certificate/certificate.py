@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from halfserve.export.certificate.budget import NO_HEADROOM, Budget, Figures
 from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.half_types import HalfName
 from halfserve.export.weight_ledger import FP16_MAX
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
 from halfserve.protos.certificates import SCHEMA, certificate_sha256
@@ -68,7 +69,7 @@ class Plot:
     Attributes:
         reference: At most 300 finite values of the reference: those with the largest errors, the largest magnitudes, and an
             even selection of the others.
-        candidate: The fp16 model's values at the same places.
+        candidate: The converted model's values at the same places.
         edges: Edges of the histogram's bins: log10(error / unit of the output).
         counts: Values per bin, one fewer than edges. Errors below the first edge count in the first bin.
     """
@@ -143,7 +144,7 @@ class OutputVerdict:
 
     Attributes:
         name: The output's name in the ONNX model.
-        execution: "rounded" (float16 rounding after every node, which simulates a GPU), "runtime" (ONNX Runtime's CPU
+        execution: "rounded" (rounding after every node, which simulates half-precision hardware), "runtime" (ONNX Runtime's CPU
             provider) or "cuda" (its CUDA provider, where there is a GPU).
         figures: Error figures against the reference.
         violations: What is over budget.
@@ -161,7 +162,7 @@ class OutputVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Share of labels that equal the argmax, for the reference and for the fp16 model in two executions."""
+    """Share of labels that equal the argmax, for the reference and for the converted model in two executions."""
 
     reference: float
     rounded: float
@@ -174,6 +175,7 @@ class Certificate:
 
     Attributes:
         model: The model's name.
+        precision: The type in which the model was judged, "float16" or "bfloat16". Certificates without it are about float16.
         onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
             files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
         onnx_bytes: Size of the file and its data files in bytes.
@@ -202,6 +204,7 @@ class Certificate:
     """
 
     model: str
+    precision: HalfName = "float16"
     onnx_sha256: str
     onnx_bytes: int
     content_sha256: str = ""
@@ -287,7 +290,7 @@ def signing_key(path: Path | str | None) -> SigningKey | None:
 
 
 class BudgetExceeded(ExportError):  # noqa: N818  (named by what happened; the base class says that it is an error)
-    """The fp16 model differs from its reference by more than the budget allows.
+    """The converted model differs from its reference by more than the budget allows.
 
     Attributes:
         certificate: The certificate with all figures; its `passed` is False.

@@ -14,6 +14,7 @@ from xml.sax.saxutils import escape, quoteattr
 from halfserve.export.certificate.budget import unit_of
 from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Plot
 from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, worst_verdicts
+from halfserve.export.half_types import HALF_TYPES
 
 TENSORS_SHOWN = 50
 _BROKEN = ' class="broken"'
@@ -41,7 +42,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 def certificate_page(certificate: Certificate) -> str:
     """Render the page: verdict, figures and plots of outputs, adversarial samples, levels, conversion, versions."""
-    title = escaped(f"{certificate.model}: fp16 certificate")
+    title = escaped(f"{certificate.model}: {HALF_TYPES[certificate.precision].short} certificate")
     body = "\n".join(part for part in _sections(certificate) if part)
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n'
@@ -51,8 +52,10 @@ def certificate_page(certificate: Certificate) -> str:
 
 
 def _sections(certificate: Certificate) -> Iterator[str]:
+    half = HALF_TYPES[certificate.precision]
     yield f"<h1>{escaped(certificate.model)}</h1>"
-    yield f"<p>fp16 against its float32 reference, {certificate.samples} samples, {escaped(certificate.created_utc)}</p>"
+    made = escaped(certificate.created_utc)
+    yield f"<p>{half.short} against its float32 reference, {certificate.samples} samples, {made}</p>"
     yield _verdict(certificate)
     yield _section("Outputs", _outputs(certificate.outputs))
     yield _section("Kinds of columns", _list([*kind_lines(certificate)]))
@@ -123,9 +126,9 @@ def _risks(certificate: Certificate) -> str:
 
 
 def _conversion(conversion: dict[str, Any]) -> Iterator[str]:
-    share = ""
+    share, dtype = "", escaped(str(conversion.get("dtype", "float16")))
     if "fp16_nodes" in conversion and "float_nodes" in conversion:
-        share = f"<p>{conversion['fp16_nodes']} of {conversion['float_nodes']} float nodes compute in float16.</p>"
+        share = f"<p>{conversion['fp16_nodes']} of {conversion['float_nodes']} float nodes compute in {dtype}.</p>"
     yield _section("Kept in float32", share + (_kept(conversion.get("kept", ())) or _modules(conversion)))
     repairs = [((_text(entry.get("pass_name")), _text(entry.get("text"))), False) for entry in conversion.get("repairs", ())]
     yield _section("Repairs", _table(("pass", "what was done"), repairs, text_columns=2))
@@ -228,7 +231,7 @@ def histogram(plot: Plot, limit: float | None, title: str) -> str:
 
 
 def scatter(plot: Plot, title: str) -> str:
-    """Scatter plot of the fp16 model's values over the reference's, with the line of equality."""
+    """Scatter plot of the converted model's values over the reference's, with the line of equality."""
     values = [*plot.reference, *plot.candidate]
     low, high = min(values), max(values)
     if low == high:
@@ -245,7 +248,7 @@ def scatter(plot: Plot, title: str) -> str:
     sides = [
         f'<text x="{LEFT - 6}" y="{_y(value, low, high) + 4:.1f}" text-anchor="end">{value:.2g}</text>' for value in (low, high)
     ]
-    return _svg(title, [diagonal, *dots, *ticks, *sides, _label("float32 (across) and fp16 (up)")])
+    return _svg(title, [diagonal, *dots, *ticks, *sides, _label("float32 (across) and converted (up)")])
 
 
 def _svg(title: str, parts: Sequence[str]) -> str:

@@ -11,6 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from halfserve.export.half_types import HALF_TYPES
+
 if TYPE_CHECKING:
     from halfserve.export.certificate.budget import ColumnKind, Figures
     from halfserve.export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, OutputVerdict
@@ -22,7 +24,8 @@ RISKS_SHOWN = 3
 
 def certificate_table(certificate: Certificate) -> Group:
     """Render the figures of every output, and below them sizes, accuracy, conversion, adversarial samples and the verdict."""
-    title = f"{certificate.model}: fp16 against its float32 reference, {certificate.samples} samples"
+    half = HALF_TYPES[certificate.precision]
+    title = f"{certificate.model}: {half.short} against its float32 reference, {certificate.samples} samples"
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("output (run)", overflow="fold")
     for heading in ("error", "of\nscale", "ulp", "cosine", "NaN/inf", "agrees"):
@@ -53,7 +56,7 @@ def agreement_cell(figures: Figures) -> str:
 
 
 def accuracy_text(accuracy: Accuracy) -> str:
-    """The fp16 model's accuracy beside the reference's."""
+    """The converted model's accuracy beside the reference's."""
     return f"{accuracy.rounded:.2%}, float32 {accuracy.reference:.2%}"
 
 

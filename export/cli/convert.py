@@ -1,4 +1,4 @@
-"""`halfserve convert`: an ONNX file becomes a verified float16 model."""
+"""`halfserve convert`: an ONNX file becomes a verified half-precision model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.budget import usual_budgets
 from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.cli.options import (
     EXIT_CODES,
@@ -20,6 +20,7 @@ from halfserve.export.cli.options import (
     AsJson,
     CertificateFile,
     CertificateKey,
+    Dtype,
     Fp32Twin,
     HtmlPage,
     KeepIoTypes,
@@ -55,8 +56,9 @@ __all__ = ["EXIT_CODES", "convert"]
 def convert(
     source: Annotated[Path, typer.Argument(help="The float32 ONNX model; its data files lie beside it.", show_default=False)],
     target: Annotated[
-        Path | None, typer.Argument(help="The float16 ONNX model to write; or give --repository.", show_default=False)
+        Path | None, typer.Argument(help="The converted ONNX model to write; or give --repository.", show_default=False)
     ] = None,
+    dtype: Dtype = "float16",
     keep_io_types: KeepIoTypes = True,
     block_op: Annotated[
         list[str] | None, conversion(help="Operator to keep in float32, as a shell pattern; may be repeated.")
@@ -64,11 +66,12 @@ def convert(
     block_node: Annotated[
         list[str] | None, conversion(help="Node to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
-    repair: Annotated[bool, conversion(help="Rewrite what float16 could not hold, such as large BatchNorm statistics.")] = True,
+    repair: Annotated[bool, conversion(help="Rewrite what the type could not hold, as large BatchNorm statistics.")] = True,
     upgrade_opset: Annotated[
         bool,
         conversion(
-            "--upgrade-opset", help="Raise a model from before opset 17 to it: a LayerNormalization is one operator there."
+            "--upgrade-opset",
+            help="Raise an older model's opset: LayerNormalization is one operator from 17, and Conv takes bfloat16 from 22.",
         ),
     ] = False,
     external_data: Annotated[
@@ -82,7 +85,7 @@ def convert(
         list[str] | None, verification(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
     ] = None,
     max_abs_error: MaxAbsError = None,
-    max_scaled_error: MaxScaledError = 0.01,
+    max_scaled_error: MaxScaledError = None,
     min_agreement: MinAgreement = 0.995,
     adversarial: Adversarial = True,
     accumulators: AccumulatorType = "float32",
@@ -111,18 +114,20 @@ def convert(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a float32 ONNX model to float16, verify it, and write it.
+    """Convert a float32 ONNX model to half precision, verify it, and write it.
 
-    The float16 model is compared with the float32 one; where it differs by more than the budget allows, the fewest nodes that
+    The converted model is compared with the float32 one; where it differs by more than the budget allows, the fewest nodes that
     have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3. Ctrl-C ends the
     search, a second one the command: the smallest set that passed so far is written. Models of any size are converted weight
     by weight.
 
     Example: halfserve convert model.onnx model.fp16.onnx --samples samples.npz
 
+    Example: halfserve convert model.onnx model.bf16.onnx --dtype bfloat16 --upgrade-opset
+
     Example: halfserve convert model.onnx --repository models --fp32-twin
     """
-    budget = Budget(max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
+    budget = usual_budgets(max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
     place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)
     needing = [
         option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value
@@ -143,6 +148,7 @@ def convert(
             node_block_list=block_node or (),
             repair=repair,
             upgrade_opset=upgrade_opset,
+            dtype=dtype,
             external_data=external_data,
         ),
         verification=Verification(

@@ -1,4 +1,4 @@
-"""`halfserve export`: a PyTorch model of any origin becomes a verified float16 model in a repository."""
+"""`halfserve export`: a PyTorch model of any origin becomes a verified half-precision model in a repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.budget import usual_budgets
 from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.cli.options import (
     EXIT_CODES,
@@ -20,6 +20,7 @@ from halfserve.export.cli.options import (
     AsJson,
     CertificateFile,
     CertificateKey,
+    Dtype,
     Fp32Twin,
     HtmlPage,
     KeepIoTypes,
@@ -64,13 +65,17 @@ def export(
     name: Annotated[str | None, repository_version(help="The model's name; by default from the source.")] = None,
     version: ModelVersion = None,
     max_abs_error: Annotated[
-        float | None, budget_limit(help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude.")
+        float | None,
+        budget_limit(
+            help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude, 0.04 in bfloat16."
+        ),
     ] = None,
     min_agreement: MinAgreement = 0.995,
     max_batch_size: Annotated[int, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE,
     keep_fp32: Annotated[
         list[str] | None, conversion(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
+    dtype: Dtype = "float16",
     keep_io_types: KeepIoTypes = True,
     dynamic: Annotated[
         list[str] | None,
@@ -115,9 +120,9 @@ def export(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a PyTorch model to fp16, verify it, and add it to a model repository.
+    """Convert a PyTorch model to half precision, verify it, and add it to a model repository.
 
-    The fp16 model is compared with the float32 one on samples; where it differs by more than the budget allows, the fewest
+    The converted model is compared with the float32 one on samples; where it differs by more than the budget allows, the fewest
     nodes that have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3.
     Ctrl-C ends the search, a second one the command: the smallest set that passed so far is written. Of a checkpoint, the
     samples are the held-out set, and what its training policy added to float32, or its record shows over float16's range, stays
@@ -132,7 +137,7 @@ def export(
     Example: halfserve export my_package.model:build --weights model.safetensors --samples samples.npz --repository models
     """
     page = page_beside(certificate, html=html, others=(Path(source), weights, samples))
-    budget = Budget(max_abs_error=max_abs_error, min_agreement=min_agreement)
+    budget = usual_budgets(max_abs_error=max_abs_error, min_agreement=min_agreement)
     # torch takes seconds to import; --help and wrong usage answer before it.
     from halfserve.export.module_pipeline import ExportOptions, export_verified  # noqa: PLC0415  (see above)
     from halfserve.export.sources.opening import open_source  # noqa: PLC0415  (see above)
@@ -173,6 +178,7 @@ def export(
 
     options = ExportOptions(
         budget=budget,
+        dtype=dtype,
         keep_fp32=keep_fp32 or (),
         keep_io_types=keep_io_types,
         search=search,

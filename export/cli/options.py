@@ -16,6 +16,7 @@ import typer
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.file_conversion import Accumulators
+from halfserve.export.half_types import DtypeChoice
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
@@ -26,13 +27,20 @@ report = partial(typer.Option, rich_help_panel="Report")
 repository_version = partial(typer.Option, rich_help_panel="Model repository")
 
 KeepIoTypes: TypeAlias = Annotated[
-    bool, conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
+    bool, conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become --dtype too.")
 ]
 MaxAbsError: TypeAlias = Annotated[
     float | None, budget_limit(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
 ]
 MaxScaledError: TypeAlias = Annotated[
-    float, budget_limit(help="Largest error of an output, as a share of its largest magnitude.")
+    float | None,
+    budget_limit(
+        help="Largest error of an output, as a share of its largest magnitude; by default 0.01 for float16, 0.04 for bfloat16."
+    ),
+]
+Dtype: TypeAlias = Annotated[
+    DtypeChoice,
+    conversion(help="The type to convert to; auto takes float16 where it passes, else bfloat16, else searches, and says why."),
 ]
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
 Adversarial: TypeAlias = Annotated[

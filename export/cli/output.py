@@ -173,9 +173,9 @@ def _weights(report: ConversionReport) -> Table | None:
 
 def _facts(report: ConversionReport, source_bytes: int | None, size_bytes: int | None, *, certified: bool) -> list[str]:
     ledger, nodes = report.ledger, _counted(report.float_nodes, "node")
-    without = f", {report.unsupported_nodes} more have no float16" if report.unsupported_nodes else ""
+    without = f", {report.unsupported_nodes} more have no {report.dtype}" if report.unsupported_nodes else ""
     casts = _counted(abs(report.casts_added), "cast") + (" fewer" if report.casts_added < 0 else " added")
-    lines = [f"float16   {report.fp16_nodes} of {nodes} that compute on floats{without}; {casts}"]
+    lines = [f"{report.dtype:<9} {report.fp16_nodes} of {nodes} that compute on floats{without}; {casts}"]
     if report.converted_before:
         lines.insert(0, "the model had been converted with these settings before, and is unchanged")
     if report.random_nodes:

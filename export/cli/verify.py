@@ -1,4 +1,4 @@
-"""`halfserve verify`: is this fp16 ONNX model still the float32 one it was made from?"""
+"""`halfserve verify`: is this half-precision ONNX model still the float32 one it was made from?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.budget import usual_budget
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.certificate.html import certificate_page
 from halfserve.export.certificate.table import certificate_table
@@ -27,6 +27,7 @@ from halfserve.export.cli.options import (
 )
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_files.model_writer import write_atomically
+from halfserve.export.onnx_files.proto_graphs import half_type_of
 from halfserve.export.verification.generated_samples import synthetic_samples
 from halfserve.export.verification.samples import SampleSet, load_labels, load_samples
 from halfserve.export.verification.verify import verify as verify_models
@@ -39,7 +40,7 @@ _target = partial(typer.Option, rich_help_panel="Where it will run")
 
 def verify(
     reference: Annotated[Path, typer.Argument(help="The float32 ONNX model.", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(help="The float16 ONNX model made from it.", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="The float16 or bfloat16 ONNX model made from it.", show_default=False)],
     samples: Annotated[
         Path | None, _samples(help="An .npz with an array per input, samples first; by default inputs are made up.")
     ] = None,
@@ -52,7 +53,7 @@ def verify(
         ),
     ] = None,
     max_abs_error: MaxAbsError = None,
-    max_scaled_error: MaxScaledError = 0.01,
+    max_scaled_error: MaxScaledError = None,
     min_agreement: MinAgreement = 0.995,
     max_non_finite: Annotated[int, budget_limit(help="How many NaN or infinite values the reference need not have.")] = 0,
     min_headroom: Annotated[
@@ -75,16 +76,19 @@ def verify(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Compare a float16 ONNX model with the float32 one it was made from.
+    """Compare a half-precision ONNX model with the float32 one it was made from.
 
-    Both run in child processes, the float16 one at every optimisation level of ONNX Runtime and simulated as a GPU computes it.
+    Both run in child processes, the converted one at every optimisation level of ONNX Runtime and simulated as hardware
+    computes it in its type.
     The exit code is 0 within the budget, 3 over it, 1 where they cannot be compared; --html and --certificate are written
     either way.
 
     Example: halfserve verify model.onnx model.fp16.onnx --samples samples.npz --html verdict.html
     """
     stderr = Console(stderr=True)
-    budget = Budget(
+    wide, half = open_model(reference), open_model(candidate)
+    budget = usual_budget(
+        half_type_of(half.outline).name,
         max_abs_error=max_abs_error,
         max_scaled_error=max_scaled_error,
         min_agreement=min_agreement,
@@ -95,7 +99,6 @@ def verify(
     require_output(certificate, "the certificate", others=given)
     require_output(html, "the page", others=(*given, certificate))
     sizes = sizes_of(dim or ())
-    wide, half = open_model(reference), open_model(candidate)
     judged_on = synthetic_samples(wide, dims=sizes) if samples is None else SampleSet(inputs=load_samples(samples, wide))
     try:
         with hint_for_synthetic_inputs(synthetic=samples is None), stderr.status("verifying"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from halfserve.amp_core.policy import Policy, Rule
 from halfserve.amp_core.recorder import Entry, Record
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
 from halfserve.export.errors import ExportError
+from halfserve.export.half_module.tensors import torch_dtype
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.weight_ledger import FP16_MAX
 
 # The aten operation of each module class.
@@ -122,14 +125,14 @@ def _reason(entry: Entry) -> str:
     return f"{op} reached {reached} in training (largest float16 is 65504)"
 
 
-def make_island(module: nn.Module) -> None:
-    """Cast float16 and bfloat16 arguments of `module` to float32, and float32 results to float16.
+def make_island(module: nn.Module, half: HalfType = FP16) -> None:
+    """Cast float16 and bfloat16 arguments of `module` to float32, and float32 results to the half type.
 
     Forward hooks make the casts: parameter names, types and attributes stay, and `torch.export` traces the casts. A parent that
     reads the weights without calling the module (`nn.MultiheadAttention` reads `out_proj.weight`) must be the island instead.
     """
     module.register_forward_pre_hook(_raise_arguments, with_kwargs=True)
-    module.register_forward_hook(_round_results)
+    module.register_forward_hook(partial(_round_results, torch_dtype(half)))
 
 
 def _raise_arguments(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -137,13 +140,13 @@ def _raise_arguments(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return raised
 
 
-def _round_results(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-    return pytree.tree_map_only(Tensor, _halved, output)
+def _round_results(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, partial(_halved, dtype=dtype), output)
 
 
 def _raised(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _halved(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.dtype == torch.float32 else tensor
+def _halved(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor

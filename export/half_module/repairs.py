@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from halfserve.export.errors import ExportError
 from halfserve.export.half_module.report import ModuleRepair
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.half_types import FP16, HalfType
 
 _SLOTS = ("__dict__", "__weakref__")
 
@@ -83,15 +83,16 @@ def _embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> ModuleRepair:
     return ModuleRepair(pass_name="renormalise_embedding", nodes=(name,), text=text)  # noqa: S106  (no password)
 
 
-def fold_batch_norm(module: nn.Module, may_fold: Callable[[str], bool]) -> list[ModuleRepair]:
+def fold_batch_norm(module: nn.Module, may_fold: Callable[[str], bool], half: HalfType = FP16) -> list[ModuleRepair]:
     """Fold each BatchNorm that only ever follows one convolution into it, in place; it becomes an Identity.
 
     The order of calls is read from a symbolic trace of the module, or of the submodules that can be traced. Modules with hooks,
-    modules used or tied elsewhere, and folds whose result is over float16's range are skipped.
+    modules used or tied elsewhere, and folds whose result is over the half type's range are skipped.
 
     Args:
         module: The model in evaluation mode.
         may_fold: Whether a submodule, by its dotted name, may be changed.
+        half: The type that must hold the result.
     """
     if not any(isinstance(part, _BatchNorm) for part in module.modules()):
         return []
@@ -101,7 +102,7 @@ def fold_batch_norm(module: nn.Module, may_fold: Callable[[str], bool]) -> list[
     for first, second in _pairs(module, ""):
         layer, norm = module.get_submodule(first), module.get_submodule(second)
         alone = all(uses[id(part)] == 1 and _is_plain(part) and _is_untied(part, ties) for part in (layer, norm))
-        if alone and may_fold(first) and may_fold(second) and _folded(layer, norm):
+        if alone and may_fold(first) and may_fold(second) and _folded(layer, norm, half):
             parent, _, name = second.rpartition(".")
             setattr(module.get_submodule(parent), name, nn.Identity().eval())
             text = f"{second} folded into {first}, in float64"
@@ -140,8 +141,8 @@ def _is_untied(part: nn.Module, ties: Counter[int]) -> bool:
     return all(ties[id(parameter)] == 1 for parameter in part.parameters(recurse=False))
 
 
-def _folded(layer: Any, norm: Any) -> bool:
-    """Fold if the layer is a convolution and float16 holds the result; whether it did."""
+def _folded(layer: Any, norm: Any, half: HalfType) -> bool:
+    """Fold if the layer is a convolution and the half type holds the result; whether it did."""
     # Not a Linear: on (batch, length, features) it gives features last, and BatchNorm1d takes the length for the channels.
     if not isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) or norm.num_features != layer.out_channels:
         return False
@@ -149,7 +150,7 @@ def _folded(layer: Any, norm: Any) -> bool:
         return False
     with torch.no_grad():
         weight, bias = _folded_values(layer, norm)
-        if not all(bool(values.isfinite().all() and (values.abs() <= FP16_MAX).all()) for values in (weight, bias)):
+        if not all(bool(values.isfinite().all() and (values.abs() <= half.largest).all()) for values in (weight, bias)):
             return False
         layer.weight.data = weight.to(layer.weight.dtype)
         layer.bias = nn.Parameter(bias.to(layer.weight.dtype), requires_grad=layer.weight.requires_grad)

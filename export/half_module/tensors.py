@@ -1,4 +1,4 @@
-"""The tensors of a module, and which of them float16 can hold."""
+"""The tensors of a module, and which of them half precision can hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from halfserve.export import weight_ledger
 from halfserve.export.errors import ExportError
-from halfserve.export.weight_ledger import FP16_MAX, Ledger
+from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.weight_ledger import Ledger
 
 Kind = Literal["parameter", "buffer", "attribute"]
 Action = Literal["halved", "saturated", "kept", "untouched"]
@@ -93,49 +94,56 @@ def _joined(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def ledger_of(tensor: Tensor) -> Ledger:
-    """Count what rounding a floating torch tensor to float16 does to its elements."""
+def ledger_of(tensor: Tensor, half: HalfType = FP16) -> Ledger:
+    """Count what rounding a floating torch tensor does to its elements."""
     values = tensor.detach()
-    return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True))
+    return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True), half)
 
 
-def decide(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool) -> tuple[Action, str]:
+def decide(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool, half: HalfType = FP16) -> tuple[Action, str]:
     """The action for one tensor by its values and its name, and the reason in a few words.
 
     Raises:
         ExportError: A parameter is not finite, or a buffer holds NaN.
     """
     if tensor.is_complex():
-        return "kept", "complex numbers have no float16 form that ONNX knows"
+        return "kept", f"complex numbers have no {half.name} form that ONNX knows"
     if not tensor.is_floating_point():
         return "untouched", f"{str(tensor.dtype).removeprefix('torch.')} holds no fractions"
     _require_usable(name, tensor, is_buffer=is_buffer)
     if is_buffer and ledger.overflow and _is_additive_mask(tensor):
-        return "saturated", "an additive mask: -65504 hides as well as a number float16 cannot hold"
-    reason = _reason_to_keep(name, tensor, ledger, is_buffer=is_buffer)
+        return "saturated", f"an additive mask: {-half.largest:g} hides as well as a number {half.name} cannot hold"
+    reason = _reason_to_keep(name, tensor, ledger, half, is_buffer=is_buffer)
     if reason:
         return "kept", reason
     lossless = ledger == Ledger()
-    return "halved", "within float16's range" if lossless else "some values are under float16's normal range, most are not"
+    return (
+        "halved",
+        f"within {half.name}'s range" if lossless else f"some values are under {half.name}'s normal range, most are not",
+    )
 
 
-def rounded(tensor: Tensor, action: Action) -> Tensor:
-    """A floating tensor in float16, as the action says ("halved" or "saturated")."""
+def rounded(tensor: Tensor, action: Action, half: HalfType = FP16) -> Tensor:
+    """A floating tensor in the half type, as the action says ("halved" or "saturated")."""
     if action == "saturated":
-        return tensor.clamp(min=-FP16_MAX).masked_fill(tensor == -torch.inf, -torch.inf).half()
-    return tensor.half()
+        tensor = tensor.clamp(min=-half.largest).masked_fill(tensor == -torch.inf, -torch.inf)
+    return tensor.to(torch_dtype(half))
 
 
-def _reason_to_keep(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool) -> str | None:
+def torch_dtype(half: HalfType) -> torch.dtype:
+    return torch.float16 if half is FP16 else torch.bfloat16
+
+
+def _reason_to_keep(name: str, tensor: Tensor, ledger: Ledger, half: HalfType, *, is_buffer: bool) -> str | None:
     if ledger.overflow:
         largest = tensor.detach().abs().max().item()
-        return f"{ledger.overflow} of {tensor.numel()} values over 65504 (largest {largest:.3g})"
+        return f"{ledger.overflow} of {tensor.numel()} values over {half.largest:g} (largest {largest:.3g})"
     if ledger.flushed and ledger.flushed == _count(tensor != 0):
-        return "every non-zero value is under 6e-8 and would become 0"
+        return f"every non-zero value is under {half.smallest_subnormal:.0g} and would become 0"
     if is_buffer and FREQUENCY_TABLE.search(name):
         return "a frequency table: its rounding error grows with the position"
-    if is_buffer and _loses_counts(tensor):
-        return "whole numbers over 2048, which float16 cannot tell apart"
+    if is_buffer and _loses_counts(tensor, half):
+        return f"whole numbers over {half.whole_numbers}, which {half.name} cannot tell apart"
     return None
 
 
@@ -149,9 +157,9 @@ def _is_additive_mask(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor <= MASK_THRESHOLD)).all())
 
 
-def _loses_counts(tensor: Tensor) -> bool:
+def _loses_counts(tensor: Tensor, half: HalfType) -> bool:
     whole = tensor.isfinite().all() and (tensor == tensor.round()).all()
-    return bool(whole) and bool((tensor.half().to(tensor.dtype) != tensor).any())
+    return bool(whole) and bool((tensor.to(torch_dtype(half)).to(tensor.dtype) != tensor).any())
 
 
 def _count(mask: Tensor) -> int:

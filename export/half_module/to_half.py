@@ -1,4 +1,4 @@
-"""A float32 module in float16, except for what float16 cannot hold."""
+"""A float32 module in float16 or bfloat16, except for what that type cannot hold."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from halfserve.export.half_module.fp32_modules import make_island, overflowing_m
 from halfserve.export.half_module.repairs import bake, fold_batch_norm
 from halfserve.export.half_module.report import HalfReport, TensorDecision, half_table
 from halfserve.export.half_module.tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
+from halfserve.export.half_types import HalfName, HalfType, half_named
 from halfserve.export.to_onnx.forward_call import require_python
 from halfserve.export.weight_ledger import Ledger
 
@@ -26,7 +27,7 @@ class HalfResult:
     """A converted module and its report; `rich.print` shows the report as a table.
 
     Attributes:
-        module: A copy, in evaluation mode; floating inputs are expected in float16, outputs are float16.
+        module: A copy, in evaluation mode; floating inputs are expected in the half type, and outputs have it.
         report: One decision per tensor.
     """
 
@@ -38,9 +39,14 @@ class HalfResult:
 
 
 def to_half(
-    module: nn.Module, *, policy: Policy | None = None, keep_fp32: Sequence[str] = (), record: Record | None = None
+    module: nn.Module,
+    *,
+    policy: Policy | None = None,
+    keep_fp32: Sequence[str] = (),
+    record: Record | None = None,
+    dtype: HalfName = "float16",
 ) -> HalfResult:
-    """Round a module's tensors to float16 where that is safe; the given module stays as it is.
+    """Round a module's tensors to float16, or to bfloat16, where that is safe; the given module stays as it is.
 
     First the copy is repaired, in ways that change nothing in exact arithmetic: parametrized and normalised weights are
     computed, the `max_norm` of embeddings is applied, and a BatchNorm that follows a convolution is folded into it in float64.
@@ -51,31 +57,37 @@ def to_half(
     record or the model itself name. Integers and booleans are left alone, and an additive mask's huge negative numbers
     become -65504. Unregistered tensors in attributes, which `.half()` skips, are treated like buffers.
 
+    bfloat16 has float32's range: nothing is too large for it or vanishes, and the record keeps nothing. Counters over 256 and
+    frequency tables stay float32.
+
     Args:
         module: A module whose floating tensors are float32 (float64 and bfloat16 are rounded too).
         policy: The autocast policy of the training run: submodules whose operation it adds to float32 stay float32.
         keep_fp32: Names of tensors or submodules to keep, as shell patterns: `"encoder.norm*"`, `"head.bias"`.
         record: What the training run recorded: submodules whose numbers went over 65504 stay float32.
+        dtype: The type to round to, "float16" or "bfloat16".
 
     Raises:
         ExportError: A pattern matches nothing; a parameter is not finite, or of a class whose numbers cannot be read, as of
             quantized weights; the module is lazy; the record is of another model; or a tensor that belongs to the outermost
             module itself must stay float32, which would leave nothing to convert; a part is a TorchScript module.
+        UsageError: `dtype` is another type.
     """
+    target = half_named(dtype)
     require_python(module)
     _require_matches(module, keep_fp32)
     half = detached_copy(module).eval()
     repairs = bake(half)
-    recorded, warnings = overflowing_modules(half, record)
+    recorded, warnings = ({}, []) if target.has_float32_range else overflowing_modules(half, record)
     pinned = {**recorded, **pinned_modules(half, policy), **_kept_modules(half, keep_fp32)}
-    repairs += fold_batch_norm(half, lambda name: not _is_inside(name, pinned) and not _matching(name, keep_fp32))
+    repairs += fold_batch_norm(half, lambda name: not _is_inside(name, pinned) and not _matching(name, keep_fp32), target)
     tensors = held_tensors(half)
-    first = [_decision(held, keep_fp32) for held in tensors]
+    first = [_decision(held, keep_fp32, target) for held in tensors]
     decisions, islands = settle(half, first, pinned)
     _require_something_left(decisions, islands, keep_fp32)
-    _apply(tensors, decisions)
+    _apply(tensors, decisions, target)
     for island in {id(part): part for part in map(half.get_submodule, islands)}.values():
-        make_island(island)
+        make_island(island, target)
     report = HalfReport(
         tensors=tuple(decisions),
         fp32_modules=tuple(islands),
@@ -86,9 +98,9 @@ def to_half(
     return HalfResult(module=half, report=report)
 
 
-def _ledger(held: HeldTensor) -> Ledger:
+def _ledger(held: HeldTensor, half: HalfType) -> Ledger:
     try:
-        return ledger_of(held.tensor)
+        return ledger_of(held.tensor, half)
     except RuntimeError as error:  # a class of its own, such as a weight that torchao has quantized
         kind = type(held.tensor).__name__
         raise ExportError(
@@ -97,10 +109,10 @@ def _ledger(held: HeldTensor) -> Ledger:
         ) from error
 
 
-def _decision(held: HeldTensor, keep_fp32: Sequence[str]) -> TensorDecision:
+def _decision(held: HeldTensor, keep_fp32: Sequence[str], half: HalfType) -> TensorDecision:
     tensor = held.tensor
-    ledger = _ledger(held) if tensor.is_floating_point() else Ledger()
-    action, reason = decide(held.name, tensor, ledger, is_buffer=held.kind != "parameter")
+    ledger = _ledger(held, half) if tensor.is_floating_point() else Ledger()
+    action, reason = decide(held.name, tensor, ledger, is_buffer=held.kind != "parameter", half=half)
     pattern = _matching(held.name, keep_fp32)
     if pattern and action in ("halved", "saturated"):
         action, reason = "kept", f"keep_fp32 {pattern!r}"
@@ -152,12 +164,12 @@ def _require_something_left(decisions: Sequence[TensorDecision], islands: list[s
         )
 
 
-def _apply(tensors: Sequence[HeldTensor], decisions: Sequence[TensorDecision]) -> None:
+def _apply(tensors: Sequence[HeldTensor], decisions: Sequence[TensorDecision], half: HalfType) -> None:
     # Written through `.data`, so that tied tensors stay one tensor.
     for held, decision in zip(tensors, decisions, strict=True):
         tensor = held.tensor
         if decision.action in ("halved", "saturated"):
-            tensor.data = rounded(tensor.data, decision.action)
+            tensor.data = rounded(tensor.data, decision.action, half)
         elif decision.action == "kept" and tensor.is_floating_point():
             tensor.data = tensor.data.float()
 
@@ -169,7 +181,7 @@ READS_CHILDREN = (nn.MultiheadAttention,)
 def settle(
     module: nn.Module, decisions: Sequence[TensorDecision], pinned: Collection[str] = ()
 ) -> tuple[list[TensorDecision], list[str]]:
-    """Extend the "kept" decisions until no float32 module holds a float16 tensor and no tied tensor is both.
+    """Extend the "kept" decisions until no float32 module holds a half tensor and no tied tensor is both.
 
     Args:
         module: The module that the tensors belong to.

@@ -6,6 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import onnx
 
+from halfserve.export.half_types import BF16, FP16, HALF_TYPES, HalfType
+
+_CONVERTED = "halfserve.converted"  # see `onnx_fp16.settings.mark`
+
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The graphs in a node's attributes: branches of an If, the body of a Loop."""
@@ -27,6 +31,18 @@ def all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
     yield model.graph
     for node in all_nodes(model):
         yield from bodies(node)
+
+
+def half_type_of(model: onnx.ModelProto) -> HalfType:
+    """The half-precision type of a converted model, as its mark, else its types say; float16 where it holds none."""
+    stated = next((entry.value for entry in model.metadata_props if entry.key == _CONVERTED), "")
+    for half in HALF_TYPES.values():
+        if stated == half.name:
+            return half
+    found = {tensor.data_type for graph in all_graphs(model) for tensor in graph.initializer}
+    found |= {value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)}
+    found |= {attribute.i for node in all_nodes(model) for attribute in node.attribute if attribute.name == "to"}
+    return BF16 if BF16.elem_type in found and FP16.elem_type not in found else FP16
 
 
 def _with_bodies(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:

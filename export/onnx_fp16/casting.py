@@ -9,13 +9,14 @@ import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
+from halfserve.export.half_types import HALF_TYPES
 from halfserve.export.onnx_fp16.element_types import with_dtype
-from halfserve.export.onnx_fp16.graph import FLOAT, FLOAT16, TYPE_ATTRIBUTES, FreshNames, all_graphs, all_nodes, is_float
+from halfserve.export.onnx_fp16.graph import FLOAT, TYPE_ATTRIBUTES, FreshNames, all_graphs, all_nodes, is_float
 from halfserve.export.onnx_fp16.planning.plan import Plan
 from halfserve.export.onnx_fp16.planning.weights import WeightRange, halved, weight_of
 
-_SUFFIX = {FLOAT: "float32", FLOAT16: "float16"}
-# These hold every float16 number, so a cast there and back changes nothing.
+_SUFFIX = {FLOAT: "float32", **{onnx_ir.DataType(half.elem_type): half.name for half in HALF_TYPES.values()}}
+# These hold every number of a half type, so a cast there and back changes nothing.
 _WIDER = frozenset({FLOAT, onnx_ir.DataType.DOUBLE})
 
 
@@ -29,6 +30,7 @@ class Caster:
 
     def __init__(self, plan: Plan, ranges: WeightRange) -> None:
         self._plan = plan
+        self._half_dtype = plan.half_dtype
         self._ranges = ranges
         self._names = FreshNames(plan.model)
         self._half: set[onnx_ir.Value] = set()
@@ -45,7 +47,7 @@ class Caster:
         flexible = self._flexible()
         self._choose(demands, flexible)
         for value in self._half:
-            value.type = with_dtype(value.type, FLOAT16)
+            value.type = with_dtype(value.type, self._half_dtype)
         for node in list(all_nodes(self._plan.model)):
             if node.outputs and any(value in self._half for value in node.outputs):
                 self._set_attributes(node)
@@ -84,7 +86,7 @@ class Caster:
                 if not is_float(value):
                     continue
                 if value in flexible:
-                    half = demands[value] == {FLOAT16} and not self._has_half_source(value)
+                    half = demands[value] == {self._half_dtype} and not self._has_half_source(value)
                 else:
                     half = self._plan.gives_half(value)
                 if half and value not in self._half:
@@ -92,10 +94,10 @@ class Caster:
                     self._halve_weight(value)
 
     def _has_half_source(self, value: onnx_ir.Value) -> bool:
-        """Whether a value is cast from float16, so that readers in float16 can read that instead."""
+        """Whether a value is cast from the half type, so that readers in that type can read that instead."""
         node = value.producer()
         source = node.inputs[0] if node is not None and _is_cast(node) else None
-        return source is not None and (source in self._half or source.dtype == FLOAT16)
+        return source is not None and (source in self._half or source.dtype == self._half_dtype)
 
     def _halve_weight(self, value: onnx_ir.Value) -> None:
         tensor = weight_of(self._plan, value)
@@ -103,7 +105,7 @@ class Caster:
             tensor = value.const_value  # the default of an input
         if tensor is None:
             return
-        half = halved(tensor, saturate=value in self._plan.saturated)
+        half = halved(tensor, self._plan.half, saturate=value in self._plan.saturated)
         self._ranges.scan_of(value)
         self.halved.append(value)
         node = value.producer()
@@ -118,7 +120,7 @@ class Caster:
             fill = node.attributes.get("value")
             tensor = fill.as_tensor() if fill is not None else onnx_ir.tensor(np.zeros(1, np.float32))
             if tensor.dtype == FLOAT:
-                half = halved(tensor, saturate=node.outputs[0] in self._plan.saturated)
+                half = halved(tensor, self._plan.half, saturate=node.outputs[0] in self._plan.saturated)
                 node.attributes["value"] = onnx_ir.AttrTensor("value", half)
             return
         signature = self._plan.signature(node)
@@ -130,12 +132,12 @@ class Caster:
             if node.op_type == "SequenceEmpty" and attribute is None:
                 stated = FLOAT  # by the operator's text; its signature states no default
             if stated == FLOAT:
-                node.attributes[name] = onnx_ir.AttrInt64(name, FLOAT16.value)
+                node.attributes[name] = onnx_ir.AttrInt64(name, self._half_dtype.value)
         stated_type = node.attributes.get("type")
         if stated_type is not None and stated_type.type == AttributeType.TYPE_PROTO:
             value = stated_type.value
             node.attributes["type"] = onnx_ir.AttrTypeProto(
-                "type", onnx_ir.TypeAndShape(with_dtype(value.type, FLOAT16), value.shape), stated_type.doc_string
+                "type", onnx_ir.TypeAndShape(with_dtype(value.type, self._half_dtype), value.shape), stated_type.doc_string
             )
 
     def _connect(self) -> None:
@@ -163,19 +165,19 @@ class Caster:
             source = node.inputs[0]
             if source.dtype == wanted:
                 return source
-            if wanted == FLOAT16:
+            if wanted == self._half_dtype:
                 return self._cast(source, wanted, after=value, like=value)
         return self._cast(value, wanted, after=value, like=value)
 
     def _copied_weight(self, value: onnx_ir.Value) -> onnx_ir.Value:
-        """A float16 copy of a weight that is needed in float32 too."""
+        """A half copy of a weight that is needed in float32 too."""
         tensor, graph, node = weight_of(self._plan, value), _home(value), value.producer()
         if tensor is None:
             raise ValueError(value.name)
-        half = halved(tensor, saturate=value in self._plan.saturated)
+        half = halved(tensor, self._plan.half, saturate=value in self._plan.saturated)
         self._ranges.scan_of(value)
         self.halved.append(value)
-        copy = self._value(value, FLOAT16)
+        copy = self._value(value, self._half_dtype)
         if node is None:
             half.name = copy.name
             copy.const_value = half
@@ -183,7 +185,7 @@ class Caster:
             if value.is_graph_input():  # formats before IR 4 list weights as inputs
                 graph.inputs.append(copy)
         else:
-            name = self._names.node(f"{node.name}_float16")
+            name = self._names.node(f"{node.name}_{self._plan.half.name}")
             attributes = [onnx_ir.AttrTensor("value", half)]
             clone = onnx_ir.Node(
                 "", "Constant", [], attributes, outputs=[copy], name=name, metadata_props=dict(node.metadata_props)
@@ -261,8 +263,12 @@ def _dtype(value: onnx_ir.Value) -> onnx_ir.DataType:
     return value.dtype or onnx_ir.DataType.UNDEFINED
 
 
-def drop_idle_casts(model: onnx_ir.Model) -> int:
+def drop_idle_casts(model: onnx_ir.Model, half: onnx_ir.DataType) -> int:
     """Remove casts that change no number: between equal types, lossless pairs, duplicates, and unread ones.
+
+    Args:
+        model: The converted model.
+        half: The half type; casts between other types stay.
 
     Returns:
         The number of casts removed.
@@ -271,24 +277,24 @@ def drop_idle_casts(model: onnx_ir.Model) -> int:
     for graph in all_graphs(model):
         earlier: dict[tuple[onnx_ir.Value | None, frozenset[tuple[str, Any]]], onnx_ir.Value] = {}
         for node in list(graph):
-            if node.op_type == "Cast" and not node.domain and _touches_half(node):
+            if node.op_type == "Cast" and not node.domain and _touches_half(node, half):
                 # All attributes, not the type alone: two casts to float8 may differ in whether they saturate.
                 key = node.inputs[0], frozenset((name, entry.value) for name, entry in node.attributes.items())
-                removed += _simplify(graph, node, earlier.get(key))
+                removed += _simplify(graph, node, half, earlier.get(key))
                 earlier.setdefault(key, node.outputs[0])
     for graph in all_graphs(model):
         for node in reversed(list(graph)):
-            if node.op_type == "Cast" and not node.domain and _touches_half(node) and _is_dead(node):
+            if node.op_type == "Cast" and not node.domain and _touches_half(node, half) and _is_dead(node):
                 graph.remove(node, safe=True)
                 removed += 1
     return removed
 
 
-def _simplify(graph: onnx_ir.Graph, node: onnx_ir.Node, duplicate: onnx_ir.Value | None) -> bool:
+def _simplify(graph: onnx_ir.Graph, node: onnx_ir.Node, half: onnx_ir.DataType, duplicate: onnx_ir.Value | None) -> bool:
     source, result = node.inputs[0], node.outputs[0]
     if source is None or source.dtype is None:
         return False
-    origin = _before_pair(source) if result.dtype == FLOAT16 else None
+    origin = _before_pair(source, half) if result.dtype == half else None
     equal = source if source.dtype == result.dtype else origin or duplicate
     if equal is None or equal is result:
         return False
@@ -329,18 +335,18 @@ def _replace_output(graph: onnx_ir.Graph, old: onnx_ir.Value, new: onnx_ir.Value
             graph.outputs[place] = new
 
 
-def _before_pair(value: onnx_ir.Value) -> onnx_ir.Value | None:
-    """The float16 value from which a wider value was cast."""
+def _before_pair(value: onnx_ir.Value, half: onnx_ir.DataType) -> onnx_ir.Value | None:
+    """The half value from which a wider value was cast."""
     node = value.producer()
     if node is None or node.op_type != "Cast" or node.domain or value.dtype not in _WIDER:
         return None
     source = node.inputs[0]
-    return source if source is not None and source.dtype == FLOAT16 else None
+    return source if source is not None and source.dtype == half else None
 
 
-def _touches_half(node: onnx_ir.Node) -> bool:
+def _touches_half(node: onnx_ir.Node, half: onnx_ir.DataType) -> bool:
     source = node.inputs[0]
-    return FLOAT16 in (node.outputs[0].dtype, source.dtype if source is not None else None)
+    return half in (node.outputs[0].dtype, source.dtype if source is not None else None)
 
 
 def _is_dead(node: onnx_ir.Node) -> bool:

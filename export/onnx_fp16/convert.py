@@ -1,4 +1,4 @@
-"""Convert float32 models to float16: an `onnx_ir.Model` in place, an ONNX message, or a file of any size."""
+"""Convert float32 models to float16 or bfloat16: an `onnx_ir.Model` in place, an ONNX message, or a file of any size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import onnx
 import onnx_ir
 
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import BF16, FP16, HalfName, HalfType, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
 from halfserve.export.onnx_fp16.casting import Caster, drop_idle_casts
 from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
 from halfserve.export.onnx_fp16.float64 import STAYING
 from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset as upgrade
 from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
 from halfserve.export.onnx_fp16.planning.plan import Plan, blank_plan
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
-from halfserve.export.onnx_fp16.prepare import upgrade_opset as upgrade
 from halfserve.export.onnx_fp16.report import (
     ConversionReport,
     Repair,
@@ -46,6 +47,7 @@ class ConvertArguments(TypedDict, total=False):
     op_block_list: Collection[str]
     node_block_list: Collection[str]
     repair: bool
+    dtype: HalfName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,11 @@ def convert(
     op_block_list: Collection[str] = (),
     node_block_list: Collection[str] = (),
     repair: bool = True,
+    dtype: HalfName = "float16",
 ) -> Conversion:
-    """Convert a float32 model to float16, in place.
+    """Convert a float32 model to float16 or bfloat16, in place.
 
-    Every node whose operator has float16 at the model's opset computes in it, except where float16 would break the model; each
+    Every node whose operator takes that type at the model's opset computes in it, except where it would break the model; each
     exception is in the report with its reason. float64 nodes are converted through float32, and the report names them; inputs
     and outputs that keep their types stay float64. Casts stand where two types meet. Weights in files are rounded when they
     are read, others at once. Names, metadata and opsets stay; values without a type in the original have none in the result.
@@ -79,26 +82,29 @@ def convert(
 
     Args:
         model: The model. Its tensors may lie in files.
-        keep_io_types: True: inputs and outputs keep their types, with casts; False: they become float16; or names and shell
-            patterns of the inputs and outputs that keep their types.
+        keep_io_types: True: inputs and outputs keep their types, with casts; False: they become half precision; or names and
+            shell patterns of the inputs and outputs that keep their types.
         op_block_list: Operators that stay float32, by name ("Softmax", "com.microsoft:Attention") or shell pattern.
         node_block_list: Nodes that stay float32, with their bodies, by name or shell pattern.
-        repair: Whether to rewrite first what float16 cannot hold (`halfserve.export.onnx_fp16.repair`).
+        repair: Whether to rewrite first what the type cannot hold (`halfserve.export.onnx_fp16.repair`).
+        dtype: The type, "float16" or "bfloat16".
 
     Returns:
         The model and the report.
 
     Raises:
-        ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in
-            bfloat16, nothing can be float16 because of nodes that take only float64, a repair failed, or casts are
-            needed in a model from before opset 6.
+        ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in the
+            other half-precision type, nothing can be converted because of nodes that take only float64, a repair failed, or
+            casts are needed in a model from before opset 6.
+        UsageError: `dtype` is another type.
     """
-    settings = settings_of(keep_io_types, op_block_list, node_block_list, repair)
+    half = half_named(dtype)
+    settings = settings_of(keep_io_types, op_block_list, node_block_list, repair, half)
     if is_marked(model, settings):
-        return Conversion(model=model, report=report_unchanged(model))
+        return Conversion(model=model, report=report_unchanged(model, half))
     known, casts, declared = ModelNames(model), count_casts(model), declared_values(model)
     repairs = repair_model(model, settings) if repair else prepare(model, settings)
-    _refuse_bfloat16(model)
+    _refuse_other_half(model, half)
     known.add(model)
     require_known(known, settings)
     counted = float_nodes(model)
@@ -107,12 +113,12 @@ def convert(
     caster = Caster(plan, ranges)
     caster.apply()
     _require_casts(model, caster)
-    drop_idle_casts(model)
+    drop_idle_casts(model, plan.half_dtype)
     _import_opset(model)
-    if holds_half(model):
+    if holds_half(model, half):
         mark(model, settings)
     else:
-        _refuse_float64(repairs)
+        _refuse_float64(repairs, half)
     report = report_of(plan, counted, repairs, ranges, caster.halved, casts_before=casts)
     forget_inferred(model, declared)
     return Conversion(model=model, report=report)
@@ -120,7 +126,7 @@ def convert(
 
 def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConvertArguments]) -> Conversion:
     """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
-    raised = upgrade(model) if upgrade_opset else ()
+    raised = upgrade(model, half_named(options.get("dtype", "float16"))) if upgrade_opset else ()
     done = convert(model, **options)
     return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
@@ -135,25 +141,26 @@ def _decide(plan: Plan) -> WeightRange:
     return ranges
 
 
-def _refuse_bfloat16(model: onnx_ir.Model) -> None:
-    """A bfloat16 node would stay as it is, in a model that users take for float16."""
+def _refuse_other_half(model: onnx_ir.Model, half: HalfType) -> None:
+    """A bfloat16 node would stay as it is, in a model that users take for float16; and the other way round."""
+    other = onnx_ir.DataType((FP16 if half is BF16 else BF16).elem_type)
     for node in all_nodes(model):
         if node.op_type in _COMPUTE_NOTHING or any(bodies(node)):
             continue
-        if any(value is not None and value.dtype == onnx_ir.DataType.BFLOAT16 for value in (*node.inputs, *node.outputs)):
+        if any(value is not None and value.dtype == other for value in (*node.inputs, *node.outputs)):
             raise ExportError(
-                f"{node.op_type} {node.name!r} computes in bfloat16; expected a float32 model: export it again from the module "
-                "after .float(), which keeps every weight's value, and convert that"
+                f"{node.op_type} {node.name!r} computes in {other.name.lower()}; expected a float32 model: export it "
+                "again from the module after .float(), which keeps every weight's value, and convert that"
             )
 
 
-def _refuse_float64(repairs: tuple[Repair, ...]) -> None:
-    """A model whose nodes all stay in float64 would be written unchanged, and users would take it for float16."""
+def _refuse_float64(repairs: tuple[Repair, ...], half: HalfType) -> None:
+    """A model whose nodes all stay in float64 would be written unchanged, and users would take it for a converted one."""
     staying = next((repair for repair in repairs if repair.pass_name == STAYING), None)
     if staying is not None:
         raise ExportError(
-            f"nothing in the model can become float16: {staying.nodes[0]!r} {staying.text}; export the model in float32, from "
-            "the module after .float(), and convert that"
+            f"nothing in the model can become {half.name}: {staying.nodes[0]!r} {staying.text}; export the model in float32, "
+            "from the module after .float(), and convert that"
         )
 
 
@@ -162,7 +169,7 @@ def _require_casts(model: onnx_ir.Model, caster: Caster) -> None:
     if caster.added and opset < FIRST_OPSET_WITH_CASTS:
         raise ExportError(
             f"the model has opset {opset}, whose Cast names types by text; expected {FIRST_OPSET_WITH_CASTS} or later: "
-            "raise it with onnx.version_converter, or let inputs and outputs become float16 where that needs no cast"
+            "raise it with onnx.version_converter, or let inputs and outputs become half precision where that needs no cast"
         )
 
 
@@ -181,17 +188,19 @@ def convert_float_to_float16(
     node_block_list: Collection[str] | None = None,
     repair: bool = True,
     upgrade_opset: bool = False,
+    dtype: HalfName = "float16",
 ) -> onnx.ModelProto:
-    """Convert a float32 ONNX model to float16; the model that is given stays as it is.
+    """Convert a float32 ONNX model to float16, or to bfloat16; the model that is given stays as it is.
 
     Args:
         model: A message, the bytes of one, or the path of a file, whose external data is taken in.
-        keep_io_types: True: inputs and outputs keep their types; False: they become float16; or names and shell patterns of
+        keep_io_types: True: inputs and outputs keep their types; False: they become `dtype`; or names and shell patterns of
             the inputs and outputs that keep their types.
         op_block_list: Operators that stay float32, by name or shell pattern.
         node_block_list: Nodes that stay float32, by name or shell pattern.
-        repair: Whether to rewrite first what float16 cannot hold.
-        upgrade_opset: Whether to raise the model to opset 17, which has LayerNormalization; in parts it stays float32.
+        repair: Whether to rewrite first what the type cannot hold.
+        upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
+        dtype: The type to convert to, "float16" or "bfloat16".
 
     Returns:
         A new model. For models over 2 GiB use `halfserve.export.onnx_fp16.convert.convert_file`.
@@ -212,6 +221,7 @@ def convert_float_to_float16(
         node_block_list=node_block_list or (),
         repair=repair,
         upgrade_opset=upgrade_opset,
+        dtype=dtype,
     )
     converted = onnx_ir.to_proto(conversion.model)
     converted.training_info.extend(opened.proto.training_info)  # which onnx_ir does not carry
@@ -242,10 +252,11 @@ def convert_file(
     node_block_list: Collection[str] = (),
     repair: bool = True,
     upgrade_opset: bool = False,
+    dtype: HalfName = "float16",
     external_data: ExternalData = "auto",
     overwrite: bool = False,
 ) -> Conversion:
-    """Convert an ONNX file to float16 and write it, whole or not at all.
+    """Convert an ONNX file to float16 or bfloat16 and write it, whole or not at all.
 
     Weights are read, rounded and written one by one, so that memory holds the graph and about one tensor, whether they lie in
     the model's file or in data files. A model with several data files gets as many. The source is only read.
@@ -256,8 +267,9 @@ def convert_file(
         keep_io_types: See `convert`.
         op_block_list: Operators that stay float32.
         node_block_list: Nodes that stay float32.
-        repair: Whether to rewrite first what float16 cannot hold.
-        upgrade_opset: Whether to raise an older model to opset 17, see `halfserve.export.onnx_fp16.prepare.upgrade_opset`.
+        repair: Whether to rewrite first what the type cannot hold.
+        upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
+        dtype: The type to convert to, "float16" or "bfloat16".
         external_data: See `halfserve.export.onnx_files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.
 
@@ -275,6 +287,7 @@ def convert_file(
         node_block_list=node_block_list,
         repair=repair,
         upgrade_opset=upgrade_opset,
+        dtype=dtype,
         external_data=external_data,
         overwrite=overwrite,
     ) as done:

@@ -14,10 +14,13 @@ from typing import Any
 import onnx
 import onnx_ir
 
+from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.proto_graphs import bodies as proto_bodies
 from halfserve.export.onnx_fp16.graph import all_nodes, bodies, slots_of
 
+# The opset to which a model may be raised: convolutions and pools take bfloat16 from it on, and later ones add little.
+LAST_RAISED = 22
 RUNTIME_DOMAINS = frozenset({"com.microsoft", "com.microsoft.nchwc"})
 _NAMES = {
     "float": onnx_ir.DataType.FLOAT,
@@ -79,15 +82,23 @@ def signature_named(domain: str, op_type: str, opsets: Mapping[str, int]) -> Sig
     return _signature(domain, op_type, version if version is not None else 1)
 
 
-def first_opset_with_half(node: onnx_ir.Node, opsets: Mapping[str, int]) -> int | None:
-    """The first opset after the model's in which the operator takes float16 somewhere; None where no version does."""
+def first_opset_with_half(node: onnx_ir.Node, opsets: Mapping[str, int], half: HalfType) -> int | None:
+    """The first opset after the model's in which the operator takes the half type somewhere; None where no version does."""
     if node.domain:
         return None
     for version in range(opsets.get("", 1) + 1, onnx.defs.onnx_opset_version() + 1):
         signature = _signature("", node.op_type, version)
-        if signature and any("tensor(float16)" in formal.types for formal in (*signature.inputs, *signature.outputs)):
+        if signature and any(f"tensor({half.name})" in formal.types for formal in (*signature.inputs, *signature.outputs)):
             return version
     return None
+
+
+def takes_half(node: onnx_ir.Node, opsets: Mapping[str, int], half: HalfType) -> bool:
+    """Whether the operator takes the half type somewhere at the model's opset."""
+    signature = signature_of(node, opsets)
+    return signature is not None and any(
+        f"tensor({half.name})" in formal.types for formal in (*signature.inputs, *signature.outputs)
+    )
 
 
 def _at(formals: Sequence[Formal], index: int) -> Formal | None:

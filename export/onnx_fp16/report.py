@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import onnx_ir
 
+from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType
 from halfserve.export.onnx_fp16.element_types import infer_types
-from halfserve.export.onnx_fp16.graph import FLOAT, FLOAT16, RANDOM, all_nodes, constant_of
+from halfserve.export.onnx_fp16.graph import FLOAT, RANDOM, all_nodes, constant_of
 from halfserve.export.onnx_fp16.planning.plan import Plan, computes_on_floats
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
 from halfserve.export.weight_ledger import Ledger
@@ -62,7 +63,7 @@ class TensorLedger:
         name: The name of the initializer, or of a constant node's result.
         elements: The number of elements.
         ledger: The counts.
-        action: "halved" (rounded), "saturated" (a mask: what is beyond float16's range became its nearest number) or "kept"
+        action: "halved" (rounded), "saturated" (a mask: what is beyond the type's range became its nearest number) or "kept"
             (stays float32).
     """
 
@@ -77,10 +78,11 @@ class ConversionReport:
     """The result of one conversion.
 
     Attributes:
-        float_nodes: The number of nodes, bodies included, that compute on floats and have a float16 version, without casts,
+        dtype: The half-precision type, "float16" or "bfloat16".
+        float_nodes: The number of nodes, bodies included, that compute on floats and can compute in that type, without casts,
             constants and identities.
-        fp16_nodes: The number of these that compute in float16 now.
-        unsupported_nodes: The number of other float nodes: ONNX, or ONNX Runtime's CPU, has no float16 for them. They are in
+        fp16_nodes: The number of these that compute in `dtype` now; the name is older than bfloat16.
+        unsupported_nodes: The number of other float nodes: ONNX, or ONNX Runtime's CPU, has no `dtype` for them. They are in
             `kept`.
         casts_added: Cast nodes of the converted model less those of the original; may be negative.
         repairs: In the order in which they were made.
@@ -94,6 +96,7 @@ class ConversionReport:
 
     float_nodes: int
     fp16_nodes: int
+    dtype: HalfName = "float16"
     unsupported_nodes: int = 0
     casts_added: int = 0
     repairs: tuple[Repair, ...] = ()
@@ -110,7 +113,7 @@ class ConversionReport:
 
     @property
     def share(self) -> float:
-        """Float16's share of the nodes that could compute in it; 1 where there are none."""
+        """Share of the half type among the nodes that could compute in it; 1 where there are none."""
         return self.fp16_nodes / self.float_nodes if self.float_nodes else 1.0
 
     @property
@@ -122,6 +125,7 @@ class ConversionReport:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON's own types."""
         return {
+            "dtype": self.dtype,
             "float_nodes": self.float_nodes,
             "fp16_nodes": self.fp16_nodes,
             "unsupported_nodes": self.unsupported_nodes,
@@ -138,13 +142,13 @@ class ConversionReport:
 
 
 def float_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
-    """The nodes that compute on float32 or float16; types must be known."""
+    """The nodes that compute on float32 or half precision; types must be known."""
     return [node for node in all_nodes(model) if node.op_type not in _UNCOUNTED and computes_on_floats(node)]
 
 
-def holds_half(model: onnx_ir.Model) -> bool:
-    """Whether any node has a float16 input or output."""
-    return any(FLOAT16 in _types(node) for node in all_nodes(model))
+def holds_half(model: onnx_ir.Model, half: HalfType) -> bool:
+    """Whether any node has an input or output of the half type."""
+    return any(half.elem_type in _types(node) for node in all_nodes(model))
 
 
 def _random_nodes(model: onnx_ir.Model) -> tuple[str, ...]:
@@ -190,6 +194,7 @@ def report_of(
     kept = [node for node in counted if node in plan.kept]
     unsupported = sum(node in plan.unsupported for node in counted)
     return ConversionReport(
+        dtype=plan.half.name,
         float_nodes=len(counted) - unsupported,
         fp16_nodes=len(counted) - len(kept),
         unsupported_nodes=unsupported,
@@ -202,13 +207,14 @@ def report_of(
     )
 
 
-def report_unchanged(model: onnx_ir.Model) -> ConversionReport:
+def report_unchanged(model: onnx_ir.Model, half: HalfType = FP16) -> ConversionReport:
     """The report of a model that was converted before."""
     model = model.clone()
     infer_types(model)
     counted = float_nodes(model)
-    single = [node for node in counted if FLOAT16 not in _types(node)]
+    single = [node for node in counted if half.elem_type not in _types(node)]
     return ConversionReport(
+        dtype=half.name,
         float_nodes=len(counted),
         fp16_nodes=len(counted) - len(single),
         kept=tuple(_kept(node, "the earlier conversion kept it") for node in single),
@@ -217,8 +223,10 @@ def report_unchanged(model: onnx_ir.Model) -> ConversionReport:
     )
 
 
-def _types(node: onnx_ir.Node) -> set[onnx_ir.DataType | None]:
-    return {value.dtype for value in (*node.inputs, *node.outputs) if value is not None} & {FLOAT, FLOAT16}
+def _types(node: onnx_ir.Node) -> set[int]:
+    """The float32 and half types, by number, among a node's inputs and outputs."""
+    found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
+    return {int(dtype) for dtype in found if dtype is not None} & {int(FLOAT), *HALF_BY_ELEM_TYPE}
 
 
 def _kept(node: onnx_ir.Node, reason: str) -> KeptNode:

@@ -14,6 +14,7 @@ import onnx_ir
 from onnx_ir import AttributeType
 
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, nodes_within
 
 _WILDCARDS = frozenset("*?[")
@@ -27,17 +28,19 @@ class Settings:
     """The settings of one conversion.
 
     Attributes:
-        keep_io_types: True: inputs and outputs keep their types; False: they become float16; or names and patterns of those
-            that keep theirs.
+        keep_io_types: True: inputs and outputs keep their types; False: they become half precision; or names and patterns of
+            those that keep theirs.
         op_block_list: Operators, or patterns, that stay float32.
         node_block_list: Nodes, or patterns, that stay float32.
-        repair: Whether to rewrite first what float16 could not hold.
+        repair: Whether to rewrite first what the half type could not hold.
+        half: The type to convert to.
     """
 
     keep_io_types: bool | tuple[str, ...] = True
     op_block_list: tuple[str, ...] = ()
     node_block_list: tuple[str, ...] = ()
     repair: bool = True
+    half: HalfType = FP16
 
     def keeps(self, name: str | None) -> bool:
         """Whether the input or output of this name keeps its type."""
@@ -46,7 +49,7 @@ class Settings:
         return any(fnmatchcase(name or "", pattern) for pattern in self.keep_io_types)
 
     def summary(self) -> str:
-        """All settings in one line, the same line for equal settings."""
+        """All settings but the type in one line, the same line for equal settings."""
         kept = self.keep_io_types if isinstance(self.keep_io_types, bool) else ",".join(self.keep_io_types)
         return (
             f"keep_io_types={kept} op_block_list={','.join(self.op_block_list)} "
@@ -59,6 +62,7 @@ def settings_of(
     op_block_list: Collection[str] | None,
     node_block_list: Collection[str] | None,
     repair: bool,
+    half: HalfType = FP16,
 ) -> Settings:
     """The settings with sorted lists, so that equal settings compare equal."""
     return Settings(
@@ -66,6 +70,7 @@ def settings_of(
         op_block_list=_sorted(op_block_list),
         node_block_list=_sorted(node_block_list),
         repair=repair,
+        half=half,
     )
 
 
@@ -136,7 +141,7 @@ def _require(patterns: Collection[str], present: Collection[str], allowed: Colle
 
 def mark(model: onnx_ir.Model, settings: Settings) -> None:
     """Write version, settings and the graph's fingerprint into the metadata of a converted model."""
-    model.metadata_props[CONVERTED] = "float16"
+    model.metadata_props[CONVERTED] = settings.half.name
     model.metadata_props[_BY] = f"halfserve {_version()}"
     model.metadata_props[_SETTINGS] = settings.summary()
     model.metadata_props[_GRAPH] = fingerprint(model)
@@ -146,7 +151,7 @@ def is_marked(model: onnx_ir.Model, settings: Settings) -> bool:
     """Whether a conversion with these settings made the model, and its graph has not changed since."""
     props = model.metadata_props
     return (
-        props.get(CONVERTED) == "float16"
+        props.get(CONVERTED) == settings.half.name
         and props.get(_SETTINGS) == settings.summary()
         and props.get(_GRAPH) == fingerprint(model)
     )

@@ -29,14 +29,12 @@ from halfserve.export.search.instrumented_graph import BROKEN, RESULT, ErrorProb
 from halfserve.export.search.searched_model import SearchedModel
 from halfserve.export.verification.samples import Array, Feed
 from halfserve.export.verification.worker import cast_for_input
-from halfserve.export.weight_ledger import FP16_MAX
 
 # Weight of NaN and infinities, so that no sum of finite errors outranks one.
 _BREAKING = 1e6
 _NEGLIGIBLE = 1e-9
 _LARGE = 0.02
 _MUCH = 0.005  # relative error; ten roundings
-_SMALLEST = 2.0**-25  # magnitudes up to this round to 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +269,12 @@ class _Flow:
 
 
 class Reasons:
-    """Describe what float16 does to nodes of one model, from its rounding errors and finite blame."""
+    """Describe what half precision does to nodes of one model, from its rounding errors and finite blame."""
 
     def __init__(
         self, searched: SearchedModel, measured: RoundingErrors, edges: Sequence[Edge], constants: dict[str, float]
     ) -> None:
+        self._half = searched.settings.half
         self._nodes = {node.name: node for node in searched.prepared.graph.node}
         self._consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in searched.prepared.graph.node:
@@ -289,13 +288,13 @@ class Reasons:
 
     def _all(self, node: onnx.NodeProto) -> Iterator[str]:
         for value in node.output:
-            if self._measured.scale.get(value, 0.0) > FP16_MAX:
+            if self._measured.scale.get(value, 0.0) > self._half.largest:
                 yield f"its output overflows: {self._measured.scale[value]:.2g}"
         for value in node.input:
-            if self._measured.scale.get(value, 0.0) > FP16_MAX:
+            if self._measured.scale.get(value, 0.0) > self._half.largest:
                 yield f"its input {value!r} overflows: {self._measured.scale[value]:.2g}"
         for value in node.input:
-            if 0 < abs(self._constants.get(value, 1.0)) <= _SMALLEST:
+            if 0 < abs(self._constants.get(value, 1.0)) <= self._half.largest_flushed:
                 yield f"its constant {self._constants[value]:.2g} becomes 0"
         yield from self._breaks(node)
         yield from self._errs(node)

@@ -21,9 +21,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_fp16.graph import MOVERS
 from halfserve.export.search.searched_model import SearchedModel
-from halfserve.export.weight_ledger import FP16_MAX
 
 PREFIX = "halfserve/search/"
 # Stands for a difference that is NaN or infinite where the truth is finite; a power of two, which float32 represents exactly.
@@ -42,7 +42,8 @@ _SOURCES = frozenset({"Constant", "ConstantOfShape"})
 class GraphBuilder:
     """Collects nodes, in topological order, and constants, under names that no model uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, half: HalfType) -> None:
+        self.half = half
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self._count = 0
@@ -69,10 +70,11 @@ class GraphBuilder:
         return self._constants[key]
 
     def rounded(self, x: str, *, saturate: bool = False) -> str:
-        """Round x to float16, as float32. Beyond float16's range: infinite, or with `saturate`, as for constants, clamped."""
+        """Round x to the half type, as float32. Beyond its range: infinite, or with `saturate`, as for constants, clamped."""
+        largest = self.half.largest
         if saturate:
-            x = self.add("Max", self.add("Min", x, self.constant(FP16_MAX)), self.constant(-FP16_MAX))
-        return self.add("Cast", self.add("Cast", x, to=TensorProto.FLOAT16), to=TensorProto.FLOAT)
+            x = self.add("Max", self.add("Min", x, self.constant(largest)), self.constant(-largest))
+        return self.add("Cast", self.add("Cast", x, to=self.half.elem_type), to=TensorProto.FLOAT)
 
     def healed(self, x: str, other: str) -> str:
         """Replace NaN and infinities of x by `other`, so that they do not hide errors behind them."""
@@ -151,7 +153,7 @@ def rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def round_body(graph: onnx.GraphProto, floats: frozenset[str], builder: GraphBuilder) -> None:
-    """Round the float32 result of every node of a graph and its inner graphs to float16."""
+    """Round the float32 result of every node of a graph and its inner graphs to the half type."""
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         for inner in graphs_of(node):
@@ -161,7 +163,7 @@ def round_body(graph: onnx.GraphProto, floats: frozenset[str], builder: GraphBui
             if name in floats and node.op_type != "Constant":
                 node.output[index] = builder.new_name()
                 half = builder.new_name()
-                nodes.append(helper.make_node("Cast", [node.output[index]], [half], to=TensorProto.FLOAT16))
+                nodes.append(helper.make_node("Cast", [node.output[index]], [half], to=builder.half.elem_type))
                 nodes.append(helper.make_node("Cast", [half], [name], to=TensorProto.FLOAT))
     del graph.node[:]
     graph.node.extend(nodes)
@@ -218,7 +220,7 @@ def instrumented(searched: SearchedModel, kept: Collection[str]) -> Instrumented
 class _Writer:
     def __init__(self, searched: SearchedModel, kept: frozenset[str]) -> None:
         graph = searched.prepared.graph
-        self.builder = GraphBuilder()
+        self.builder = GraphBuilder(searched.settings.half)
         self.probes: list[ErrorProbe] = []
         self.results: list[str] = []
         self._floats, self._kept = searched.floats, kept

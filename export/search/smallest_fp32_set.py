@@ -1,4 +1,4 @@
-"""Find the smallest set of nodes that must stay float32 for an fp16 model to meet its budget.
+"""Find the smallest set of nodes that must stay float32 for a half-precision model to meet its budget.
 
 An operator's name says little about whether a node tolerates float16, so this is measured: an instrumented run yields the
 rounding errors at every node and their path to the outputs (`search.error_attribution`), which rank the nodes. The
@@ -19,6 +19,7 @@ import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import HalfName, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
 from halfserve.export.onnx_fp16.settings import Settings, settings_of
 from halfserve.export.search.error_attribution import (
@@ -66,6 +67,7 @@ def find_fp32_nodes(
     accumulators: Literal["float32", "float16"] = "float32",
     progress: Callable[[str], None] | None = None,
     task: Judge | None = None,
+    dtype: HalfName = "float16",
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
@@ -90,6 +92,7 @@ def find_fp32_nodes(
         accumulators: Accumulator type of the target runtime; with "float16", sums that exceed its range are over budget.
         progress: Called with a text before each step.
         task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
+        dtype: The half-precision type of the other nodes.
 
     Raises:
         ExportError: The model cannot be read, converted or run on the samples, or a list names a missing operator or node.
@@ -99,7 +102,7 @@ def find_fp32_nodes(
     limits = SearchLimits(max_runs=max_runs, max_minutes=max_minutes)
     tell = progress or (lambda _: None)
     tell("searching: preparing the model")
-    searched = searched_model(model, settings_of(keep_io_types, op_block_list, node_block_list, repair))
+    searched = searched_model(model, settings_of(keep_io_types, op_block_list, node_block_list, repair, half_named(dtype)))
     with Sandbox() as sandbox:
         trials = Trials(
             searched,

@@ -109,7 +109,9 @@ class Trials:
         self._user_batches, self._samples = len(feeds.batches), feeds.samples
         self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in cases))
         compared = self._original if reference is None else reference
-        self._comparison = Comparison(compared, self._original, sandbox, feeds, cases, self._original, task)
+        self._comparison = Comparison(
+            compared, self._original, sandbox, feeds, cases, self._original, task, searched.settings.half
+        )
         if budget.max_abs_error is None:  # `verify` does this for a model over budget, and a search begins with one
             allow_reference_noise(self._comparison, budget)
         self._done: dict[frozenset[str], Trial] = {}
@@ -168,6 +170,7 @@ class Trials:
             op_block_list=settings.op_block_list,
             node_block_list=(*settings.node_block_list, *self._searched.present(blocked)),
             repair=settings.repair,
+            dtype=settings.half.name,
         )
         try:
             return self._judged(blocked, open_model(onnx_ir.to_proto(converted.model)), converted.report)
@@ -177,7 +180,12 @@ class Trials:
     def _judged(self, blocked: frozenset[str], candidate: ModelFile, report: ConversionReport) -> Trial:
         compared = self._comparison.of(candidate)
         simulated = run_simulated(
-            candidate, self._sandbox, compared.staged, user_batches=self._user_batches, products=self._float16_sums
+            candidate,
+            self._sandbox,
+            compared.staged,
+            user_batches=self._user_batches,
+            products=self._float16_sums,
+            half=compared.half,
         )
         risks = simulated.risks if self._float16_sums else ()
         verdict = self._verdict(compared, "rounded", simulated.answer, risks)
@@ -212,6 +220,7 @@ class Trials:
         return Certificate(
             model="",
             onnx_sha256="",
+            precision=compared.half.name,
             onnx_bytes=0,
             samples=self._samples,
             budget=self._budget,

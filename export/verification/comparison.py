@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import OutputVerdict
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
 from halfserve.export.verification.generated_samples import AdversarialCase
@@ -46,7 +46,8 @@ class Comparison:
     """Both models' answers to the user's batches, then to the adversarial batches, always in this order.
 
     Attributes:
-        candidate: The fp16 model.
+        candidate: The half-precision model.
+        half: Its type.
         source: The float32 ONNX model: the reference itself, or the model that the candidate was converted from, where known.
         sandbox: Runs the models.
         staged: All batches, as files.
@@ -69,8 +70,9 @@ class Comparison:
         cases: Sequence[AdversarialCase],
         source: ModelFile | None = None,
         task: Judge | None = None,
+        half: HalfType = FP16,
     ) -> None:
-        self.candidate, self._task = candidate, task
+        self.candidate, self._task, self.half = candidate, task, half
         self._reference: nn.Module | ModelFile = (
             open_model(reference) if isinstance(reference, onnx.ModelProto | bytes | str | Path) else reference
         )
@@ -86,7 +88,7 @@ class Comparison:
         self.notes = self._notes(answers)
         self.expected = whole(answers[: self._user_batches], "the reference model")
         self.expected_cases = tuple(answers[self._user_batches :])
-        self.output_units = units_by_output(self.outputs, self.expected)
+        self.output_units = units_by_output(self.outputs, self.expected, half)
 
     def of(self, candidate: ModelFile) -> Comparison:
         """A comparison of another candidate that shares reference, batches and answers."""
@@ -111,8 +113,8 @@ class Comparison:
             ExportError: The model crashed, was refused, or failed on a batch.
         """
         if answer.trouble is not None and len(answer.batches) < self._user_batches:
-            raise ExportError(f"the fp16 model ({execution}) cannot be run: {answer.trouble}")
-        return whole(answer.batches[: self._user_batches], f"the fp16 model ({execution})")
+            raise ExportError(f"the {self.half.short} model ({execution}) cannot be run: {answer.trouble}")
+        return whole(answer.batches[: self._user_batches], f"the {self.half.short} model ({execution})")
 
     def case_answers(self, answer: RunResult) -> tuple[list[Value] | str, ...]:
         """An execution's answers to the adversarial batches; batches after a crash hold its text."""
@@ -122,7 +124,7 @@ class Comparison:
 
     def judge(self, execution: str, answers: Sequence[list[Value]], budget: Budget) -> Judged:
         """Judge answers to the user's batches, the first output in the terms of the model's task too."""
-        judged = judge(self.outputs, execution, self.expected, answers, budget, self.output_units)
+        judged = judge(self.outputs, execution, self.expected, answers, budget, self.output_units, self.half)
         if self._task is None or not judged.verdicts:
             return judged
         expected, actual = ([as_array(batch[0]) for batch in batches] for batches in (self.expected, answers))
@@ -149,12 +151,12 @@ class Comparison:
         return whole(self._reference_answers(self.batches, self.staged[: self._user_batches]), "the reference model")
 
     def on_rounded_inputs(self) -> list[list[Value]]:
-        """The reference's answers to the user's batches with their floats rounded to float16.
+        """The reference's answers to the user's batches with their floats rounded to the half type.
 
         Raises:
             ExportError: The reference fails on a batch.
         """
-        return self.answers_to([{name: rounded_to_half(array) for name, array in batch.items()} for batch in self.batches])
+        return self.answers_to([{name: self.half.rounded(array) for name, array in batch.items()} for batch in self.batches])
 
     def answers_to(self, batches: Sequence[Feed]) -> list[list[Value]]:
         """The reference's answers to other batches.
@@ -194,7 +196,7 @@ class Comparison:
         theirs = [value.name for value in inputs_of(reference.outline)]
         ours = [value.name for value in inputs_of(self.candidate.outline)]
         if len(theirs) != len(ours):
-            both = f"{len(theirs)} inputs ({', '.join(theirs)}), the fp16 model {len(ours)} ({', '.join(ours)})"
+            both = f"{len(theirs)} inputs ({', '.join(theirs)}), the {self.half.short} model {len(ours)} ({', '.join(ours)})"
             raise ExportError(f"the reference takes {both}; is this the model that was converted?")
         names = dict(zip(ours, ours if set(theirs) == set(ours) else theirs, strict=True))
         staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in batches]
@@ -211,14 +213,6 @@ def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
         if isinstance(answer, str):
             raise ExportError(f"{who} fails on the samples: {answer}")
     return [answer for answer in answers if not isinstance(answer, str)]
-
-
-def rounded_to_half(array: Array) -> Array:
-    """A float32 or float64 array rounded to float16 in its own dtype; any other array unchanged."""
-    if array.dtype not in (np.float32, np.float64):
-        return array
-    with np.errstate(over="ignore"):
-        return array.astype(np.float16).astype(array.dtype)
 
 
 def _outputs(graph: onnx.GraphProto, *, vectors: bool) -> list[ComparedOutput]:
@@ -311,23 +305,25 @@ def _units(units: ErrorUnits) -> Sequence[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSensitivity:
-    """How the float32 reference changes when it runs again, or on inputs rounded to float16.
+    """How the float32 reference changes when it runs again, or on inputs rounded to half precision.
 
     Attributes:
         violations: Violations of the budget on rounded inputs; empty where there are none or it was not measured.
-        half_inputs: Whether the candidate takes float16 inputs, so that it cannot be closer than this.
+        half_inputs: Whether the candidate takes half-precision inputs, so that it cannot be closer than this.
         nondeterministic: Violations of the budget in a second run on the same inputs; then `violations` is not measured.
+        half: The type that inputs were rounded to.
     """
 
     violations: tuple[str, ...] = ()
     half_inputs: bool = False
     nondeterministic: tuple[str, ...] = ()
+    half: HalfType = FP16
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the certificate."""
         again = (f"float32 itself, asked a second time: {text}" for text in self.nondeterministic)
-        return (*again, *(f"float32 itself, its inputs alone rounded to float16: {text}" for text in self.violations))
+        return (*again, *(f"float32 itself, its inputs alone rounded to {self.half.name}: {text}" for text in self.violations))
 
 
 def reference_sensitivity(comparison: Comparison, verdicts: Sequence[OutputVerdict], budget: Budget) -> ReferenceSensitivity:
@@ -342,7 +338,7 @@ def reference_sensitivity(comparison: Comparison, verdicts: Sequence[OutputVerdi
     except ExportError:  # a batch without an answer says nothing about sensitivity
         return ReferenceSensitivity()
     types = [value.elem_type for value in inputs_of(comparison.candidate.outline)]
-    return ReferenceSensitivity(violations=texts, half_inputs=TensorProto.FLOAT16 in types)
+    return ReferenceSensitivity(violations=texts, half_inputs=comparison.half.elem_type in types, half=comparison.half)
 
 
 def _violations_by_output(

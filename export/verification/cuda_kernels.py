@@ -155,19 +155,19 @@ def is_cumsum(node: onnx.NodeProto, constants: Mapping[str, int]) -> bool:
     return node.op_type == "CumSum" and node.domain in ("", "ai.onnx") and node.input[1] in constants
 
 
-def cumsum_steps(node: onnx.NodeProto, constants: Mapping[str, int]) -> list[onnx.NodeProto]:
-    """The steps of a float16 CumSum (opset 14 or later), whose axis is among the constants; its result keeps its name."""
+def cumsum_steps(node: onnx.NodeProto, constants: Mapping[str, int], half: int = TensorProto.FLOAT16) -> list[onnx.NodeProto]:
+    """The steps of a CumSum of type `half` (opset 14 or later) over a constant axis; its result keeps its name."""
     x, y, axis = node.input[0], node.output[0], constants[node.input[1]]
     flags = {attribute.name: bool(attribute.i) for attribute in node.attribute}
     exclusive, backwards = flags.get("exclusive", False), flags.get("reverse", False)
     part = f"{y}/running"
-    zero = helper.make_tensor("value", TensorProto.FLOAT16, [1], [0.0])
+    zero = helper.make_tensor("value", half, [1], [0.0])
     scan = helper.make_node(
         "Scan",
         [f"{part}/start", f"{part}/longer"],
         [f"{part}/end", f"{part}/sums"],
         name=node.name,
-        body=_turn(part),
+        body=_turn(part, half),
         num_scan_inputs=1,
         scan_input_axes=[axis],
         scan_input_directions=[int(backwards)],
@@ -194,8 +194,8 @@ def _whole(name: str, number: int) -> onnx.NodeProto:
     return helper.make_node("Constant", [], [name], value=helper.make_tensor("value", TensorProto.INT64, [1], [number]))
 
 
-def _turn(part: str) -> onnx.GraphProto:
-    """The Scan's body: one addition in float32, rounded to float16."""
+def _turn(part: str, half: int) -> onnx.GraphProto:
+    """The Scan's body: one addition in float32, rounded to the half type."""
     total, entry, wide, more, added, after, seen = (
         f"{part}/{name}" for name in ("total", "entry", "wide", "more", "added", "after", "seen")
     )
@@ -203,8 +203,8 @@ def _turn(part: str) -> onnx.GraphProto:
         helper.make_node("Cast", [total], [wide], to=TensorProto.FLOAT),
         helper.make_node("Cast", [entry], [more], to=TensorProto.FLOAT),
         helper.make_node("Add", [wide, more], [added]),
-        helper.make_node("Cast", [added], [after], to=TensorProto.FLOAT16),
+        helper.make_node("Cast", [added], [after], to=half),
         helper.make_node("Identity", [after], [seen]),
     ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, None) for name in (total, entry, after, seen)]
+    values = [helper.make_tensor_value_info(name, half, None) for name in (total, entry, after, seen)]
     return helper.make_graph(nodes, "running_sum", values[:2], values[2:])

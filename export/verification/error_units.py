@@ -17,7 +17,8 @@ zeros join the kind with the most columns.
 
 The unit of a kind is its magnitude or the following floor, whichever is larger, and at most the unit of the whole output:
 
-- `min(2**-14, 32 * magnitude)`: below 2**-14 float16 loses digits, and a sigmoid's 4e-7 has seven steps;
+- `min(2**-14, 32 * magnitude)`: below 2**-14 float16 loses digits, and a sigmoid's 4e-7 has seven steps; bfloat16 loses none
+  down to 2**-126, which is the floor there;
 - `min(1, 16 * spread)` for shares beside other kinds: 0.01 is a small error of a probability, but must not hide a small one;
 - `16 * magnitude` for kinds that are separated vaguely.
 
@@ -33,8 +34,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfserve.export.certificate.budget import ColumnKind, Figures
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.verification.samples import Array
-from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 GAP = 16.0
 FAR = 4096.0
@@ -55,6 +56,7 @@ class ErrorUnits:
         axis: The axis that separates kinds; None where the output is one kind.
         kinds: The kinds, largest scale first; empty where the output is one kind.
         noise: Noise of the reference per kind, or of the whole output in a tuple of one; empty where it was not measured.
+        half: The half-precision type whose errors are measured.
     """
 
     scale: float
@@ -62,6 +64,7 @@ class ErrorUnits:
     axis: int | None = None
     kinds: tuple[ColumnKind, ...] = ()
     noise: tuple[float, ...] = ()
+    half: HalfType = FP16
 
     @property
     def largest_noise(self) -> float:
@@ -88,24 +91,24 @@ class ErrorUnits:
         return replace(self, kinds=tuple(kinds))
 
 
-def recorded_units(figures: Figures) -> ErrorUnits:
+def recorded_units(figures: Figures, half: HalfType = FP16) -> ErrorUnits:
     """The units that figures were measured in."""
-    return ErrorUnits(scale=figures.scale, unit=figures.unit, axis=figures.axis, kinds=figures.kinds)
+    return ErrorUnits(scale=figures.scale, unit=figures.unit, axis=figures.axis, kinds=figures.kinds, half=half)
 
 
-def learned_units(parts: Sequence[Array]) -> ErrorUnits:
+def learned_units(parts: Sequence[Array], half: HalfType = FP16) -> ErrorUnits:
     """Learn the units of one output from the reference's answers to all batches."""
     values = [np.asarray(part, np.float64) for part in parts if part.dtype.kind in "biuf"]
     finite = [part[np.isfinite(part)] for part in values]
     filled = [part for part in finite if part.size]
     if not filled:
-        return ErrorUnits(scale=float("nan"), unit=FP16_SMALLEST_NORMAL)
+        return ErrorUnits(scale=float("nan"), unit=half.smallest_normal, half=half)
     low, high = min(float(part.min()) for part in filled), max(float(part.max()) for part in filled)
     scale = max(abs(low), abs(high))
-    whole = ErrorUnits(scale=scale, unit=_floored(scale, TINY_EXTENTS * scale, FP16_SMALLEST_NORMAL))
+    whole = ErrorUnits(scale=scale, unit=_floored(scale, TINY_EXTENTS * scale, half.smallest_normal), half=half)
     if not all(np.issubdtype(part.dtype, np.floating) for part in parts):
         return whole
-    found = [(separated.gap, separated) for axis in _axes(values) if (separated := _separated(values, axis, whole.unit))]
+    found = [(separated.gap, separated) for axis in _axes(values) if (separated := _separated(values, axis, whole))]
     if not found:
         return whole
     _, best = max(found, key=lambda entry: entry[0])
@@ -177,7 +180,7 @@ def _axes(parts: Sequence[Array]) -> Iterator[int]:
             yield axis
 
 
-def _separated(parts: Sequence[Array], axis: int, most: float) -> _Separated | None:
+def _separated(parts: Sequence[Array], axis: int, whole: ErrorUnits) -> _Separated | None:
     entries, zeros, count = _entries(parts, axis)
     groups: list[list[_Entry]] = []
     vague: list[bool] = []
@@ -196,19 +199,19 @@ def _separated(parts: Sequence[Array], axis: int, most: float) -> _Separated | N
     members = [sorted(column for entry in group for column in entry.columns) for group in groups]
     largest = max(range(len(groups)), key=lambda number: len(members[number]))
     members[largest] = sorted([*members[largest], *zeros])
-    kinds = (_kind(columns, group, most, vague=v) for columns, group, v in zip(members, groups, vague, strict=True))
+    kinds = (_kind(columns, group, whole, vague=v) for columns, group, v in zip(members, groups, vague, strict=True))
     return _Separated(axis=axis, kinds=tuple(kinds), gap=widest)
 
 
-def _kind(columns: Sequence[int], group: Sequence[_Entry], most: float, *, vague: bool) -> ColumnKind:
+def _kind(columns: Sequence[int], group: Sequence[_Entry], whole: ErrorUnits, *, vague: bool) -> ColumnKind:
     magnitude = max(entry.magnitude for entry in group)
     if vague:
         unit = FLOOR_EXTENTS * magnitude
     elif all(entry.shares for entry in group):
         unit = _floored(magnitude, FLOOR_EXTENTS * _spread(group), 1.0)
     else:
-        unit = _floored(magnitude, TINY_EXTENTS * magnitude, FP16_SMALLEST_NORMAL)
-    return ColumnKind(columns=_ranges(columns), scale=magnitude, unit=min(unit, most))
+        unit = _floored(magnitude, TINY_EXTENTS * magnitude, whole.half.smallest_normal)
+    return ColumnKind(columns=_ranges(columns), scale=magnitude, unit=min(unit, whole.unit))
 
 
 def _floored(magnitude: float, extent: float, floor: float) -> float:

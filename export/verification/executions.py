@@ -16,14 +16,16 @@ from typing import Any
 
 import onnx
 import onnxruntime
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, inliner
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.external_data import external_tensors, location_of
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
 from halfserve.export.verification.comparison import Comparison
+from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.verification.judging import judge
 from halfserve.export.verification.samples import Value
 from halfserve.export.verification.sandbox import (
@@ -37,14 +39,14 @@ from halfserve.export.verification.sandbox import (
     on_disk,
     written_model,
 )
-from halfserve.export.verification.simulation import round_every_node, rounds, with_sum_checks
+from halfserve.export.verification.simulation import SumChecks, round_every_node, rounds, with_sum_checks
 
 # Folds constants, and fuses nothing across nodes: a fused node would round once where a GPU rounds twice.
 ROUNDED_LEVEL = "ORT_ENABLE_BASIC"
 # The weights of larger models are mapped from their files instead of copied into the simulated model.
 INLINE_LIMIT_BYTES = min(PROTOBUF_LIMIT_BYTES // 4, 256 << 20)
 MAPPABLE = frozenset(
-    {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.UINT8}
+    {TensorProto.BFLOAT16, TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.UINT8}
     | {TensorProto.INT32, TensorProto.INT64}
 )
 
@@ -59,28 +61,38 @@ class SimulatedRun:
 
 
 def run_simulated(
-    candidate: ModelFile, sandbox: Sandbox, batches: Sequence[StagedFeed], *, user_batches: int, products: bool
+    candidate: ModelFile,
+    sandbox: Sandbox,
+    batches: Sequence[StagedFeed],
+    *,
+    user_batches: int,
+    products: bool,
+    half: HalfType = FP16,
 ) -> SimulatedRun:
     """Run the candidate with every node rounded (see `halfserve.export.verification.simulation`).
 
-    A model without a node in float16 has nothing to round. It runs at the reference's optimisation level: another level sums in
-    another order, and a quantised model amplifies a difference in the last bit to a step of its integers.
+    A model without a node in half precision has nothing to round. It runs at the reference's optimisation level: another level
+    sums in another order, and a quantised model amplifies a difference in the last bit to a step of its integers.
 
     Args:
-        candidate: The fp16 model.
+        candidate: The half-precision model.
         sandbox: Runs the model.
         batches: The batches, the user's first.
         user_batches: Count of the user's batches; sums on others say nothing about the model in use.
         products: Whether to bound sums inside matrix products and convolutions too.
+        half: Its type; sums are bounded where it has less range than float32.
 
     Raises:
         ExportError: The model cannot be simulated.
     """
-    rounded = round_every_node(_simulable(candidate))
+    rounded = round_every_node(_simulable(candidate), half)
     if not rounds(rounded.graph):
-        return SimulatedRun(answer=at_first_level(on_disk(candidate, sandbox), sandbox, batches), risks=(), unchecked=())
+        path, weights = (on_disk(candidate, sandbox), []) if half is FP16 else _staged_model(rounded, candidate, sandbox)
+        answer = at_first_level(path, sandbox, batches, weights=weights)
+        return SimulatedRun(answer=answer, risks=(), unchecked=())
     own = len(rounded.graph.output)
-    checks = with_sum_checks(rounded, products=products)
+    bounded = not half.has_float32_range
+    checks = with_sum_checks(rounded, products=products) if bounded else SumChecks(model=rounded, risks=())
     answer = _run_simulation(checks.model, candidate, sandbox, batches)
     failed = answer.trouble is not None or any(isinstance(batch, str) for batch in answer.batches)
     if failed and checks.risks:  # a check can fail where the model does not, as on an empty tensor
@@ -112,18 +124,23 @@ def _simulable(candidate: ModelFile) -> onnx.ModelProto:
 
 
 def _run_simulation(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandbox, batches: Sequence[StagedFeed]) -> RunResult:
-    """Run a simulated model with mapped weights, since the runtime reads data files from the model's own folder only."""
+    path, weights = _staged_model(model, candidate, sandbox)
+    return sandbox.run(path, batches, level=ROUNDED_LEVEL, weights=weights)
+
+
+def _staged_model(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandbox) -> tuple[Path, list[dict[str, Any]]]:
+    """The file of a model made from the candidate, and its mapped weights: the runtime reads data files beside a model only."""
     weights: list[dict[str, Any]] = []
     mappable = {id(tensor) for tensor in model.graph.initializer if tensor.data_type in MAPPABLE}
     for tensor in list(external_tensors(model)):
         file, offset, length = _place(tensor, candidate)
         if id(tensor) in mappable:
-            dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type).str
+            dtype = "<u2" if tensor.data_type == BF16.elem_type else helper.tensor_dtype_to_np_dtype(tensor.data_type).str
             place = {"file": str(file), "offset": offset, "shape": list(tensor.dims)}
-            weights.append({"name": tensor.name, "dtype": dtype, **place})
+            weights.append({"name": tensor.name, "dtype": dtype, "elem_type": tensor.data_type, **place})
         else:
             _take_in(tensor, file, offset, length)
-    return sandbox.run(written_model(serialize(model), sandbox), batches, level=ROUNDED_LEVEL, weights=weights)
+    return written_model(serialize(model), sandbox), weights
 
 
 def _place(tensor: onnx.TensorProto, candidate: ModelFile) -> tuple[Path, int, int]:
@@ -170,12 +187,13 @@ def run_levels(comparison: Comparison, budget: Budget, *, below: bool = True) ->
     Raises:
         ExportError: The runtime refuses the model, crashes at every level, or fails on the user's samples.
     """
+    path, weights = for_cpu(comparison)
     levels: list[LevelVerdict] = []
     chosen: tuple[str, RunResult] | None = None
     fallback: tuple[str, RunResult] | None = None
     for level in LEVELS:
         batches = comparison.staged if chosen is None else comparison.staged[:1]
-        answer = comparison.sandbox.run(comparison.path, batches, level=level, provider=CPU)
+        answer = comparison.sandbox.run(path, batches, level=level, provider=CPU, weights=weights)
         verdict = _verdict(comparison, level, answer, budget)
         levels.append(verdict)
         if chosen is None and verdict.trouble is None:
@@ -192,6 +210,19 @@ def run_levels(comparison: Comparison, budget: Budget, *, below: bool = True) ->
     return RuntimeLevels(answer=working[1], probe=Probe(level=working[0], crashes=crashes), levels=tuple(levels))
 
 
+def for_cpu(comparison: Comparison) -> tuple[Path, list[dict[str, Any]]]:
+    """The file that the CPU provider runs, and its mapped weights: the candidate, or the float32 copy of a bfloat16 one.
+
+    The server makes the same copy where it computes a bfloat16 model in float32.
+    """
+    if comparison.half is FP16:
+        return comparison.path, []
+    model = onnx.ModelProto()
+    model.CopyFrom(inliner.inline_local_functions(_simulable(comparison.candidate)))
+    hold_in_float32(model, comparison.half, rounded=False)
+    return _staged_model(model, comparison.candidate, comparison.sandbox)
+
+
 def _verdict(comparison: Comparison, level: str, answer: RunResult, budget: Budget) -> LevelVerdict:
     expected = comparison.expected[: len(answer.batches)]
     reached = answer.batches[: len(expected)]
@@ -200,7 +231,7 @@ def _verdict(comparison: Comparison, level: str, answer: RunResult, budget: Budg
     if cut_off or failed is not None:
         return LevelVerdict(provider=CPU, level=level, trouble=answer.trouble if cut_off else failed)
     values = [batch for batch in reached if not isinstance(batch, str)]
-    verdicts = judge(comparison.outputs, "runtime", expected, values, budget, comparison.output_units).verdicts
+    verdicts = judge(comparison.outputs, "runtime", expected, values, budget, comparison.output_units, comparison.half).verdicts
     broken = [f"output {verdict.name!r}: {text}" for verdict in verdicts for text in verdict.violations]
     return LevelVerdict(
         provider=CPU,

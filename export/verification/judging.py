@@ -21,11 +21,11 @@ from halfserve.export.certificate.budget import (
 )
 from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot, TaskFigure
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.verification.error_units import ErrorUnits, learned_units, recorded_units
 from halfserve.export.verification.generated_samples import AdversarialCase
 from halfserve.export.verification.metrics import compare, compare_parts
 from halfserve.export.verification.samples import Array, Feed, Value
-from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 # Figures of the first output in a task's terms, from the batches, the reference's answers, the candidate's, and the limits.
 Judge: TypeAlias = Callable[[Sequence[Feed], Sequence[Array], Sequence[Array], Budget], tuple[TaskFigure, ...]]
@@ -66,6 +66,7 @@ def judge(
     actual: Sequence[list[Value]],
     budget: Budget,
     output_units: Sequence[ErrorUnits] | None = None,
+    half: HalfType = FP16,
 ) -> Judged:
     """Judge the answers to all batches.
 
@@ -76,6 +77,7 @@ def judge(
         actual: The candidate's answers.
         budget: The limits.
         output_units: Divisors of each output's errors; by default learned from `expected`.
+        half: The candidate's type.
 
     Raises:
         ExportError: The models have different numbers of outputs, or outputs of different shapes.
@@ -85,7 +87,7 @@ def judge(
     for wanted, got in zip(expected, actual, strict=True):
         if len(wanted) != len(got):
             names = ", ".join(output.name for output in outputs)
-            raise ExportError(f"the reference has {len(wanted)} outputs, the fp16 model {len(got)}: {names}")
+            raise ExportError(f"the reference has {len(wanted)} outputs, the {half.short} model {len(got)}: {names}")
     for index, output in enumerate(outputs):
         pairs, differing = _pairs(output, [(w[index], g[index]) for w, g in zip(expected, actual, strict=True)])
         if not pairs and not differing:
@@ -93,26 +95,26 @@ def judge(
             continue
         broken: tuple[str, ...] = ()
         if differing:
-            text = f"in {len(differing)} of {len(expected)} batches the fp16 model gives {differing[0]}"
+            text = f"in {len(differing)} of {len(expected)} batches the {half.short} model gives {differing[0]}"
             notes.append(f"output {output.name!r} ({execution}): {text}; the common part was compared")
             broken = (text,) if len(differing) > (1 - budget.min_agreement) * len(expected) else ()
         if pairs:
             figures = _figures(output, pairs, None if output_units is None else output_units[index])
-            notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget))
-            notes += (f"output {output.name!r}: {text}" for text in _evidence(figures, budget))
+            notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget, half))
+            notes += (f"output {output.name!r}: {text}" for text in _evidence(figures, budget, half))
             plot = plot_of(pairs, unit_of(figures)) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
             verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))
     return Judged(verdicts=tuple(verdicts), notes=tuple(notes))
 
 
-def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
+def _remarks(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
     if not figures.elements:
         yield "is empty on every sample, so nothing of it was compared"
     relative = figures.floating and budget.max_abs_error is None
-    if relative and figures.max_abs_error > 0 and figures.scale < FP16_SMALLEST_NORMAL and figures.vanished is None:
+    if relative and figures.max_abs_error > 0 and figures.scale < half.smallest_normal and figures.vanished is None:
         yield (
-            f"is at most {figures.scale:.2g}, where float16 has few digits or none: its error was judged beside "
+            f"is at most {figures.scale:.2g}, where {half.name} has few digits or none: its error was judged beside "
             f"{unit_of(figures):.2g}; give max_abs_error for a limit of your own"
         )
     if disagrees(figures, budget) and allowed_near_ties(figures, budget):
@@ -123,12 +125,12 @@ def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
         )
 
 
-def _evidence(figures: Figures, budget: Budget) -> Iterator[str]:
+def _evidence(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
     """What the reference's choices cannot show; the same text in every execution."""
     if figures.floating and figures.constant_rows and not figures.rows:
         yield (
             f"float32 has the same argmax in all {figures.constant_rows} rows, one number for all classes, or the same answer "
-            "to every sample, as far as float16 tells: agreement there is no evidence, so it is said to be none"
+            f"to every sample, as far as {half.name} tells: agreement there is no evidence, so it is said to be none"
         )
     elif figures.rows > 1 and figures.commonest >= budget.min_agreement * figures.rows and not disagrees(figures, budget):
         yield (
@@ -169,11 +171,13 @@ def _plotted_places(reference: Array, error: Array) -> Array:
     return places
 
 
-def units_by_output(outputs: Sequence[ComparedOutput], expected: Sequence[list[Value]]) -> tuple[ErrorUnits, ...]:
+def units_by_output(
+    outputs: Sequence[ComparedOutput], expected: Sequence[list[Value]], half: HalfType = FP16
+) -> tuple[ErrorUnits, ...]:
     """Learn each output's units from the reference's answers to all batches."""
     answers = [[(batch[index], batch[index]) for batch in expected] for index in range(len(outputs))]
     pairs = [_pairs(output, own)[0] for output, own in zip(outputs, answers, strict=True)]
-    units = [learned_units([wanted for wanted, _ in own]) for own in pairs]
+    units = [learned_units([wanted for wanted, _ in own], half) for own in pairs]
     return tuple(
         replace(own, axis=None, kinds=()) if output.vector else own for output, own in zip(outputs, units, strict=True)
     )
@@ -191,7 +195,7 @@ def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units
 
 
 def _pairs(output: ComparedOutput, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:
-    """The comparable parts of an output, and in words where the fp16 model's answer differs in a shape that depends on data."""
+    """The comparable parts of an output, and in words where the candidate's answer differs in a shape that depends on data."""
     pairs: list[tuple[Array, Array]] = []
     differing: list[str] = []
     for wanted, got in values:
@@ -227,20 +231,21 @@ def judge_cases(
     user_verdicts: Sequence[OutputVerdict],
     outputs: Sequence[ComparedOutput],
     budget: Budget,
+    half: HalfType = FP16,
 ) -> tuple[AdversarialVerdict, ...]:
     """Verdicts for every case, execution (key of `answers`) and output; one verdict for a case that cannot be judged.
 
     Answers may be errors. The verdicts on the user's samples, `user_verdicts`, hold the units of errors.
     """
-    output_units = {verdict.name: recorded_units(verdict.figures) for verdict in user_verdicts}
+    output_units = {verdict.name: recorded_units(verdict.figures, half) for verdict in user_verdicts}
     verdicts: list[AdversarialVerdict] = []
     for number, case in enumerate(cases):
         wanted = expected[number]
-        if note := _unjudgeable(wanted):
+        if note := _unjudgeable(wanted, half):
             verdicts.append(AdversarialVerdict(case=case.name, execution="", output="", note=note, factor=case.factor))
             continue
         for execution, got in answers.items():
-            verdicts += _case_verdicts(case, execution, outputs, (wanted, got[number]), output_units, budget)
+            verdicts += _case_verdicts(case, execution, outputs, (wanted, got[number]), output_units, budget, half)
     return tuple(verdicts)
 
 
@@ -257,13 +262,13 @@ def headroom(verdicts: Sequence[AdversarialVerdict]) -> float | None:
     return largest
 
 
-def _unjudgeable(answer: list[Value] | str) -> str | None:
+def _unjudgeable(answer: list[Value] | str, half: HalfType) -> str | None:
     if isinstance(answer, str):
         return f"the reference fails on it: {answer}"
     arrays = [array for value in answer for array in _floats(value)]
     largest = max((_largest(array) for array in arrays), default=0.0)
-    if largest > FP16_MAX:
-        return f"the reference itself answers {largest:.3g}, which float16 cannot hold"
+    if largest > half.largest:
+        return f"the reference itself answers {largest:.3g}, which {half.name} cannot hold"
     if arrays and not any(np.isfinite(array).any() for array in arrays):
         return "the reference itself answers nothing finite"
     return None
@@ -276,6 +281,7 @@ def _case_verdicts(
     answers: tuple[list[Value] | str, list[Value] | str],
     output_units: Mapping[str, ErrorUnits],
     budget: Budget,
+    half: HalfType,
 ) -> Iterator[AdversarialVerdict]:
     make = partial(AdversarialVerdict, case=case.name, execution=execution, factor=case.factor)
     wanted, got = answers
@@ -290,9 +296,9 @@ def _case_verdicts(
                 text = f"shape {list(other.shape)}, the reference {list(one.shape)}"
                 yield make(output=output.name, violations=(text,))
             continue
-        units = output_units.get(output.name) or learned_units([one])
+        units = output_units.get(output.name) or learned_units([one], half)
         figures = compare(one, other, units.for_other_samples(one))
-        broken = adversarial_violations(figures, units.unit, budget)
+        broken = adversarial_violations(figures, units.unit, budget, half.smallest_normal)
         yield make(output=output.name, figures=figures, violations=tuple(broken))
 
 

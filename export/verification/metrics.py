@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from halfserve.export.certificate.budget import ColumnKind, Figures, Vanished
+from halfserve.export.half_types import FP16, HalfName, HalfType
 from halfserve.export.verification.error_units import (
     NOISE_FACTOR,
     ErrorUnits,
@@ -21,8 +22,8 @@ from halfserve.export.verification.error_units import (
 from halfserve.export.verification.samples import Array
 from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
-# Within a kind of columns, a lead below this many units is a tie, since errors of that size are allowed.
-NEAR = 2.0**-7
+# Within a kind of columns, a lead below this many units is a tie, since errors of that size are allowed by default.
+NEAR: dict[HalfName, float] = {"float16": 2.0**-7, "bfloat16": 2.0**-5}
 
 
 def compare(reference: Array, candidate: Array, units: ErrorUnits | None = None) -> Figures:
@@ -68,7 +69,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
         max_rel_error=_max(relative),
         mean_rel_error=_mean(relative),
         max_scaled_error=max((kind.max_scaled_error for kind in kinds), default=_max(error) / units.unit),
-        max_ulp=_max(ulp_distance(r, c)),
+        max_ulp=_max(ulp_distance(r, c, units.half)),
         cosine=cosine(r, c),
         non_finite=non_finite_differences(r_all, c_all),
         agreement=None if choices is None else choices.agreement,
@@ -139,9 +140,9 @@ def _vanished(parts: Sequence[tuple[Array, Array]], units: ErrorUnits, r: Array,
     return Vanished(axis=axis, columns=len(columns), first=int(columns[0]), largest=float(magnitudes[columns].max()))
 
 
-def ulp_distance(a: Array, b: Array) -> Array:
-    """Distance in float16 steps, elementwise as int64, after rounding both arrays to float16; -0 and 0 are equal."""
-    distance: Array = np.abs(_ordered(a) - _ordered(b))
+def ulp_distance(a: Array, b: Array, half: HalfType = FP16) -> Array:
+    """Distance in steps of the half type, elementwise as int64, after rounding both arrays to it; -0 and 0 are equal."""
+    distance: Array = np.abs(_ordered(a, half) - _ordered(b, half))
     return distance
 
 
@@ -171,9 +172,8 @@ def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
     return np.zeros(reference.size), np.asarray(reference != candidate, np.float64).ravel()
 
 
-def _ordered(values: Array) -> Array:
-    with np.errstate(over="ignore"):
-        bits = values.astype(np.float16).view(np.int16).astype(np.int64)
+def _ordered(values: Array, half: HalfType) -> Array:
+    bits = half.narrowed(values).view(np.int16).astype(np.int64)
     return np.where(bits < 0, -0x8000 - bits, bits)
 
 
@@ -238,19 +238,19 @@ def joint_choices(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> Ch
     rows, differing, constant = (sum(getattr(c, name) for c in known) for name in ("rows", "differing", "constant"))
     chosen: Counter[int] = sum((Counter(choices.chosen) for choices in known), Counter())
     one_class = rows > 1 and len(chosen) == 1  # a model that always chooses it agrees as well
-    if not differing and (one_class or _alike([reference for reference, _ in parts])):
+    if not differing and (one_class or _alike([reference for reference, _ in parts], units.half)):
         return Choices(0, 0, 0.0, rows + constant)
     return Choices(rows, differing, margin, constant, chosen)
 
 
-def _alike(references: Sequence[Array]) -> bool:
-    """Whether the reference answers at least two samples, all equally after rounding to float16."""
+def _alike(references: Sequence[Array], half: HalfType) -> bool:
+    """Whether the reference answers at least two samples, all equally after rounding to the half type."""
     if not all(reference.dtype.kind == "f" for reference in references) or sum(map(len, references)) < 2:
         return False
     first = next(reference[:1] for reference in references if len(reference))
-    with np.errstate(over="ignore"):
-        halves = (reference.astype(np.float16) for reference in references)
-        return all(half.shape[1:] == first.shape[1:] and bool((half == first.astype(np.float16)).all()) for half in halves)
+    same = half.narrowed(first)
+    rounded = (half.narrowed(reference) for reference in references)
+    return all(each.shape[1:] == same.shape[1:] and bool((each == same).all()) for each in rounded)
 
 
 def _choices(reference: Array, candidate: Array, units: ErrorUnits) -> Choices | None:
@@ -264,13 +264,16 @@ def _choices(reference: Array, candidate: Array, units: ErrorUnits) -> Choices |
         if len(columns) < 2:
             return None
         wanted, got = (np.moveaxis(array, units.axis, -1)[..., columns] for array in (reference, candidate))
-        return _argmax_choices(wanted, got, tie=max(NEAR * kind.unit, tie), axis=-1)
+        tie = max(NEAR[units.half.name] * kind.unit, tie)
+        return _argmax_choices(wanted, got, tie=tie, axis=-1, half=units.half)
     if reference.ndim < 2 or reference.shape[class_axis(reference.ndim)] < 2:
         return None
-    return _argmax_choices(reference, candidate, tie=tie)
+    return _argmax_choices(reference, candidate, tie=tie, half=units.half)
 
 
-def _argmax_choices(reference: Array, candidate: Array, *, tie: float, axis: int | None = None) -> Choices:
+def _argmax_choices(
+    reference: Array, candidate: Array, *, tie: float, axis: int | None = None, half: HalfType = FP16
+) -> Choices:
     axis = class_axis(reference.ndim) if axis is None else axis
     r, c = np.moveaxis(reference, axis, -1), np.moveaxis(candidate, axis, -1)
     if r[..., 0].size == 0:
@@ -278,9 +281,9 @@ def _argmax_choices(reference: Array, candidate: Array, *, tie: float, axis: int
     wanted = r.argmax(-1)[..., None]
     constant = (c == c[..., :1]).all(-1, keepdims=True)  # argmax would return the first class
     chosen = np.where(constant, r.argmin(-1)[..., None], c.argmax(-1)[..., None])
-    tied = _tied(r, wanted, chosen, tie)
+    tied = _tied(r, wanted, chosen, tie, half)
     usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
-    telling = ~(_tied(r, wanted, r.argmin(-1)[..., None], tie) & usable)
+    telling = ~(_tied(r, wanted, r.argmin(-1)[..., None], tie, half) & usable)
     differing = ~(((chosen == wanted) | tied) & usable) & telling
     ahead = _ahead(r, wanted, chosen)[differing & usable]
     margin = math.inf if (differing & ~usable).any() or not np.isfinite(ahead).all() else float(ahead.max(initial=0.0))
@@ -288,10 +291,9 @@ def _argmax_choices(reference: Array, candidate: Array, *, tie: float, axis: int
     return Choices(int(telling.sum()), int(differing.sum()), margin, int((~telling).sum()), chosen)
 
 
-def _tied(reference: Array, wanted: Array, chosen: Array, tie: float) -> Array:
-    """Where the reference's two numbers are equal after rounding to float16, or closer than `tie`."""
-    with np.errstate(over="ignore"):
-        narrow = reference.astype(np.float16)
+def _tied(reference: Array, wanted: Array, chosen: Array, tie: float, half: HalfType) -> Array:
+    """Where the reference's two numbers are equal after rounding to the half type, or closer than `tie`."""
+    narrow = half.narrowed(reference)
     best, other = np.take_along_axis(narrow, wanted, -1), np.take_along_axis(narrow, chosen, -1)
     tied: Array = ((best == other) & np.isfinite(best)) | (_ahead(reference, wanted, chosen) < tie)
     return tied

@@ -25,7 +25,7 @@ Value: TypeAlias = Array | list[Array] | None
 Feed: TypeAlias = dict[str, Array]
 Dim = int | str | None
 UNNAMED = "arr_0"  # the name that numpy.savez gives to an array without one
-FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE})
+FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 Values: TypeAlias = "Tensor | Array"
 Inputs: TypeAlias = "Values | Mapping[str, Values] | Sequence[Values] | Sequence[Mapping[str, Values]]"
 

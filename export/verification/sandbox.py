@@ -267,16 +267,17 @@ def at_first_level(
     batches: Sequence[StagedFeed],
     levels: Sequence[str] = LEVELS,
     *,
-    what: str = "the fp16 model",
+    what: str = "the converted model",
+    weights: Sequence[Mapping[str, Any]] = (),
 ) -> RunResult:
-    """A model's result at the first level at which it opens; `what` names the model in error texts.
+    """A model's result at the first level at which it opens; `what` names the model in error texts, `weights` as in `run`.
 
     Raises:
         ExportError: The model opens at no level.
     """
     troubles = []
     for level in levels:
-        answer = sandbox.run(path, batches, level=level, provider=CPU)
+        answer = sandbox.run(path, batches, level=level, provider=CPU, weights=weights)
         if answer.trouble is None or answer.batches:
             return answer
         troubles.append(f"{level}: {answer.trouble}")

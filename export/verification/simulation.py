@@ -1,12 +1,14 @@
-"""Simulate on a CPU what a GPU computes in float16: rewrite a model so that every node rounds its result.
+"""Simulate what half-precision hardware computes: rewrite a model so that every node rounds its result.
 
 On most CPUs ONNX Runtime has no float16 arithmetic. It casts a chain of nodes to float32 and drops the casts in between, at
 every optimisation level: `1 * 300 * 300 / 300` yields 300 there, and infinity on a GPU, whose every node rounds. Casts that
-the model itself contains are never dropped, so the rewritten model raises each node's float16 inputs to float32 and rounds
-its results.
+the model itself contains are never dropped, so the rewritten model raises each node's half inputs to float32 and rounds its
+results. A bfloat16 model is held in float32 besides (see `verification.float32_copy`), as the CPU provider has hardly any
+kernels for it.
 
-Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels: cuBLAS and cuDNN use float32 as compute type, and softmax
-and norms accumulate in float32. A few operators round inside and are decomposed (see `verification.cuda_kernels`).
+Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
+cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed
+(see `verification.cuda_kernels`).
 
 A runtime that sums in float16, as TensorRT may in strongly typed networks, can overflow inside a node whose result fits: a
 mean of 300 squares may be 4e4 while their sum is 1.2e7. Sum checks add an output for each such node: the sum of magnitudes
@@ -28,6 +30,7 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from halfserve.export.certificate.certificate import Risk
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
@@ -39,6 +42,7 @@ from halfserve.export.verification.cuda_kernels import (
     is_cumsum,
     kernel_steps,
 )
+from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.
@@ -68,8 +72,10 @@ _UNBOUNDED = """
 UNBOUNDED = frozenset(_UNBOUNDED.split())
 
 
-def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy an fp16 model so that its nodes compute in float32 and round each result to float16; inputs and outputs stay.
+def round_every_node(model: onnx.ModelProto, half: HalfType = FP16) -> onnx.ModelProto:
+    """Copy a half-precision model so that its nodes compute in float32 and round each result.
+
+    Inputs and outputs stay; those of a bfloat16 model become float32, and hold numbers of bfloat16.
 
     Functions are inlined, and bodies of If, Loop and Scan round too. Nodes of other types stay unchanged. Types of values come
     from shape inference, else from value_info, else from operator signatures (see `ElementTypes`).
@@ -83,19 +89,21 @@ def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}
-    _rewrite(typed.graph, ElementTypes(opsets), {}, count())
+    _rewrite(typed.graph, ElementTypes(opsets, half), {}, count())
     if not opsets.keys() & {"", "ai.onnx"}:
         typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # for the casts
+    if half is not FP16:
+        hold_in_float32(typed, half, rounded=True)
     return typed
 
 
 def simulated_node(node: onnx.NodeProto) -> bool:
-    """Whether a node of a rounded model replaces a float16 node."""
+    """Whether a node of a rounded model replaces a half-precision node."""
     return any(name.endswith(BEFORE_ROUNDING) for name in node.output)
 
 
 def rounds(graph: onnx.GraphProto) -> bool:
-    """Whether a graph of a rounded model, bodies included, rounds anything to float16."""
+    """Whether a graph of a rounded model, bodies included, rounds anything to half precision."""
     return any(simulated_node(node) or any(map(rounds, bodies_of(node))) for node in graph.node)
 
 
@@ -108,10 +116,12 @@ def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, in
         types.guess(node)
         for body in bodies:
             _rewrite(body, types, constants, numbers)
-        if bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
+        if node.op_type == "CastLike" and types.is_half(node.input[1]):
+            nodes.append(helper.make_node("Cast", node.input[:1], node.output, to=types.half.elem_type))
+        elif bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
             nodes.append(node)
         elif is_cumsum(node, constants):
-            nodes += cumsum_steps(node, constants)
+            nodes += cumsum_steps(node, constants, types.half.elem_type)
         else:
             for part in kernel_steps(node, types.opset, numbers):
                 types.guess(part)
@@ -143,11 +153,11 @@ class _Rounder:
         for index, name in rounded:
             wide.output[index] = f"{name}{BEFORE_ROUNDING}"
         for attribute in wide.attribute if rounded else ():
-            if attribute.name in TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT16:
+            if attribute.name in TYPE_ATTRIBUTES and attribute.i == self._types.half.elem_type:
                 attribute.i = TensorProto.FLOAT
         yield wide
         for index, name in rounded:
-            yield helper.make_node("Cast", [wide.output[index]], [name], to=TensorProto.FLOAT16)
+            yield helper.make_node("Cast", [wide.output[index]], [name], to=self._types.half.elem_type)
 
 
 def _only_moves(node: onnx.NodeProto) -> bool:
@@ -171,11 +181,12 @@ class ElementTypes:
 
     Args:
         opsets: The model's opsets by domain.
+        half: The half-precision type that is simulated.
         outer: Types of outer values, by name.
     """
 
-    def __init__(self, opsets: Mapping[str, int], outer: Mapping[str, int] | None = None) -> None:
-        self._opsets = opsets
+    def __init__(self, opsets: Mapping[str, int], half: HalfType, outer: Mapping[str, int] | None = None) -> None:
+        self._opsets, self.half = opsets, half
         self._types = dict(outer or {})
 
     @property
@@ -185,7 +196,7 @@ class ElementTypes:
 
     def within(self, graph: onnx.GraphProto) -> ElementTypes:
         """Types visible in a body: the outer ones and its own declarations."""
-        inner = ElementTypes(self._opsets, self._types)
+        inner = ElementTypes(self._opsets, self.half, self._types)
         for value in [*graph.input, *graph.output, *graph.value_info]:
             kind = value.type.WhichOneof("value")
             if kind is not None:
@@ -209,7 +220,7 @@ class ElementTypes:
                 self._types[name] = kind
 
     def is_half(self, name: str) -> bool:
-        return self._types.get(name) == TensorProto.FLOAT16
+        return self._types.get(name) == self.half.elem_type
 
     def _bound(self, node: onnx.NodeProto, signature: Signature) -> Iterator[tuple[str, int]]:
         """The signature's type variables as the node's inputs determine them."""

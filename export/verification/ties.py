@@ -18,14 +18,14 @@ from onnx import TensorProto, helper
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import FP16
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.verification.comparison import Comparison
-from halfserve.export.verification.executions import INLINE_LIMIT_BYTES, run_simulated
+from halfserve.export.verification.executions import INLINE_LIMIT_BYTES, for_cpu, run_simulated
 from halfserve.export.verification.generated_samples import AdversarialCase
 from halfserve.export.verification.judging import judge_cases
 from halfserve.export.verification.samples import Array, Value
 from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, on_disk, open_reference
-from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 PREFIX = "halfserve/ties/"
 INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # the output of each operator that holds indices
@@ -87,7 +87,9 @@ def judge_results(comparison: Comparison, results: Mapping[str, RunResult], budg
     judged = [comparison.judge(name, comparison.user_answers(name, result), budget) for name, result in results.items()]
     outputs = tuple(verdict for each in judged for verdict in each.verdicts)
     edge = {name: comparison.case_answers(result) for name, result in results.items()}
-    verdicts = judge_cases(comparison.cases, comparison.expected_cases, edge, outputs, comparison.outputs, budget)
+    verdicts = judge_cases(
+        comparison.cases, comparison.expected_cases, edge, outputs, comparison.outputs, budget, comparison.half
+    )
     verdicts, ties = settle_ties(verdicts, comparison, outputs, budget)
     notes = (*dict.fromkeys(note for each in judged for note in each.notes), *ties)
     return JudgedResults(outputs=outputs, adversarial=verdicts, notes=notes)
@@ -164,9 +166,13 @@ def _verdicts_with_choices(
         raise ExportError("a choice has no result")
     bound = _run_bound(choices, indices, case, comparison)
     scores = [value for value in bound[count:] if isinstance(value, np.ndarray)]
-    verdicts = judge_cases([case], [bound[:count]], {execution: [got[:count]]}, user_verdicts, comparison.outputs, budget)
+    verdicts = judge_cases(
+        [case], [bound[:count]], {execution: [got[:count]]}, user_verdicts, comparison.outputs, budget, comparison.half
+    )
     limit = budget.max_scaled_error * budget.adversarial_factor
-    differences = [_difference(*each, limit) for each in zip(choices, scores, indices, strict=True)]
+    differences = [
+        _difference(*each, limit, comparison.half.smallest_normal) for each in zip(choices, scores, indices, strict=True)
+    ]
     found = [difference for difference in differences if difference is not None]
     return verdicts, min(found, key=lambda difference: difference.tied, default=None)
 
@@ -181,11 +187,11 @@ def _run_candidate(choices: Sequence[_Choice], number: int, execution: str, comp
     exposed, sandbox = open_model(model), comparison.sandbox
     staged = [comparison.staged[len(comparison.batches) + number]]
     if execution == "rounded":
-        batches = run_simulated(exposed, sandbox, staged, user_batches=0, products=False).answer.batches
+        batches = run_simulated(exposed, sandbox, staged, user_batches=0, products=False, half=comparison.half).answer.batches
     elif execution == "cuda":
         batches = sandbox.run(on_disk(exposed, sandbox), staged, level=LEVELS[0], provider=CUDA).batches
     else:
-        batches = open_reference(on_disk(exposed, sandbox), sandbox, staged)
+        batches = open_reference(for_cpu(comparison.of(exposed))[0], sandbox, staged)
     return _first(batches)
 
 
@@ -230,10 +236,13 @@ def _first(batches: Sequence[list[Value] | str]) -> list[Value]:
     return batches[0]
 
 
-def _difference(choice: _Choice, scores: Array, indices: Array, limit: float) -> _Difference | None:
+def _difference(
+    choice: _Choice, scores: Array, indices: Array, limit: float, smallest: float = FP16.smallest_normal
+) -> _Difference | None:
     """The worst of the candidate's choices `indices` that differ from float32's own; None where none does.
 
-    `limit` is the largest distance of two tied scores, divided by the largest score that float32 chooses.
+    `limit` is the largest distance of two tied scores, divided by the largest score that float32 chooses, or
+    by `smallest` where that is smaller.
     """
     rows, chosen = choice.rows(scores, indices)
     if rows.shape[:-1] != chosen.shape[:-1]:
@@ -250,7 +259,7 @@ def _difference(choice: _Choice, scores: Array, indices: Array, limit: float) ->
         gaps = np.where(wanted == got, 0.0, np.abs(got - wanted))
     gaps = np.where(np.isnan(gaps), np.inf, gaps)
     place = np.unravel_index(int(np.where(differing, gaps, -1.0).argmax()), gaps.shape)
-    scale = max(float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0)), FP16_SMALLEST_NORMAL)
+    scale = max(float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0)), smallest)
     tied = bool(gaps[place] <= limit * scale)
     sign = -1.0 if choice.largest else 1.0
     text = (

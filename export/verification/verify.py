@@ -1,4 +1,4 @@
-"""Verify an fp16 model: run it and its float32 reference on the same samples and judge the difference."""
+"""Verify a half-precision model: run it and its float32 reference on the same samples and judge the difference."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import TensorProto
 
-from halfserve.export.certificate.budget import NO_HEADROOM, NOTHING_FINITE, Budget, allowed_near_ties, disagrees, error_limit
+from halfserve.export.certificate.budget import (
+    NO_HEADROOM,
+    NOTHING_FINITE,
+    Budget,
+    allowed_near_ties,
+    disagrees,
+    error_limit,
+    usual_budget,
+)
 from halfserve.export.certificate.certificate import Accuracy, BudgetExceeded, Certificate, OutputVerdict, Risk
 from halfserve.export.certificate.embed import graph_sha256
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.proto_graphs import half_type_of
 from halfserve.export.verification.comparison import (
     Comparison,
     ReferenceSensitivity,
@@ -34,7 +43,6 @@ from halfserve.export.verification.samples import Array, Inputs, Value, Values, 
 from halfserve.export.verification.sandbox import RunResult, Sandbox
 from halfserve.export.verification.simulation import MOVERS
 from halfserve.export.verification.ties import judge_results
-from halfserve.export.weight_ledger import FP16_MAX
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,19 +86,19 @@ def verify(
     notes: Sequence[str] = (),
     task: Judge | None = None,
 ) -> Certificate:
-    """Compare an fp16 ONNX model with its float32 reference, output by output.
+    """Compare a float16 or bfloat16 ONNX model with its float32 reference, output by output.
 
     ONNX models run in child processes, so a crash, a hang or a refusal is recorded. The candidate runs with every node rounded
-    to float16, which simulates a GPU (see `verification.simulation`), on ONNX Runtime's CPU provider at its highest
-    sound optimisation level, and on a GPU where there is one. All executions must be within the budget. Lower optimisation
-    levels run on the first batch only.
+    to its type, which simulates half-precision hardware (see `verification.simulation`), on ONNX Runtime's CPU provider at its
+    highest sound optimisation level (a bfloat16 model in float32, as the server does), and on a GPU where there is one. All
+    executions must be within the budget. Lower optimisation levels run on the first batch only.
 
     Args:
         reference: The float32 torch module in evaluation mode, or a float32 ONNX model.
-        candidate: The fp16 ONNX model. A path may have data files beside it and be of any size.
+        candidate: The half-precision ONNX model. A path may have data files beside it and be of any size.
         inputs: Samples in the reference's dtypes: an array for each input, in order or by name, whose first dimension counts
             samples; for a model without a batch dimension, arrays of its inputs' shapes; or a list of batches, each a mapping.
-        budget: The limits; `Budget()` by default.
+        budget: The limits; those of `usual_budget` for the candidate's type by default.
         labels: True classes, integers, in the first output's shape without its class axis.
         batch_size: Samples per run. A model with a fixed batch runs in that size, and a remainder is left out.
         name: The model's name in the certificate.
@@ -112,18 +120,21 @@ def verify(
         ExportError: A model cannot be read, opened or run on the samples, the outputs do not correspond, a sample with NaN or
             infinity has no finite answer, or headroom is requested without adversarial samples.
     """
-    budget = budget or Budget()
+    opened = candidate if isinstance(candidate, ModelFile) else open_model(candidate)
+    half = half_type_of(opened.outline)
+    budget = budget or usual_budget(half.name)
     if budget.min_headroom > 1 and not adversarial:
         raise ExportError(
             f"headroom of {budget.min_headroom:g} is asked for, which adversarial samples measure: leave them on or ask for 1"
         )
-    opened = candidate if isinstance(candidate, ModelFile) else open_model(candidate)
+    if accumulators == "float16" and half.has_float32_range:
+        raise ExportError("sums in float16 are asked for, and the model is bfloat16, whose sums hardware takes in float32")
     wanted = inputs_of(opened.outline)
     feeds = make_feeds(wanted, inputs, batch_size)
     cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
     with Sandbox() as sandbox:
         made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
-        comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from, task)
+        comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from, task, half)
         require_finite(feeds.batches, comparison.expected)
         runs = _run(comparison, budget, products=accumulators == "float16", cuda=cuda)
         judged = judge_results(comparison, runs.answers, budget)
@@ -140,6 +151,7 @@ def verify(
     onnx_reference = comparison.onnx_reference
     certificate = Certificate(
         model=name,
+        precision=half.name,
         onnx_sha256=opened.sha256,
         onnx_bytes=opened.size_bytes,
         graph_sha256=graph_sha256(opened),
@@ -180,9 +192,15 @@ class _Runs:
 
 
 def _run(comparison: Comparison, budget: Budget, *, products: bool, cuda: bool | None) -> _Runs:
+    half = comparison.half
     runtime = run_levels(comparison, budget)  # first: it reports best why a model does not open
     simulated = run_simulated(
-        comparison.candidate, comparison.sandbox, comparison.staged, user_batches=len(comparison.batches), products=products
+        comparison.candidate,
+        comparison.sandbox,
+        comparison.staged,
+        user_batches=len(comparison.batches),
+        products=products,
+        half=half,
     )
     answers, notes = {"rounded": simulated.answer, "runtime": runtime.answer}, []
     if products and simulated.unchecked:
@@ -193,6 +211,10 @@ def _run(comparison: Comparison, budget: Budget, *, products: bool, cuda: bool |
         on_gpu = comparison.on_cuda()
         if on_gpu is not None:
             answers["cuda"] = on_gpu
+        elif half.has_float32_range:
+            notes.append(
+                "ONNX Runtime's CUDA provider does not run this bfloat16 model: the simulation shows what a GPU computes"
+            )
         elif cuda:
             raise ExportError("ONNX Runtime cannot use a GPU here; install its CUDA libraries, or leave the GPU out")
         else:
@@ -237,27 +259,29 @@ def _cause(
             f"float32 itself answers the same samples differently a second time ({sensitivity.nondeterministic[0]}): "
             "it draws random numbers or keeps state between calls, so nothing can be proved; make it deterministic"
         )
-    if too_large := _too_large_remedy(candidate, certificate):
+    if too_large := _too_large_remedy(candidate, certificate, sensitivity.half):
         return too_large
     if vanishing := _vanishing_remedy(candidate, reference, certificate.outputs):
         return vanishing
     if sensitivity.violations:
-        found = f"float32 itself leaves the budget when only its inputs are rounded to float16 ({sensitivity.violations[0]})"
-        way_out = "so it tolerates little float16: allow more, or serve it in float32"
+        half = sensitivity.half.name
+        found = f"float32 itself leaves the budget when only its inputs are rounded to {half} ({sensitivity.violations[0]})"
+        way_out = f"so it tolerates little {half}: allow more, or serve it in float32"
         if sensitivity.half_inputs:
-            way_out = f"so float16 inputs cannot meet it: keep float32 ones ({KEEP_TYPES}) or allow more"
+            way_out = f"so {half} inputs cannot meet it: keep float32 ones ({KEEP_TYPES}) or allow more"
         return f"{found}, {way_out}"
     return ""
 
 
-def _too_large_remedy(candidate: onnx.GraphProto, certificate: Certificate) -> str:
-    """The remedy for float16 outputs whose numbers no float16 holds; empty where there is none."""
-    half = {value.name for value in candidate.output if value.type.tensor_type.elem_type == TensorProto.FLOAT16}
+def _too_large_remedy(candidate: onnx.GraphProto, certificate: Certificate, half: HalfType) -> str:
+    """The remedy for outputs whose numbers their half-precision type does not hold; empty where there is none."""
+    narrow = {value.name for value in candidate.output if value.type.tensor_type.elem_type == half.elem_type}
     for verdict in certificate.outputs:
-        if verdict.violations and verdict.name in half and verdict.figures.scale > FP16_MAX:
+        if verdict.violations and verdict.name in narrow and verdict.figures.scale > half.largest:
             return (
-                f"the output {verdict.name!r} reaches {verdict.figures.scale:.4g} in float32, and float16 ends at 65504: let "
-                f"it stay float32 (keep_io_types=[{verdict.name!r}] or --keep-io-types), or scale it in the model"
+                f"the output {verdict.name!r} reaches {verdict.figures.scale:.4g} in float32, and {half.name} ends at "
+                f"{half.largest:g}: let it stay float32 (keep_io_types=[{verdict.name!r}] or --keep-io-types), or scale it in "
+                "the model"
             )
     return ""
 
@@ -293,7 +317,7 @@ def _vanishing_remedy(candidate: onnx.GraphProto, reference: ModelFile | None, v
     vanished = {verdict.name for verdict in verdicts if verdict.figures.vanished is not None and verdict.violations}
     if not vanished:
         return ""
-    half = any(v.name in vanished and v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in candidate.output)
+    half = any(v.name in vanished and v.type.tensor_type.elem_type in HALF_BY_ELEM_TYPE for v in candidate.output)
     types = " --keep-io-types" if half else ""
     if reference is None:
         options = f"{KEEP_TYPES}; " if half else ""

@@ -4,7 +4,7 @@ It reads one JSON request a line from standard input and answers in JSON lines o
 files. It imports only numpy and onnxruntime, so that it starts in a fraction of a second, and is started by its path.
 
 Request: `{"model": path, "level": name, "provider": name, "batches": [{input: file}], "folder": for the outputs, "weights":
-[...]}`. A weight, `{"name", "file", "dtype", "offset", "shape"}`, is mapped from its file in place of the model's.
+[...]}`. A weight, `{"name", "file", "dtype", "elem_type", "offset", "shape"}`, is mapped from its file in place of the model's.
 Answers: `{"stage": "opened", "providers": [...]}`, then for each batch `{"stage": "ran", "outputs": [...], "seconds": of the
 run}` or `{"stage": "failed", "error": text}`, and finally `{"stage": "done"}`; or `{"stage": "refused", "error": text}` alone.
 """
@@ -26,6 +26,7 @@ import numpy as np
 import onnxruntime
 
 CUDA = "CUDAExecutionProvider"
+BFLOAT16 = 16  # in onnx.TensorProto.DataType
 FLOATS = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(double)": np.float64}
 
 
@@ -90,6 +91,8 @@ def _open(request: dict[str, Any], weights: list[Any]) -> Any:
 
 def _mapped(weight: dict[str, Any]) -> Any:
     values = np.memmap(weight["file"], weight["dtype"], "r", weight["offset"], tuple(weight["shape"]))
+    if weight["elem_type"] == BFLOAT16:  # which numpy lacks: mapped as its bits
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(values, BFLOAT16)
     return onnxruntime.OrtValue.ortvalue_from_numpy(values)
 
 

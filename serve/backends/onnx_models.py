@@ -55,7 +55,8 @@ def passed_precisions(model: Path) -> frozenset[str]:
     """The half precisions, such as "bfloat16", in which the certificate beside a model file found it accurate enough.
 
     A certificate's own verdict is about its `precision` ("float16" where it has none). `precisions` may hold further ones: a
-    mapping from a precision to an object with `passed`. model_control/checks.py judges whether the certificate is the file's.
+    mapping from a precision to an object with `passed`. model_control/certificate_check.py judges whether the certificate is
+    the file's.
     """
     try:
         certificate = json.loads(read_regular(model.parent / CERTIFICATE))
@@ -109,7 +110,7 @@ class _Question:
             logger.info(
                 "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
                 "faster; %s would find out",
-                *(self.path, able[0], _command(self.path, able[0])),
+                *(self.path, able[0], _command(able[0])),
             )
         return found
 
@@ -117,8 +118,7 @@ class _Question:
         where = f"{self.path}: is to be computed in {asked} on the CPU (--cpu-precision or {PARAMETER})"
         if asked not in passed_precisions(self.path):
             raise ModelLoadError(
-                f"{where}, and no verdict says that this is accurate enough; {_command(self.path, asked)} finds out, or ask "
-                "for 'auto'"
+                f"{where}, and no verdict says that this is accurate enough; {_command(asked)} finds out, or ask for 'auto'"
             )
         if SHORT[asked] not in computed_halves():
             raise ModelLoadError(f"{where}, and this processor has no arithmetic in {asked}; ask for 'auto' or 'float32'")
@@ -138,8 +138,8 @@ def _largest_error(path: Path) -> float:
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else USUAL_ERROR
 
 
-def _command(path: Path, precision: CpuPrecision) -> str:
-    return f"`halfserve convert FP32_MODEL {path} --dtype {precision}`"
+def _command(precision: CpuPrecision) -> str:
+    return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME --dtype {precision}`"
 
 
 class OnnxModels:

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 import onnx_ir
 
-from halfserve.export.onnx_fp16.element_types import first_opset_with_half
-from halfserve.export.onnx_fp16.graph import FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
+from halfserve.export.half_types import FP16
+from halfserve.export.onnx_fp16.element_types import LAST_RAISED, first_opset_with_half
+from halfserve.export.onnx_fp16.graph import ELEMENTWISE, FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
+from halfserve.export.onnx_fp16.planning.few_digits import keep_precise
 from halfserve.export.onnx_fp16.planning.plan import KEEP, Plan
-from halfserve.export.onnx_fp16.planning.quantization import BETWEEN_REASON, nodes_between, quantized_gaps
+from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
 from halfserve.export.onnx_fp16.settings import block_reason
 
@@ -26,6 +28,7 @@ _MAKERS = frozenset({"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeight
 # These make floats too, but have a kernel for float16 inputs.
 _MAKERS_LIKE = frozenset({"Bernoulli", "EyeLike", "RandomNormalLike", "RandomUniformLike"})
 ISLAND_REASON = "moves numbers between float32 nodes"
+BETWEEN_REASON = "between float32 nodes: casts would cost digits and time"
 
 
 def keep_nodes(plan: Plan) -> None:
@@ -41,15 +44,18 @@ def keep_nodes(plan: Plan) -> None:
             _keep_unsupported(plan, node)
     keep_exact(plan)
     for node in nodes_between(plan.model):
-        plan.keep(node, BETWEEN_REASON)
-    for node, reason in quantized_gaps(plan.model):
+        plan.keep(node, between_reason(plan.half))
+    for node, reason in quantized_gaps(plan.model, plan.half):
         plan.keep(node, reason)
+    if plan.half.has_float32_range:
+        keep_precise(plan)
 
 
 def _keep_unsupported(plan: Plan, node: onnx_ir.Node) -> None:
     if node.op_type == "Cast" and not node.domain:
         return
-    gap = _bound_to_float32(node) or runtime_gap(node)
+    # On CPUs, ONNX Runtime computes float16 models as they are, and bfloat16 models only in float32.
+    gap = _bound_to_float32(node) or (runtime_gap(node) if plan.half is FP16 else None)
     if gap is not None:
         plan.keep(node, gap)
     elif not plan.places[node].some:
@@ -66,14 +72,17 @@ def _bound_to_float32(node: onnx_ir.Node) -> str | None:
 
 
 def _no_half(plan: Plan, node: onnx_ir.Node) -> str:
+    half = plan.half
     if plan.signature(node) is None:
         return f"the types that {node.domain}:{node.op_type} takes are unknown"
     if node.domain:
-        return f"{node.domain}:{node.op_type} takes no float16"
-    later = first_opset_with_half(node, plan.model.opset_imports)
+        return f"{node.domain}:{node.op_type} takes no {half.name}"
+    later = first_opset_with_half(node, plan.model.opset_imports, half)
     if later is not None:
-        return f"{node.op_type} takes float16 from opset {later} on; the model has {plan.model.opset_imports.get('', 1)}"
-    return f"{node.op_type} takes no float16"
+        has = plan.model.opset_imports.get("", 1)
+        offer = ": --upgrade-opset (upgrade_opset=True) raises it" if half.has_float32_range and later <= LAST_RAISED else ""
+        return f"{node.op_type} takes {half.name} from opset {later} on; the model has {has}{offer}"
+    return f"{node.op_type} takes no {half.name}"
 
 
 def runtime_gap(node: onnx_ir.Node) -> str | None:
@@ -156,9 +165,11 @@ def _all_can_be_half(plan: Plan, node: onnx_ir.Node) -> bool:
 def close_islands(plan: Plan) -> None:
     """Keep movers between float32 nodes in float32: casts would cost time and digits.
 
-    All sources and readers of such a mover are float32, and at least one of these nodes is kept.
+    bfloat16 has so few digits that elementwise nodes between float32 nodes stay too. All sources and readers of such a node
+    are float32, and at least one of these nodes is kept.
     """
-    movers = {node for node in all_nodes(plan.model) if _is_mover(node) and node not in plan.kept}
+    passing = MOVERS | (ELEMENTWISE - {"Cast"}) if plan.half.has_float32_range else MOVERS
+    movers = {node for node in all_nodes(plan.model) if _is_mover(node, passing) and node not in plan.kept}
     inner = {node for node in movers if not _reads_table(plan, node)}
     pending = list(inner)
     while pending:
@@ -175,11 +186,11 @@ def close_islands(plan: Plan) -> None:
             reached += [near for near in _neighbours(node) if near in inner]
     for node in all_nodes(plan.model):
         if node in seen:
-            plan.keep(node, ISLAND_REASON)
+            plan.keep(node, ISLAND_REASON if node.op_type in MOVERS else BETWEEN_REASON)
 
 
-def _is_mover(node: onnx_ir.Node) -> bool:
-    return node.op_type in MOVERS and not node.domain and any(is_float(value) for value in node.inputs)
+def _is_mover(node: onnx_ir.Node, movers: frozenset[str]) -> bool:
+    return node.op_type in movers and not node.domain and any(is_float(value) for value in node.inputs)
 
 
 def _reads_table(plan: Plan, node: onnx_ir.Node) -> bool:

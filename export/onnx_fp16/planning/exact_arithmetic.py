@@ -1,6 +1,7 @@
 """Floats that hold exact integers: shapes, positions, counts, indices and sums of quantized products.
 
-float32 holds integers exactly up to 2**24, float16 only up to 2048. A rounded shape would give tensors of another size.
+float32 holds integers exactly up to 2**24, float16 only up to 2048, bfloat16 up to 256. A rounded shape would give tensors of
+another size.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir
 
+from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_fp16.graph import (
     COMPARISONS,
     DATA_ENDS,
@@ -31,17 +33,26 @@ from halfserve.export.onnx_fp16.planning.plan import Plan
 
 SHAPE_REASON = "shape arithmetic"
 _SIMPLE = ELEMENTWISE | MOVERS | REDUCTIONS | {"ConstantOfShape", "Constant"}
-INDEX_REASON = "index arithmetic: float16 holds whole numbers up to 2048 only"
 POSITION_REASON = "positions up to their sine or cosine"
 COUNT_REASON = "a product of sizes can be over 65504"
 _TRACKED = ELEMENTWISE | MOVERS | REDUCTIONS | {"Range"}
 _LARGEST_TABLE = 1 << 22
 _SHRINKING = frozenset({"Exp", "Log", "Reciprocal", "Sqrt"})
-SCALING_REASON = "scales a sum of integer products, which float16 does not hold"
-ADDEND_REASON = "becomes an addend of a sum of integer products: float16 holds whole numbers up to 2048 only"
 _PRODUCTS = frozenset({"ConvInteger", "MatMulInteger"})
 _SUMS = frozenset({"Add", "Cast", "Sub", "Sum"}) | MOVERS
 _SCALES = frozenset({"Div", "Mul"})
+
+
+def index_reason(half: HalfType) -> str:
+    return f"index arithmetic: {_whole_numbers(half)}"
+
+
+def addend_reason(half: HalfType) -> str:
+    return f"becomes an addend of a sum of integer products: {_whole_numbers(half)}"
+
+
+def _whole_numbers(half: HalfType) -> str:
+    return f"{half.name} holds whole numbers up to {half.whole_numbers} only"
 
 
 def keep_exact(plan: Plan) -> None:
@@ -50,12 +61,12 @@ def keep_exact(plan: Plan) -> None:
         plan.keep_group(value)
     for node in nodes:
         plan.keep(node, SHAPE_REASON)
-    for node, reason in IndexChains(plan.model).find().items():
+    for node, reason in IndexChains(plan.model, plan.half).find().items():
         plan.keep(node, reason)
     for node in scaling_nodes(plan.model):
-        plan.keep(node, SCALING_REASON)
+        plan.keep(node, f"scales a sum of integer products, which {plan.half.name} does not hold")
     for node in addend_nodes(plan.model):
-        plan.keep(node, ADDEND_REASON)
+        plan.keep(node, addend_reason(plan.half))
 
 
 def shape_chains(model: onnx_ir.Model) -> tuple[set[onnx_ir.Node], set[onnx_ir.Value]]:
@@ -112,8 +123,8 @@ class IndexChains:
     to integers. A mask of zeros and ones is born, but concerns no indices.
     """
 
-    def __init__(self, model: onnx_ir.Model) -> None:
-        self._model = model
+    def __init__(self, model: onnx_ir.Model, half: HalfType) -> None:
+        self._model, self._half = model, half
         self._born: dict[onnx_ir.Value, onnx_ir.Node] = {}
         self._positions: set[onnx_ir.Value] = set()
         self._indices: set[onnx_ir.Value] = set()
@@ -132,7 +143,7 @@ class IndexChains:
             members[self._root(node)].append(node)
         for node in self._marked:
             for member in members[self._root(node)]:
-                self.reasons[member] = INDEX_REASON
+                self.reasons[member] = index_reason(self._half)
         for node in nodes:
             self._visit_reader(node)
         return self.reasons
@@ -181,13 +192,15 @@ class IndexChains:
         return any(known) and all(a or b for a, b in zip(known, fixed, strict=True))
 
     def _is_table(self, value: onnx_ir.Value | None) -> bool:
-        """Whether a constant is a table of positions: integers of which float16 lacks some."""
+        """Whether a constant is a table of positions: integers of which the half type lacks some."""
         tensor = constant_of(value)
         if value is None or tensor is None or tensor.size > _LARGEST_TABLE:
             return False
         if value not in self._tables:
             numbers = tensor.numpy()
-            self._tables[value] = bool(np.all(numbers == np.round(numbers)) and np.max(np.abs(numbers), initial=0) > 2048)
+            self._tables[value] = bool(
+                np.all(numbers == np.round(numbers)) and np.max(np.abs(numbers), initial=0) > self._half.whole_numbers
+            )
         return self._tables[value]
 
     def _follow_integers(self, node: onnx_ir.Node) -> None:
@@ -207,6 +220,8 @@ class IndexChains:
     def _visit_reader(self, node: onnx_ir.Node) -> None:
         if node.op_type in PERIODIC and node.inputs[0] in self._positions:
             self._keep_back_from(node)
+        elif self._half.has_float32_range:
+            return
         elif node not in self.reasons and any(value in self._unbounded and value in self._born for value in node.inputs):
             self.reasons[node] = COUNT_REASON
 

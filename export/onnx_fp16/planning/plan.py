@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir
 
+from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfType
 from halfserve.export.onnx_fp16.element_types import Formal, Signature, signature_of, type_text
 from halfserve.export.onnx_fp16.graph import (
     FLOAT,
-    FLOAT16,
     OPERATORS,
     Slot,
     all_nodes,
@@ -61,7 +61,7 @@ class Ties:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Whether each input and output of a node is float32 now and can be float16.
+    """Whether each input and output of a node is float32 now and can be of the half type.
 
     Attributes:
         inputs: By input index.
@@ -76,27 +76,27 @@ class Places:
         return any(self.inputs) or any(self.outputs)
 
 
-def half_places(node: onnx_ir.Node, opsets: Mapping[str, int]) -> Places:
+def half_places(node: onnx_ir.Node, opsets: Mapping[str, int], half: HalfType) -> Places:
     signature = signature_of(node, opsets)
     if signature is None:
         return Places(inputs=(False,) * len(node.inputs), outputs=(False,) * len(node.outputs))
     return Places(
-        inputs=tuple(_can_be_half(value, signature.input(index)) for index, value in enumerate(node.inputs)),
-        outputs=tuple(_can_be_half(value, signature.output(index)) for index, value in enumerate(node.outputs)),
+        inputs=tuple(_can_be_half(value, signature.input(index), half) for index, value in enumerate(node.inputs)),
+        outputs=tuple(_can_be_half(value, signature.output(index), half) for index, value in enumerate(node.outputs)),
     )
 
 
 def computes_on_floats(node: onnx_ir.Node) -> bool:
-    """Whether any input or output is float32 or float16."""
+    """Whether any input or output is float32 or half precision."""
     values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.type is not None]
-    return any(value.dtype in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.FLOAT16) for value in values)
+    return any(value.dtype == FLOAT or value.dtype in HALF_BY_ELEM_TYPE for value in values)
 
 
-def _can_be_half(value: onnx_ir.Value | None, formal: Formal | None) -> bool:
+def _can_be_half(value: onnx_ir.Value | None, formal: Formal | None, half: HalfType) -> bool:
     if value is None or formal is None or not is_float(value):
         return False
     text = "tensor(float)" if type(value.type) is onnx_ir.TensorType else type_text(value.type)
-    return text.replace("tensor(float)", "tensor(float16)") in formal.types
+    return text.replace("tensor(float)", f"tensor({half.name})") in formal.types
 
 
 @dataclass(kw_only=True, eq=False)
@@ -106,12 +106,12 @@ class Plan:
     Attributes:
         model: The model, with types inferred.
         settings: The user's settings.
-        places: The inputs and outputs of each node that can be float16.
+        places: The inputs and outputs of each node that can be of the half type.
         ties: Values that must have one type.
         kept: Nodes that stay in float32, with the reason.
-        unsupported: Kept nodes whose operators have no float16.
+        unsupported: Kept nodes whose operators do not take the half type.
         single_groups: Groups of tied values that stay float32.
-        saturated: Constants whose values beyond float16's range become its nearest number.
+        saturated: Constants whose values beyond the half type's range become its nearest number.
     """
 
     model: onnx_ir.Model
@@ -127,6 +127,11 @@ class Plan:
         slots = [slot for node in self.places for slot in slots_of(node)]
         self._entering = {(slot.node, index): slot for slot in slots for index in slot.entering_at}
         self._leaving = {place: slot for slot in slots for place in slot.leaving_at}
+        self.half_dtype = onnx_ir.DataType(self.half.elem_type)
+
+    @property
+    def half(self) -> HalfType:
+        return self.settings.half
 
     def signature(self, node: onnx_ir.Node) -> Signature | None:
         return signature_of(node, self.model.opset_imports)
@@ -147,7 +152,7 @@ class Plan:
             self.single_groups.add(self.ties.group_of(value))
 
     def gives_half(self, value: onnx_ir.Value) -> bool:
-        """Whether a float32 value will be float16 where it is made. Not for constants and casts, which can have either type."""
+        """Whether a float32 value will be half where it is made. Not for constants and casts, which can have either type."""
         node = value.producer()
         if node is None:
             if value.graph is self.model.graph:
@@ -164,19 +169,19 @@ class Plan:
         if node.op_type in OPERATORS and not node.domain:
             return self._type_of_slot(self._entering.get((node, index)))
         half = node not in self.kept and self.places[node].inputs[index]
-        return FLOAT16 if half else FLOAT
+        return self.half_dtype if half else FLOAT
 
     def wanted_as_output(self, graph: onnx_ir.Graph, index: int) -> onnx_ir.DataType:
         """The type that a float32 output of a graph must have."""
         value = graph.outputs[index]
         if graph is self.model.graph:
-            return FLOAT if self._keeps_output(value) else FLOAT16
+            return FLOAT if self._keeps_output(value) else self.half_dtype
         return self._type_of_slot(self._leaving.get((graph, index)))
 
     def _type_of_slot(self, slot: Slot | None) -> onnx_ir.DataType:
         if slot is None:
             return FLOAT
-        return FLOAT if self.ties.group_of([*slot.inside, *slot.results][0]) in self.single_groups else FLOAT16
+        return FLOAT if self.ties.group_of([*slot.inside, *slot.results][0]) in self.single_groups else self.half_dtype
 
     def _keeps_input(self, value: onnx_ir.Value) -> bool:
         if is_container(value):
@@ -206,5 +211,5 @@ class Plan:
 
 
 def blank_plan(model: onnx_ir.Model, settings: Settings) -> Plan:
-    places = {node: half_places(node, model.opset_imports) for node in all_nodes(model)}
+    places = {node: half_places(node, model.opset_imports, settings.half) for node in all_nodes(model)}
     return Plan(model=model, settings=settings, places=places, ties=Ties(model))

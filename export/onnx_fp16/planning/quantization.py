@@ -24,12 +24,14 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import onnx_ir
 
+from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies, constant_of, is_float, operators
 from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 CONCAT_REASON = "between quantized tensors: ONNX Runtime joins those as integers, with scales in float32 alone"
 BIAS_REASON = "ONNX Runtime quantizes the layer's bias with the product of both scales, which float16 cannot hold"
 SCALE_REASON = "its scale of {:.3g} keeps few digits in float16"
+STEP_REASON = "its scale keeps 8 bits in bfloat16, and 255 steps of it would be off by more than one"
 
 _QUANTIZES, _DEQUANTIZES = "QuantizeLinear", "DequantizeLinear"
 _DOMAINS = ("", "com.microsoft")
@@ -37,7 +39,6 @@ _DOMAINS = ("", "com.microsoft")
 _PASSED = (MOVERS | {"MaxPool"}) - {"Concat"}
 _BIASED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _ACTIVATIONS = frozenset({"Clip", "Relu"})
-BETWEEN_REASON = "between layers that quantize what they get: float16 moves it across quantization steps"
 _ORT = "com.microsoft"
 _QUANTIZERS = frozenset({("", "DynamicQuantizeLinear"), (_ORT, "DynamicQuantizeLSTM"), (_ORT, "DynamicQuantizeMatMul")})
 _PRODUCTS = frozenset(
@@ -47,8 +48,21 @@ _PRODUCTS = frozenset(
 _WEIGHTED = operators("Conv ConvTranspose Einsum GRU Gather Gemm LSTM MatMul RNN")
 
 
-def quantized_gaps(model: onnx_ir.Model) -> Iterator[tuple[onnx_ir.Node, str]]:
-    """The nodes around static quantization that must be float32, each with the reason."""
+def between_reason(half: HalfType) -> str:
+    return f"between layers that quantize what they get: {half.name} moves it across quantization steps"
+
+
+def quantized_gaps(model: onnx_ir.Model, half: HalfType) -> Iterator[tuple[onnx_ir.Node, str]]:
+    """The nodes around static quantization that must be float32, each with the reason.
+
+    In bfloat16 these are the quantizing nodes themselves, as a scale of 8 bits moves numbers by a step; then the rest is safe.
+    """
+    if half.has_float32_range:
+        quantizers = (
+            node for node in all_nodes(model) if node.op_type in (_QUANTIZES, _DEQUANTIZES) and node.domain in _DOMAINS
+        )
+        yield from ((node, STEP_REASON) for node in quantizers)
+        return
     for node in all_nodes(model):
         if node.op_type in (_QUANTIZES, _DEQUANTIZES) and node.domain in _DOMAINS:
             smallest = _smallest_scale(node)

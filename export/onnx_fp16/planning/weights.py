@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
+from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_fp16.graph import (
     ELEMENTWISE,
     FLOAT,
-    FLOAT16,
     MOVERS,
     asks_for_infinity,
     bodies,
@@ -23,7 +23,7 @@ from halfserve.export.onnx_fp16.graph import (
     slots_of,
 )
 from halfserve.export.onnx_fp16.planning.plan import Plan
-from halfserve.export.weight_ledger import FP16_MAX, Ledger, ledger_of
+from halfserve.export.weight_ledger import Ledger, ledger_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _CHUNK_ELEMENTS = 1 << 19  # 2 MB of float32
@@ -44,7 +44,7 @@ class WeightScan:
 
     Attributes:
         elements: The number of elements.
-        ledger: Counts of what rounding to float16 does.
+        ledger: Counts of what rounding does.
         nonzero: The number of elements that are not zero.
         largest: The largest finite magnitude; 0 where there is none.
     """
@@ -56,7 +56,7 @@ class WeightScan:
 
     @property
     def overflows(self) -> bool:
-        """Whether a finite element is beyond float16's range."""
+        """Whether a finite element is beyond the half type's range."""
         return self.ledger.overflow > 0
 
     @property
@@ -65,7 +65,7 @@ class WeightScan:
         return 0 < self.nonzero == self.ledger.flushed
 
 
-def scan(tensor: onnx_ir.TensorProtocol) -> WeightScan:
+def scan(tensor: onnx_ir.TensorProtocol, half: HalfType = FP16) -> WeightScan:
     """Scan a float32 tensor, 2 MB at a time."""
     total, nonzero, largest = Ledger(), 0, 0.0
     flat = np.ravel(tensor.numpy())
@@ -76,18 +76,21 @@ def scan(tensor: onnx_ir.TensorProtocol) -> WeightScan:
         finite = positive[np.isfinite(positive)]
         nonzero += positive.size + int(np.isnan(magnitude).sum())
         largest = max(largest, float(finite.max(initial=0.0)))
-        total += ledger_of(chunk)
+        total += ledger_of(chunk, half)
     return WeightScan(elements=tensor.size, ledger=total, nonzero=nonzero, largest=largest)
 
 
-def halved(tensor: onnx_ir.TensorProtocol, *, saturate: bool) -> onnx_ir.TensorProtocol:
-    """The tensor in float16; one that lies in a file is read and rounded at each access, and never held.
+def halved(tensor: onnx_ir.TensorProtocol, half: HalfType, *, saturate: bool) -> onnx_ir.TensorProtocol:
+    """The tensor in half precision; one that lies in a file is read and rounded at each access, and never held.
 
     Args:
         tensor: A float32 tensor.
-        saturate: Whether finite values beyond float16's range become its largest number, instead of infinity.
+        half: The type.
+        saturate: Whether finite values beyond its range become its largest number, instead of infinity. They always do in a
+            type of float32's range, where they are within a rounding of that number.
     """
-    return _changed(tensor, partial(rounded, saturate=saturate), FLOAT16)
+    change = partial(half.narrowed, saturate=saturate or half.has_float32_range)
+    return _changed(tensor, change, onnx_ir.DataType(half.elem_type))
 
 
 def narrowed(tensor: onnx_ir.TensorProtocol) -> onnx_ir.TensorProtocol:
@@ -123,14 +126,6 @@ def _changed(
     return onnx_ir.LazyTensor(changed, dtype=dtype, shape=onnx_ir.Shape(tensor.shape.numpy()), cache=False, **texts)
 
 
-def rounded(values: Array, *, saturate: bool = False) -> Array:
-    """Round float32 numbers to the nearest float16 ones, ties to even."""
-    if saturate:
-        values = np.where(np.isfinite(values), np.clip(values, -FP16_MAX, FP16_MAX), values)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return np.asarray(values).astype(np.float16)
-
-
 def weight_of(plan: Plan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None:
     """The float32 tensor of a constant, which may be rounded in the file; None for any other value.
 
@@ -147,10 +142,11 @@ def weight_of(plan: Plan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None
 
 
 class WeightRange:
-    """Finds constants that float16 cannot hold, follows them through movers, and keeps the nodes that compute with them."""
+    """Finds constants that do not fit the half type, follows them through movers, and keeps what computes with them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._half = plan.half
         self.scans: dict[onnx_ir.Value, WeightScan] = {}
         self._unfit: dict[onnx_ir.Value, str] = {}
 
@@ -183,7 +179,7 @@ class WeightRange:
         if node.op_type == "Pad" and not node.domain:
             self._visit_padding(node)
         for index, value in enumerate(node.inputs):
-            if value is None or not is_float(value) or self._plan.wanted(node, index) is not FLOAT16:
+            if value is None or not is_float(value) or self._plan.wanted(node, index) != self._plan.half_dtype:
                 continue
             reason = self._reason(value)
             if reason is None or self._may_round(node, value):
@@ -199,8 +195,8 @@ class WeightRange:
         if fill is None or fill.type != AttributeType.TENSOR or fill.as_tensor().dtype != FLOAT:
             return
         value = node.outputs[0]
-        self.scans[value] = scan(fill.as_tensor())
-        reason = _unfit_reason(_constant(value), self.scans[value])
+        self.scans[value] = scan(fill.as_tensor(), self._half)
+        reason = self._unfit_reason(_constant(value), self.scans[value])
         if reason is not None and not self._may_saturate(value):
             self._unfit[value] = reason
             self._plan.keep(node, reason)
@@ -211,7 +207,9 @@ class WeightRange:
         filled = mode is None or mode.as_string() == "constant"
         if number is None or not filled or not is_float(node.outputs[0]):
             return
-        reason = _unfit_reason(f"the padding of {node.name!r}", scan(onnx_ir.tensor([number.as_float()], FLOAT)))
+        reason = self._unfit_reason(
+            f"the padding of {node.name!r}", scan(onnx_ir.tensor([number.as_float()], FLOAT), self._half)
+        )
         if reason is not None:
             self._unfit[node.outputs[0]] = reason
             self._plan.keep(node, reason)
@@ -220,7 +218,7 @@ class WeightRange:
         if value in self._unfit:
             return self._unfit[value]
         known = self.scan_of(value)
-        return None if known is None else _unfit_reason(_constant(value), known)
+        return None if known is None else self._unfit_reason(_constant(value), known)
 
     def scan_of(self, value: onnx_ir.Value) -> WeightScan | None:
         """The statistics of a weight; None where the value is no weight."""
@@ -228,7 +226,7 @@ class WeightRange:
             tensor = weight_of(self._plan, value)
             if tensor is None:
                 return None
-            self.scans[value] = scan(tensor)
+            self.scans[value] = scan(tensor, self._half)
         return self.scans[value]
 
     def _may_round(self, node: onnx_ir.Node, value: onnx_ir.Value) -> bool:
@@ -255,8 +253,17 @@ class WeightRange:
             self._plan.saturated.add(value)
             return True
         for node, _ in uses:
-            self._plan.keep(node, _unfit_reason(_constant(value), known) or "")
+            self._plan.keep(node, self._unfit_reason(_constant(value), known) or "")
         return False
+
+    def _unfit_reason(self, what: str, known: WeightScan) -> str | None:
+        if self._half.has_float32_range:
+            return None
+        if known.overflows:
+            return f"{what} reaches {known.largest:.3g}; {self._half.name} ends at {self._half.largest:g}"
+        if known.vanishes:
+            return f"{what} is at most {known.largest:.3g}; {self._half.name} rounds that to zero"
+        return None
 
 
 def _uses_of_mask(value: onnx_ir.Value) -> list[tuple[onnx_ir.Node, int]] | None:
@@ -329,11 +336,3 @@ def _is_for_infinity(node: onnx_ir.Node) -> bool:
 
 def _constant(value: onnx_ir.Value) -> str:
     return f"constant {value.name!r}"
-
-
-def _unfit_reason(what: str, known: WeightScan) -> str | None:
-    if known.overflows:
-        return f"{what} reaches {known.largest:.3g}; float16 ends at 65504"
-    if known.vanishes:
-        return f"{what} is at most {known.largest:.3g}; float16 rounds that to zero"
-    return None

@@ -1,4 +1,4 @@
-"""Repairs: rewrites of a float32 graph, equal in exact arithmetic, that float16 can hold."""
+"""Repairs: rewrites of a float32 graph, equal in exact arithmetic, that half precision can hold."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import onnx_ir
 
 from halfserve.export.errors import ExportError
+from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
 from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
-from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE
-from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
+from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
+from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE, KEEP_PARTS
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, SOFTEN_MASKS
 from halfserve.export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
 from halfserve.export.onnx_fp16.report import Repair
@@ -18,6 +19,7 @@ from halfserve.export.onnx_fp16.report import Repair
 # In this order: weights first, then operators in one piece, and last what can only be kept in float32.
 REPAIRS: tuple[RepairPass, ...] = (
     FOLD_BATCH_NORM,
+    SPELL_OUT_BATCH_NORM,
     FOLD_SCALE,
     FUSE_LAYER_NORM,
     FUSE_MOMENTS,
@@ -29,6 +31,13 @@ REPAIRS: tuple[RepairPass, ...] = (
     KEEP_MASKS,
     KEEP_FRAGILE,
 )
+
+
+def repairs_for(half: HalfType) -> tuple[RepairPass, ...]:
+    """The passes for a type. One of float32's range needs none that serve the range, and loses digits in norms in parts."""
+    if half.has_float32_range:
+        return (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS)
+    return REPAIRS
 
 
 class PassError(ExportError):

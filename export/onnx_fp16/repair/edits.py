@@ -27,11 +27,13 @@ class RepairPass:
         name: What reports and errors call it.
         call: Rewrites a model in place.
         left: Finds what the pass should have repaired: empty after `call`.
+        for_range: Whether it serves float16's range alone, so that a type of float32's range does without.
     """
 
     name: str
     call: Callable[[onnx_ir.Model], list[Repair]]
     left: Callable[[onnx_ir.Model], Iterable[onnx_ir.Node]] = lambda _: ()
+    for_range: bool = False
 
 
 def repair(pass_name: str, nodes: Iterable[onnx_ir.Node], text: str) -> Repair:

@@ -194,5 +194,8 @@ FUSE_SOFTPLUS = RepairPass(
     left=lambda model: (node for node in all_nodes(model) if _softplus_parts(node) is not None),
 )
 LIMIT_GELU = RepairPass(
-    name="limit-gelu", call=_limit_gelu, left=lambda model: (node for node in all_nodes(model) if _is_unlimited(node))
+    name="limit-gelu",
+    call=_limit_gelu,
+    left=lambda model: (node for node in all_nodes(model) if _is_unlimited(node)),
+    for_range=True,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,17 +41,20 @@ class _Affine:
 
 
 def _fold_batch_norm(model: onnx_ir.Model) -> list[Repair]:
-    """Fold y = (x - mean) / sqrt(var + eps) * scale + bias into the weights of the linear operator that made x.
+    """Fold y = (x - mean) / sqrt(var + eps) * scale + bias into the weights of the linear operator that made x."""
+    return _rewritten_norms(model, _folded_norm)
 
-    Where there is none, the BatchNorm becomes a multiplication and an addition, if float16 holds their constants and does not
-    hold the statistics.
-    """
+
+def _spell_out_batch_norm(model: onnx_ir.Model) -> list[Repair]:
+    """Write a BatchNorm as a multiplication and an addition, if float16 holds their constants and not the statistics."""
+    return _rewritten_norms(model, _spelled_out)
+
+
+def _rewritten_norms(model: onnx_ir.Model, rewrite: Callable[[onnx_ir.Node, _Affine, NodeBuilder], str | None]) -> list[Repair]:
     builder, repairs = NodeBuilder(model), []
     for node in list(all_nodes(model)):
         affine = _affine_of(node)
-        if affine is None:
-            continue
-        text = _folded_norm(node, affine, builder) or _spelled_out(node, affine, builder)
+        text = None if affine is None else rewrite(node, affine, builder)
         if text is not None:
             repairs.append(repair(FOLD_BATCH_NORM.name, [node], text))
     return repairs
@@ -271,4 +274,5 @@ def _is_transposed(linear: onnx_ir.Node) -> bool:
 
 
 FOLD_BATCH_NORM = RepairPass(name="fold-batch-norm", call=_fold_batch_norm, left=_foldable_norms)
-FOLD_SCALE = RepairPass(name="fold-scale", call=_fold_scale, left=_foldable_scales)
+SPELL_OUT_BATCH_NORM = RepairPass(name="fold-batch-norm", call=_spell_out_batch_norm, for_range=True)
+FOLD_SCALE = RepairPass(name="fold-scale", call=_fold_scale, left=_foldable_scales, for_range=True)

@@ -6,8 +6,10 @@ operator that brings the numbers back: a division, a logarithm, a square root th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir
@@ -37,12 +39,16 @@ BOUNDED = "a sum of squares that only what follows brings back into float16's ra
 POWERS = "a power that only what follows brings back into float16's range"
 EPSILON = "float16 loses the epsilon {:.3g}"
 ANGLE = "an angle up to its sine or cosine"
+SUMMED_SQUARES = "a norm in parts: bfloat16 has too few digits for a sum of squares"
+EXPONENTIALS = "a softmax or logarithm of exponentials in parts: bfloat16 has too few digits for it"
 SCALES = "scaled by {:.3g} and back"
 # These compute the small number to which an epsilon is added.
 GUARDED = operators("Abs Mul Neg Pow ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare Sqrt Sub")
 NORM = operators("Mul Pow ReduceMean Sub")
 ANGLES = MOVERS | operators("Add Cast Div Einsum Exp MatMul Mul Neg Sub")
 LARGE_FACTOR = 256.0
+_Found: TypeAlias = tuple[str, Iterable[onnx_ir.Node]] | None
+_Opener: TypeAlias = Callable[[onnx_ir.Node], _Found]
 
 
 @dataclass
@@ -150,21 +156,37 @@ def factor_of(node: onnx_ir.Node) -> float | None:
     return next((number for number in map(number_of, node.inputs) if number), None)
 
 
-def _keep_fragile(model: onnx_ir.Model) -> list[Repair]:
+def _keep(opened_by: _Opener, model: onnx_ir.Model) -> list[Repair]:
     repairs: list[Repair] = []
     for node in all_nodes(model):
-        found = _opened_by(node)
+        found = opened_by(node)
         if found is not None:
             reason, nodes = found
             repairs += keep(nodes, reason, KEEP_FRAGILE.name)
     return repairs
 
 
-def _unmarked(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
-    return (node for node in all_nodes(model) if _opened_by(node) is not None and not is_kept(node))
+def _unmarked(opened_by: _Opener, model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
+    return (node for node in all_nodes(model) if opened_by(node) is not None and not is_kept(node))
 
 
-def _opened_by(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _parts_at(node: onnx_ir.Node) -> _Found:
+    """The norm, softmax or angle in parts that a node opens, if any; bfloat16 holds the range of all other chains.
+
+    A square that is not summed, an epsilon of 1e-12 and a factor of 1e6 lose no more digits than any other number.
+    """
+    if is_op(node, *PERIODIC):
+        return _of_angle(node)
+    if is_op(node, "Exp"):
+        found = _of_exponential(node)
+        return None if found is None else (EXPONENTIALS, found[1])
+    if squares(node) or is_op(node, "ReduceSumSquare", "ReduceL2"):
+        found = _of_squares(node)
+        return None if found is None or found[0] is POWERS else (SUMMED_SQUARES, found[1])
+    return None
+
+
+def _opened_by(node: onnx_ir.Node) -> _Found:
     """The chain that a node opens, if any, with the reason to keep it in float32."""
     if squares(node) or is_op(node, "ReduceSumSquare", "ReduceL2"):
         return _of_squares(node) if _outgrows(node) else None
@@ -179,7 +201,7 @@ def _opened_by(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
     return _of_scales(node, factor) if factor is not None and abs(factor) >= LARGE_FACTOR else None
 
 
-def _of_squares(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _of_squares(node: onnx_ir.Node) -> _Found:
     chain = _follow(node)
     roots = chain is not None and any(map(_is_root, chain.nodes))
     if chain is None or not (chain.closed or (chain.reduced and roots)):
@@ -196,7 +218,7 @@ def _tails(chain: Chain) -> list[onnx_ir.Node]:
     return [tail for one in chain.nodes if is_op(one, "Div", "Mul") for tail in _affine_tail(one)]
 
 
-def _of_exponential(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _of_exponential(node: onnx_ir.Node) -> _Found:
     """exp(12) is infinite: harmful in a sum, before a logarithm, and on both sides of a division (inf / inf)."""
     chain = _follow(node)
     if chain is None or not chain.closed:
@@ -208,7 +230,7 @@ def _of_exponential(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | 
     return (POWERS, chain.nodes) if ratio or summed or logarithm else None
 
 
-def _of_angle(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _of_angle(node: onnx_ir.Node) -> _Found:
     """The sine of a value computed from the model's inputs and constants alone: positions, or a diffusion model's time."""
     path, waiting = {node: None}, list(node.inputs)
     while waiting:
@@ -235,7 +257,7 @@ def _epsilon_of(node: onnx_ir.Node) -> tuple[float, tuple[onnx_ir.Node, ...]] | 
     return None
 
 
-def _of_epsilon(node: onnx_ir.Node, epsilon: float, path: Iterable[onnx_ir.Node]) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _of_epsilon(node: onnx_ir.Node, epsilon: float, path: Iterable[onnx_ir.Node]) -> _Found:
     chain = _follow(node)
     guards = chain is not None and any(is_op(one, "Div", "Log", "Pow", *ROOTS) for one in chain.nodes)
     if chain is None or not guards:
@@ -243,7 +265,7 @@ def _of_epsilon(node: onnx_ir.Node, epsilon: float, path: Iterable[onnx_ir.Node]
     return EPSILON.format(epsilon), [*path, *_sources(node, GUARDED), *chain.nodes, *_tails(chain)]
 
 
-def _of_scales(node: onnx_ir.Node, factor: float) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _of_scales(node: onnx_ir.Node, factor: float) -> _Found:
     """A large factor, and what follows up to the small factor that reverts it."""
     path, value = [node], node.outputs[0]
     while len(path) < 12:
@@ -295,4 +317,7 @@ def _product(node: onnx_ir.Node, products: int) -> tuple[float, tuple[onnx_ir.No
     return float(np.prod([size for size, _ in known])), (node, *(one for _, path in known for one in path))
 
 
-KEEP_FRAGILE = RepairPass(name="keep-fragile", call=_keep_fragile, left=_unmarked)
+KEEP_FRAGILE = RepairPass(
+    name="keep-fragile", call=partial(_keep, _opened_by), left=partial(_unmarked, _opened_by), for_range=True
+)
+KEEP_PARTS = RepairPass(name="keep-fragile", call=partial(_keep, _parts_at), left=partial(_unmarked, _parts_at))

@@ -287,6 +287,9 @@ def _maker(value: onnx_ir.Value | None) -> onnx_ir.Node | None:
 
 
 SOFTEN_MASKS = RepairPass(
-    name="soften-masks", call=_soften_masks, left=lambda model: (addition for addition, _, _ in _masked_additions(model))
+    name="soften-masks",
+    call=_soften_masks,
+    left=lambda model: (addition for addition, _, _ in _masked_additions(model)),
+    for_range=True,
 )
-KEEP_MASKS = RepairPass(name="keep-masks", call=_keep_masks)
+KEEP_MASKS = RepairPass(name="keep-masks", call=_keep_masks, for_range=True)

@@ -181,5 +181,5 @@ def _certified(path: Path) -> float | None:
     try:
         allowed = json.loads(read_regular(path))["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # model_control/checks.py judges the certificate
+        return None  # model_control/certificate_check.py judges the certificate
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else None

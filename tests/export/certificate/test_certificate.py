@@ -83,7 +83,7 @@ def test_nan_is_written_as_json_allows_and_reads_back(full: Certificate) -> None
 
 def test_certificates_of_version_1_are_read(full: Certificate) -> None:
     data = full.to_json()
-    added = ("graph_sha256", "levels", "adversarial", "headroom", "accumulators", "risks", "notes", "placement")
+    added = ("precision", "graph_sha256", "levels", "adversarial", "headroom", "accumulators", "risks", "notes", "placement")
     old = {name: value for name, value in data.items() if name not in added} | {"schema_version": 1}
     for output in old["outputs"]:
         del output["plot"], output["figures"]["floating"]
@@ -91,7 +91,7 @@ def test_certificates_of_version_1_are_read(full: Certificate) -> None:
         del old["budget"][limit]
     read = read_certificate(json.dumps(old))
     assert read.outputs == full.outputs
-    assert read.adversarial == ()
+    assert (read.precision, read.adversarial) == ("float16", ())
     assert read.violations == ["output 'y' (runtime): max abs error 2 (limit 1)"]
 
 
@@ -111,6 +111,7 @@ def test_edge_cases_headroom_and_sums_count_where_the_budget_says_so(full: Certi
 def test_its_hash_covers_all_but_the_files_own(full: Certificate) -> None:
     assert replace(full, onnx_sha256="other", onnx_bytes=7).sha256 == full.sha256
     assert replace(full, samples=5).sha256 != full.sha256
+    assert replace(full, precision="bfloat16").sha256 != full.sha256
     assert read_certificate(full.to_bytes()).sha256 == full.sha256
 
 

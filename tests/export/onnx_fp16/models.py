@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from benchmarks.converters.cases import Case
 from benchmarks.converters.judge import Verdict, judge
 from benchmarks.converters.runtime import Session
+from halfserve.export.half_types import HalfName
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.onnx_fp16.report import ConversionReport
 
@@ -40,6 +41,7 @@ def halve(
     op_block_list: Collection[str] = (),
     node_block_list: Collection[str] = (),
     repair: bool = False,
+    dtype: HalfName = "float16",
 ) -> tuple[onnx.ModelProto, ConversionReport]:
     """Convert without repairs, which are tested elsewhere."""
     source = onnx.ModelProto()
@@ -50,6 +52,7 @@ def halve(
         op_block_list=op_block_list,
         node_block_list=node_block_list,
         repair=repair,
+        dtype=dtype,
     )
     return onnx_ir.to_proto(done.model), done.report
 

@@ -11,7 +11,7 @@ import pytest
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import densify, open_model
 from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
-from halfserve.export.onnx_fp16.prepare import upgrade_opset
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.onnx_fp16.repair import PassError, run_passes
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
 from halfserve.export.onnx_fp16.report import Repair

@@ -8,9 +8,10 @@ import onnx
 import pytest
 
 from benchmarks.converters.runtime import Session
+from halfserve.export.half_types import FP16
 from halfserve.export.onnx_fp16.planning import decisions as rules
-from halfserve.export.onnx_fp16.planning.exact_arithmetic import ADDEND_REASON
-from halfserve.export.onnx_fp16.planning.quantization import BETWEEN_REASON, BIAS_REASON, CONCAT_REASON
+from halfserve.export.onnx_fp16.planning.exact_arithmetic import addend_reason
+from halfserve.export.onnx_fp16.planning.quantization import BIAS_REASON, CONCAT_REASON, between_reason
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import assert_clean_both_ways, halve, judged, normal, parse, reasons
@@ -185,7 +186,7 @@ def test_what_lies_between_quantized_layers_stays_float32(monkeypatch: pytest.Mo
     assert_clean_both_ways(model, feeds)
     converted, report = halve(model)
     kept = reasons(report)
-    assert {name for name, reason in kept.items() if reason == BETWEEN_REASON} == {
+    assert {name for name, reason in kept.items() if reason == between_reason(FP16)} == {
         f"{v}{n}" for v in "gx" for n in range(LAYERS - 1)
     }
     assert {"b", "y"}.isdisjoint(kept)
@@ -228,7 +229,7 @@ def test_a_branch_between_quantized_layers_is_float16() -> None:
         **weights,
     )
     converted, report = halve(model)
-    assert BETWEEN_REASON not in reasons(report).values()
+    assert between_reason(FP16) not in reasons(report).values()
     for chosen in (True, False):
         assert error(model, converted, {"x": normal(4, WIDTH), "c": np.array(chosen)}) <= 0.02
 
@@ -251,6 +252,6 @@ def test_a_bias_that_joins_an_integer_product_is_exact(opset: int) -> None:
     converted = judged(model, feeds)
     kept = reasons(halve(model)[1])
     assert {"s", "d", "r"} <= set(kept)
-    assert kept["r"] == ADDEND_REASON
+    assert kept["r"] == addend_reason(FP16)
     assert "y" not in kept
     assert error(model, converted, feeds) <= 1e-3

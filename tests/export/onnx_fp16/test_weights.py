@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from halfserve.export.onnx_fp16.planning.weights import rounded, scan
+from halfserve.export.half_types import FP16
+from halfserve.export.onnx_fp16.planning.weights import scan
 from halfserve.export.weight_ledger import ledger_of
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, halve, judged, normal, parse, reasons, run, types
 
@@ -172,7 +173,7 @@ FLOATS = arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32, all
 @given(FLOATS)
 def test_a_scan_sees_what_rounding_does(values: np.ndarray) -> None:
     known = scan(onnx_ir.tensor(values))
-    half = rounded(values)
+    half = FP16.narrowed(values)
     finite = np.isfinite(values)
     assert known.vanishes == bool((values != 0).any() and not half.any())
     assert known.ledger.flushed == int(((values != 0) & (half == 0)).sum())
@@ -183,6 +184,6 @@ def test_a_scan_sees_what_rounding_does(values: np.ndarray) -> None:
 
 @given(FLOATS)
 def test_saturation_leaves_nothing_infinite_that_was_finite(values: np.ndarray) -> None:
-    half = rounded(values, saturate=True)
+    half = FP16.narrowed(values, saturate=True)
     assert np.isfinite(half[np.isfinite(values)]).all()
     np.testing.assert_array_equal(half[~np.isfinite(values)], values[~np.isfinite(values)].astype(np.float16))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.half_types import FP16
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
-from halfserve.export.verification.comparison import rounded_to_half
 from halfserve.export.verification.samples import Array
 from halfserve.export.verification.verify import verify
 
@@ -101,7 +101,7 @@ def x() -> Array:
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_float16_inputs_that_alone_are_too_coarse_are_named(by_torch: bool, x: Array) -> None:
     message, certificate = over(Steep().eval() if by_torch else steep(FLOAT), steep(FLOAT, HALF), x)
-    exact, coarse = np.sin(x * np.float32(300)), np.sin(rounded_to_half(x) * np.float32(300))
+    exact, coarse = np.sin(x * np.float32(300)), np.sin(FP16.rounded(x) * np.float32(300))
     error = np.abs(exact - coarse).max() / np.abs(exact).max()
     assert f"{STEEP} (output 'y': max error {error:.3g} of the output's scale" in message
     assert message.endswith("cannot meet it: keep float32 ones (keep_io_types=True or --keep-io-types) or allow more")
@@ -128,10 +128,10 @@ def test_inputs_beyond_float16_are_to_blame() -> None:
 
 def test_only_float32_and_float64_are_rounded() -> None:
     for dtype in (np.float32, np.float64):
-        rounded = rounded_to_half(np.array([1 / 3, 1e6], dtype))
+        rounded = FP16.rounded(np.array([1 / 3, 1e6], dtype))
         assert (rounded.tolist(), rounded.dtype) == ([float(np.float16(1 / 3)), float("inf")], dtype)
     for array in (np.array([1 / 3], np.float16), np.array([1 << 20])):
-        assert rounded_to_half(array) is array
+        assert FP16.rounded(array) is array
 
 
 def test_within_the_budget_the_reference_runs_once(x: Array) -> None:

@@ -4,10 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, parser
+from onnx import helper, numpy_helper, parser
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 
 from halfserve.export.certificate.budget import Budget
@@ -258,10 +259,10 @@ class Calibration(CalibrationDataReader):  # type: ignore[misc]  # (has no types
         return next(self._feeds, None)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_quantised_model_equals_itself_exactly(kind: str, tmp_path: Path) -> None:
+def quantised_model(kind: str, folder: Path) -> tuple[Path, Array]:
+    """A quantised model, and samples of it."""
     random = np.random.default_rng(0)
-    plain, quantised = tmp_path / "plain.onnx", tmp_path / "quantised.onnx"
+    plain, quantised = folder / "plain.onnx", folder / "quantised.onnx"
     model = parser.parse_model(CENTRED)
     for name, shape, size in (("w", (16, 16, 3, 3), 12), ("head", (576, 10), 32)):
         weight = (random.standard_normal(shape) / size).astype(np.float32)
@@ -272,6 +273,26 @@ def test_a_quantised_model_equals_itself_exactly(kind: str, tmp_path: Path) -> N
         quantize_dynamic(plain, quantised, op_types_to_quantize=["MatMul"])
     else:
         quantize_static(plain, quantised, Calibration(x), quant_format=QuantFormat.QDQ, op_types_to_quantize=["MatMul"])
+    return quantised, x
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_quantised_model_equals_itself_exactly(kind: str, tmp_path: Path) -> None:
+    quantised, x = quantised_model(kind, tmp_path)
     certificate = verify(quantised, quantised, x, budget=Budget(max_abs_error=0.0), cuda=False)
     assert certificate.passed
     assert {verdict.figures.max_abs_error for verdict in certificate.outputs} == {0.0}
+
+
+def test_a_quantised_model_beside_bfloat16_numbers_equals_itself_exactly(tmp_path: Path) -> None:
+    quantised, x = quantised_model("dynamic", tmp_path)
+    beside: list[onnx.ModelProto] = []
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        model = onnx.load(quantised)
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 2), dtype), "numbers"))
+        model.graph.node.append(helper.make_node("Identity", ["numbers"], ["z"]))
+        model.graph.output.append(helper.make_tensor_value_info("z", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [1, 2]))
+        beside.append(model)
+    reference, candidate = beside
+    certificate = verify(reference, candidate, x, budget=Budget(max_abs_error=0.0), cuda=False)
+    assert (certificate.passed, certificate.precision) == (True, "bfloat16")

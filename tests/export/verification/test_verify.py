@@ -377,7 +377,9 @@ def test_a_detector_without_its_scores_is_refused_with_the_column_named() -> Non
         model.graph.initializer.append(onnx.numpy_helper.from_array(mask, "m"))
     generator = np.random.default_rng(0)
     x = np.concatenate([generator.uniform(0, 640, (4, 16, 4)), generator.random((4, 16, 2))], -1).astype(np.float32)
-    message = r"output 'y' \(rounded\): column 4 and 1 more on axis 2 is 0 throughout and up to .* it vanishes in float16"
+    message = (
+        r"output 'y' \(rounded\): column 4 and 1 more on axis 2 is 0 throughout and up to .* it vanishes in half precision"
+    )
     with pytest.raises(BudgetExceeded, match=message):
         verify(reference, candidate, x, cuda=False)
 

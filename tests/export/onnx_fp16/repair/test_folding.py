@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE
+from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
 from tests.export.onnx_fp16.models import parse
 from tests.export.onnx_fp16.repair.same import assert_untouched, compare, operators, repaired, same
 
@@ -95,8 +95,8 @@ def test_with_nothing_to_fold_into_it_is_spelled_out_only_where_that_helps() -> 
     )
     large = {**statistics(4, 0), "scale": np.full(4, 3e4), "var": np.full(4, 9.8e7)}
     x = np.random.default_rng(0).standard_normal((2, 4, 3, 3)).astype(np.float32)
-    assert operators(same(parse(text, **large), FOLD_BATCH_NORM, {"x": x})) == ["Relu", "Mul", "Add"]
-    assert_untouched(parse(text, **statistics(4, 0)), FOLD_BATCH_NORM)
+    assert operators(same(parse(text, **large), SPELL_OUT_BATCH_NORM, {"x": x})) == ["Relu", "Mul", "Add"]
+    assert_untouched(parse(text, **statistics(4, 0)), SPELL_OUT_BATCH_NORM)
 
 
 @pytest.mark.parametrize("shape", ["2, 4, 4", "A, B, C"])

@@ -1,0 +1,162 @@
+"""What float16 and bfloat16 cost in digits: the architectures that users bring, converted to both, simulated and judged.
+
+    python -m benchmarks.half_types [--only PART_OF_NAME] [--openvino] [--json]
+
+The models are those of `tests/export/architectures.py`, small and with random weights of the size that training gives, and two
+of full size: BERT with 6 layers of 384, as MiniLM-L6, and ResNet-50. An error is the largest difference from float32, as a
+share of the output's largest number (or of its kind of columns), with every node rounded; the worst output counts. The search
+for nodes that need float32 is off, and so is every limit, so that all errors are shown. With `--openvino` (`pip install
+openvino`; a processor with AVX512-BF16 or AMX), OpenVINO computes the bfloat16 model as it is typed, which shows whether the
+simulation is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from halfserve.export.certificate.budget import MAX_SCALED_ERROR, Budget
+from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.errors import ExportError
+from halfserve.export.half_types import HALF_TYPES
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.verify import verify
+from tests.export.architectures import ARCHITECTURES, Architecture, images, natural_weights, sentences
+
+NO_LIMIT = Budget(max_scaled_error=1e30, min_agreement=0.0, max_non_finite=10**9)
+
+
+class FirstOutput(nn.Module):
+    """The first output alone of a Hugging Face model that takes keywords."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        result: Tensor = self.model(pixel_values=pixel_values)[0]
+        return result
+
+
+def _minilm() -> nn.Module:
+    config = transformers.BertConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=1000
+    )
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+def _resnet50() -> nn.Module:
+    return FirstOutput(transformers.ResNetForImageClassification(transformers.ResNetConfig()))
+
+
+MODELS: dict[str, Architecture] = {
+    "MiniLM-L6 (random)": Architecture(make=_minilm, inputs=sentences, length=50),
+    "ResNet-50 (random)": Architecture(make=_resnet50, inputs=lambda _: images(224)),
+    **ARCHITECTURES,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The largest error and the least cosine of one model in one type, and its error in OpenVINO; or the problem."""
+
+    error: float = float("nan")
+    cosine: float = float("nan")
+    problem: str = ""
+    on_hardware: float = float("nan")
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Only models whose name holds this.")] = "",
+    openvino: Annotated[bool, typer.Option("--openvino", help="Compute the bfloat16 models in OpenVINO too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Convert every model to both types and show the errors."""
+    warnings.simplefilter("ignore")  # the architectures' own
+    found: dict[str, dict[str, Cost]] = {}
+    for name, model in MODELS.items():
+        if only in name:
+            found[name] = dict(_costs(model, openvino=openvino))
+            told = ", ".join(f"{half} {cost.problem or _told(cost)}" for half, cost in found[name].items())
+            Console(stderr=True).print(f"{name}: {told}", markup=False, soft_wrap=True)
+    if as_json:
+        plain = {name: {half: dataclasses.asdict(cost) for half, cost in costs.items()} for name, costs in found.items()}
+        print(json.dumps(plain, indent=1))
+    else:
+        Console().print(_table(found))
+
+
+def _told(cost: Cost) -> str:
+    return (
+        f"{cost.error:.4f} (OpenVINO {cost.on_hardware:.4f})" if cost.on_hardware == cost.on_hardware else f"{cost.error:.4f}"
+    )
+
+
+def _costs(architecture: Architecture, *, openvino: bool) -> Iterator[tuple[str, Cost]]:
+    torch.manual_seed(0)
+    samples = architecture.inputs(architecture.length)
+    try:
+        module = natural_weights(architecture.make().eval(), samples)
+        wide = export_onnx(module, {name: tensor[:2] for name, tensor in samples.items()})
+    except (ExportError, ImportError, RuntimeError) as error:
+        yield from ((half, Cost(problem=str(error).splitlines()[0])) for half in HALF_TYPES)
+        return
+    arrays = {name: tensor.numpy() for name, tensor in samples.items()}
+    yield from ((half, _cost(wide, half, arrays, openvino=openvino and half == "bfloat16")) for half in HALF_TYPES)
+
+
+def _cost(wide: Any, half: Any, arrays: dict[str, np.ndarray[Any, Any]], *, openvino: bool) -> Cost:
+    try:
+        narrow = convert_float_to_float16(wide, dtype=half, upgrade_opset=True)
+        certificate = verify(wide, narrow, arrays, budget=NO_LIMIT, adversarial=False, cuda=False)
+    except BudgetExceeded as error:
+        certificate = error.certificate
+    except ExportError as error:
+        return Cost(problem=str(error).splitlines()[0])
+    figures = [verdict.figures for verdict in certificate.outputs if verdict.execution == "rounded"]
+    return Cost(
+        error=max(each.max_scaled_error for each in figures if each.floating),
+        cosine=min(each.cosine for each in figures if each.floating),
+        on_hardware=_error_in_openvino(wide, narrow, arrays) if openvino else float("nan"),
+    )
+
+
+def _error_in_openvino(wide: Any, narrow: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> float:
+    import openvino  # noqa: PLC0415  (an extra)
+
+    core = openvino.Core()
+    expected, found = (
+        core.compile_model(core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": hint})(arrays)
+        for model, hint in ((wide, "f32"), (narrow, "dynamic"))
+    )
+    pairs = [(expected[place], found[place]) for place in range(len(wide.graph.output))]
+    return max(compare(one, other).max_scaled_error for one, other in pairs if one.dtype == np.float32)
+
+
+def _table(found: dict[str, dict[str, Cost]]) -> Table:
+    table = Table(
+        "model", *(f"{half} error" for half in HALF_TYPES), *(f"{half} cosine" for half in HALF_TYPES), "in OpenVINO", "problem"
+    )
+    for name, costs in found.items():
+        errors = [f"{cost.error:.4f}{' !' if cost.error > MAX_SCALED_ERROR[half] else ''}" for half, cost in costs.items()]  # type: ignore[index]
+        cosines = [f"{cost.cosine:.6f}" for cost in costs.values()]
+        hardware = f"{costs['bfloat16'].on_hardware:.4f}"
+        table.add_row(name, *errors, *cosines, hardware, next((cost.problem for cost in costs.values() if cost.problem), ""))
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

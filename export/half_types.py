@@ -1,0 +1,114 @@
+"""The half-precision types that models are converted to: what each holds, and how it rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from halfserve.export.errors import UsageError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+HalfName: TypeAlias = Literal["float16", "bfloat16"]
+DtypeChoice: TypeAlias = Literal["float16", "bfloat16", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfType:
+    """A floating-point type of 16 bits.
+
+    Attributes:
+        name: Its name in numpy, torch and ONNX.
+        short: Its short name in titles.
+        elem_type: Its number in `onnx.TensorProto.DataType`.
+        significant_bits: Bits of the significand, the leading one included; rounding changes a number by at most
+            2**-significant_bits of it.
+        largest: The largest finite number.
+        smallest_normal: The smallest number with all significant bits.
+        smallest_subnormal: The smallest number above 0.
+    """
+
+    name: HalfName
+    short: Literal["fp16", "bf16"]
+    elem_type: int
+    significant_bits: int
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+
+    @property
+    def whole_numbers(self) -> int:
+        """All whole numbers up to this one are exact."""
+        return 1 << self.significant_bits
+
+    @property
+    def largest_flushed(self) -> float:
+        """The largest number that rounds to 0: the tie between 0 and the smallest subnormal goes to the even one, 0."""
+        return self.smallest_subnormal / 2
+
+    @property
+    def has_float32_range(self) -> bool:
+        """Whether rounding loses digits alone: no float32 number that a model holds becomes infinite or 0."""
+        return self.smallest_normal == float(np.finfo(np.float32).smallest_normal)
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy dtype; bfloat16 is one of `ml_dtypes`."""
+        if self.name == "float16":
+            return np.dtype(np.float16)
+        import ml_dtypes  # noqa: PLC0415  (float16 alone does without)
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+
+    def narrowed(self, values: Array, *, saturate: bool = False) -> Array:
+        """Round to the nearest numbers of this type, ties to even.
+
+        Args:
+            values: Floats.
+            saturate: Whether finite numbers beyond the range become its largest number, instead of infinity.
+        """
+        if saturate:
+            values = np.where(np.isfinite(values), np.clip(values, -self.largest, self.largest), values)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return np.asarray(values).astype(self.dtype)
+
+    def rounded(self, values: Array) -> Array:
+        """Float32 or float64 numbers rounded to this type, in their own dtype; any other array unchanged."""
+        return self.narrowed(values).astype(values.dtype) if values.dtype in (np.float32, np.float64) else values
+
+
+FP16 = HalfType(
+    name="float16",
+    short="fp16",
+    elem_type=10,
+    significant_bits=11,
+    largest=65504.0,
+    smallest_normal=2.0**-14,
+    smallest_subnormal=2.0**-24,
+)
+BF16 = HalfType(
+    name="bfloat16",
+    short="bf16",
+    elem_type=16,
+    significant_bits=8,
+    largest=(2 - 2.0**-7) * 2.0**127,
+    smallest_normal=2.0**-126,
+    smallest_subnormal=2.0**-133,
+)
+HALF_TYPES = {half.name: half for half in (FP16, BF16)}
+HALF_BY_ELEM_TYPE = {half.elem_type: half for half in (FP16, BF16)}
+
+
+def half_named(name: str) -> HalfType:
+    """The type of a name.
+
+    Raises:
+        UsageError: It is neither "float16" nor "bfloat16".
+    """
+    found = next((half for half in HALF_TYPES.values() if half.name == name), None)
+    if found is None:
+        raise UsageError(f"dtype is {name!r}; expected {' or '.join(repr(known) for known in HALF_TYPES)}")
+    return found

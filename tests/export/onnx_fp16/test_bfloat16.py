@@ -1,0 +1,187 @@
+"""Conversion to bfloat16: its types, what stays exact, and which repairs run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.half_types import BF16
+from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
+from halfserve.export.onnx_fp16.planning.decisions import BETWEEN_REASON
+from halfserve.export.onnx_fp16.planning.few_digits import GRID_REASON, NORM_REASON, SOFTMAX_REASON, SUM_REASON
+from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, parse, reasons, types
+
+BFLOAT16 = onnx.TensorProto.BFLOAT16
+TWO_LAYERS = "g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, w) }"
+
+
+def halved(model: onnx.ModelProto, *, repair: bool = False) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """A model in bfloat16, checked in full, and the reasons of its float32 nodes by name."""
+    converted, report = halve(model, repair=repair, dtype="bfloat16")
+    onnx.checker.check_model(converted, full_check=True)
+    assert report.dtype == "bfloat16"
+    return converted, reasons(report)
+
+
+def kept(model: onnx.ModelProto, *, repair: bool = False) -> dict[str, str]:
+    return halved(model, repair=repair)[1]
+
+
+def test_nodes_and_weights_are_bfloat16_between_float32_interfaces() -> None:
+    converted, found = halved(parse(TWO_LAYERS, w=normal(4, 4)))
+    assert found == {}
+    assert ops(converted) == ["Cast", "MatMul", "Tanh", "MatMul", "Cast"]
+    assert {name: kind for name, kind in types(converted).items() if name in "xwaby"} == {
+        "x": FLOAT,
+        "y": FLOAT,
+        **dict.fromkeys("wab", BFLOAT16),
+    }
+    weights = onnx.numpy_helper.to_array(converted.graph.initializer[0])
+    assert np.array_equal(weights.astype(np.float32), normal(4, 4).astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_inputs_and_outputs_become_bfloat16_where_asked() -> None:
+    converted = convert_float_to_float16(parse(TWO_LAYERS, w=normal(4, 4)), keep_io_types=False, dtype="bfloat16")
+    assert ops(converted) == ["MatMul", "Tanh", "MatMul"]
+    assert {types(converted)[name] for name in "xy"} == {BFLOAT16}
+
+
+def test_converting_again_with_the_same_type_changes_nothing() -> None:
+    work = onnx_ir.from_proto(parse(TWO_LAYERS, w=normal(4, 4)))
+    once = onnx_ir.to_proto(convert(work, dtype="bfloat16").model).SerializeToString(deterministic=True)
+    again = convert(work, dtype="bfloat16")
+    assert again.report.converted_before
+    assert again.report.dtype == "bfloat16"
+    assert onnx_ir.to_proto(again.model).SerializeToString(deterministic=True) == once
+    assert work.metadata_props["halfserve.converted"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("first", "second"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_a_model_of_the_other_half_type_is_refused(first: str, second: str) -> None:
+    model, _ = halve(parse(TWO_LAYERS, w=normal(4, 4)), dtype=first)  # type: ignore[arg-type]  # (parametrized)
+    with pytest.raises(ExportError, match=f"MatMul 'a' computes in {first}; expected a float32 model"):
+        halve(model, dtype=second)  # type: ignore[arg-type]  # (parametrized)
+
+
+def test_an_unknown_type_is_an_error_that_names_both() -> None:
+    with pytest.raises(UsageError, match="dtype is 'fp8'; expected 'float16' or 'bfloat16'"):
+        convert(onnx_ir.from_proto(parse(TWO_LAYERS, w=normal(4, 4))), dtype="fp8")  # type: ignore[arg-type]
+
+
+def test_an_operator_without_bfloat16_names_the_opset_that_has_it() -> None:
+    text = "g (float[1,4,8,8] x, bool[1,4,8,8] c) => (float[1,4,8,8] y) { h = Conv (x, w) y = Where (c, h, x) }"
+    model = parse(text, opset=15, ir=8, w=normal(4, 4, 1, 1))
+    offer = "the model has 15: --upgrade-opset (upgrade_opset=True) raises it"
+    assert kept(model) == {
+        "h": f"Conv takes bfloat16 from opset 22 on; {offer}",
+        "y": f"Where takes bfloat16 from opset 16 on; {offer}",
+    }
+    raised = convert_float_to_float16(model, dtype="bfloat16", upgrade_opset=True)
+    assert [entry.version for entry in raised.opset_import] == [22]
+    assert {types(raised)[name] for name in ("w", "h")} == {BFLOAT16}
+
+
+def test_an_operator_that_takes_it_too_late_is_not_offered_a_raise() -> None:
+    text = "g (float[2,4] x) => (float[2,2] y) { k = Constant <value = int64[1] {2}> () y, i = TopK (x, k) }"
+    assert kept(parse(text)) == {"y": "TopK takes bfloat16 from opset 24 on; the model has 20"}
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ("y = LayerNormalization (x, w, w)", NORM_REASON),
+        ("y = com.microsoft.SkipLayerNormalization (x, x, w)", NORM_REASON),
+        ("y = Softmax (x)", SOFTMAX_REASON),
+        ("y = LogSoftmax (x)", SOFTMAX_REASON),
+        ("y = ReduceMean <keepdims = 1> (x)", SUM_REASON),
+        ("k = Constant <value = int64 {1}> () y = CumSum (x, k)", SUM_REASON),
+    ],
+)
+def test_norms_softmax_and_long_sums_stay_exact(node: str, reason: str) -> None:
+    model = parse(f"g (float[2,3,4] x) => (float[a,b,c] y) {{ {node} }}", imports=', "com.microsoft": 1', w=np.ones(4))
+    assert kept(model) == {"y": reason}
+
+
+def test_elementwise_nodes_between_exact_ones_stay_exact_too() -> None:
+    text = """g (float[2,3,4] x) => (float[2,3,4] y) {
+        h = MatMul (x, w) s = ReduceSum <keepdims = 1> (h) n = ReduceSum <keepdims = 1> (h) m = Div (s, n)
+        a = Softmax (m) y = MatMul (h, w) z = Add (a, h) }"""
+    model = parse(text.replace("float[2,3,4] y)", "float[2,3,4] y, float[2,3,4] z)"), w=normal(4, 4))
+    found = kept(model)
+    assert found.keys() == {"s", "n", "m", "a"}
+    assert found["m"] == BETWEEN_REASON
+
+
+def test_the_way_to_a_sampling_grid_stays_exact() -> None:
+    text = """g (float[1,2,8,8] x, float[1,8,8,2] shift) => (float[1,2,8,8] y) {
+        h = Conv (x, k) o = MatMul (shift, w) s = Mul (o, half) grid = Add (s, base) y = GridSample (h, grid) }"""
+    found = kept(
+        parse(text, opset=22, ir=10, k=normal(2, 2, 1, 1), w=normal(2, 2), half=np.array(0.5), base=normal(1, 8, 8, 2))
+    )
+    assert found == dict.fromkeys(("s", "grid", "y"), GRID_REASON)
+
+
+def test_tables_of_positions_over_256_stay_exact_up_to_their_sine() -> None:
+    text = "g (float[300,4] x) => (float[300,4] y) { a = Mul (p, f) s = Sin (a) h = MatMul (x, w) y = Mul (s, h) }"
+    weights: dict[str, Any] = {"p": np.arange(300.0)[:, None], "f": normal(1, 4), "w": normal(4, 4)}
+    assert kept(parse(text, opset=22, ir=10, **weights)) == dict.fromkeys("as", "positions up to their sine or cosine")
+    small = {**weights, "p": np.arange(300.0)[:, None] % 200}
+    assert kept(parse(text, opset=22, ir=10, **small)) == {}
+
+
+def test_a_time_step_stays_exact_up_to_its_cosine() -> None:
+    text = "g (float[n,1] time) => (float[n,4] y) { a = Mul (time, f) c = Cos (a) y = MatMul (c, w) }"
+    found = kept(parse(text, opset=22, ir=10, f=normal(1, 4), w=normal(4, 4)), repair=True)
+    assert found == dict.fromkeys("ac", "an angle up to its sine or cosine")
+
+
+def test_quantizing_nodes_keep_their_scales() -> None:
+    text = """g (float[n,4] x) => (float[n,4] y) { h = MatMul (x, w) q = QuantizeLinear (h, s, z) d = DequantizeLinear (q, s, z)
+        y = MatMul (d, w) }"""
+    found = kept(parse(text, opset=21, ir=10, s=np.array(0.01), z=np.array(0, np.int8), w=normal(4, 4)))
+    assert found.keys() == {"q", "d"}
+
+
+def test_what_only_float16_needs_is_not_repaired() -> None:
+    text = """g (float[n,4] x, float[n,4] m) => (float[n,4] y) { h = MatMul (x, w) k = Mul (m, large) s = Add (h, k)
+        p = Softmax (s) c = Pow (p, three) d = MatMul (c, w) y = Div (d, tiny) }"""
+    model = parse(text, w=normal(4, 4) * 1e6, large=np.array(-1e9), three=np.array(3.0), tiny=np.array(1e-12))
+    converted, report = halve(model, repair=True, dtype="bfloat16")
+    assert report.repairs == ()
+    assert reasons(report) == {"p": SOFTMAX_REASON}
+    assert (report.ledger.overflow, report.ledger.flushed) == (0, 0)
+    assert halve(model, repair=True)[1].repairs, "or else float16 needs none either, and this shows nothing"
+    assert ops(converted).count("Cast") == 5
+
+
+def test_norms_and_softmax_in_parts_are_joined_and_stay_exact() -> None:
+    text = """g (float[2,16] a) => (float[2,16] y) { m = ReduceMean <axes = [-1]> (a) d = Sub (a, m) q = Mul (d, d)
+        v = ReduceMean <axes = [-1]> (q) e = Add (v, epsilon) r = Sqrt (e) n = Div (d, r) h = MatMul (n, w)
+        x = Exp (h) t = ReduceSum <keepdims = 1> (x, last) y = Div (x, t) }"""
+    model = parse(text, opset=17, ir=8, epsilon=1e-12, w=normal(16, 16), last=np.array([-1]))
+    converted, report = halve(model, repair=True, dtype="bfloat16")
+    assert [node for node in ops(converted) if node not in ("Cast", "Constant")] == ["LayerNormalization", "MatMul", "Softmax"]
+    assert set(reasons(report).values()) == {NORM_REASON, SOFTMAX_REASON}
+
+
+def test_a_norm_in_parts_that_cannot_be_joined_stays_exact() -> None:
+    text = """g (float[2,16] a) => (float[2,16] y) { q = Mul (a, a) v = ReduceMean <axes = [-1], keepdims = 1> (q)
+        r = Sqrt (v) n = Div (a, r) y = MatMul (n, w) }"""
+    found = kept(parse(text, opset=17, ir=8, w=normal(16, 16)), repair=True)
+    assert found == dict.fromkeys("qvrn", "a norm in parts: bfloat16 has too few digits for a sum of squares")
+
+
+def test_a_mask_of_the_smallest_float32_stays_finite() -> None:
+    text = """g (float[n,4] x, bool[n,4] c) => (float[n,4] y) { h = MatMul (x, w)
+        m = Where (c, zero, lowest) s = Add (h, m) y = Softmax (s) }"""
+    model = parse(text, w=normal(4, 4), zero=np.array(0.0), lowest=np.array(np.finfo(np.float32).min))
+    converted, found = halved(model)
+    assert found == {"y": SOFTMAX_REASON}
+    lowest = next(tensor for tensor in converted.graph.initializer if tensor.name == "lowest")
+    assert float(onnx.numpy_helper.to_array(lowest)) == -BF16.largest

@@ -1,0 +1,210 @@
+"""The verdict on bfloat16 models: the simulation rounds as numpy's bfloat16 does, and the limits are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+import torch
+from onnx import numpy_helper, parser
+from torch import nn
+
+from halfserve.export.certificate.budget import Budget, usual_budget
+from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
+from halfserve.export.certificate.html import certificate_page
+from halfserve.export.errors import ExportError
+from halfserve.export.half_types import BF16, FP16
+from halfserve.export.onnx_files.model_file import open_model, serialize
+from halfserve.export.onnx_files.proto_graphs import half_type_of
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.verification import executions
+from halfserve.export.verification.metrics import ulp_distance
+from halfserve.export.verification.samples import Array
+from halfserve.export.verification.simulation import round_every_node
+from halfserve.export.verification.verify import verify
+from tests.export import models
+from tests.export.stored_models import open_session, run_session, with_data_files
+
+LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL"]
+X = np.linspace(-2, 2, 21).astype(np.float32)[:, None]
+TYPED = '<ir_version: 10, opset_import: ["": 22]> '
+LOOP = """g (bfloat16[N] x, int64 turns, bool go) => (bfloat16[N] y, bfloat16[K,N] seen) {
+    y, seen = Loop (turns, go, x) <body = b (int64 i, bool c, bfloat16[N] h) => (bool d, bfloat16[N] k, bfloat16[N] out) {
+        d = Identity(c)  k = Mul(h, x)  out = Sub(k, x)
+    }>
+}"""
+BRANCHES = """g (bfloat16[N] x, bool flag) => (bfloat16[N] y) {
+    big = Mul(x, x)
+    y = If (flag) <
+        then_branch = a () => (bfloat16[N] t) { s = Mul(big, x)  t = Sub(s, x) },
+        else_branch = b () => (bfloat16[N] e) { e = Identity(x) }
+    >
+}"""
+# ONNX Runtime's CPU provider has no bfloat16 kernel for these.
+MOVING = """g (bfloat16[1,4,2,2] x) => (bfloat16[a,b,c,d] y) {
+    p = Pad (x, sizes)  t = Tile (p, twice)  s = DepthToSpace <blocksize = 2> (t)  e = Expand (s, wide)
+    k = Constant <value = int64 {1}> ()  q = SequenceConstruct (e, e)  y = SequenceAt (q, k)
+}"""
+
+
+def typed(text: str, **weights: Array) -> onnx.ModelProto:
+    model = parser.parse_model(TYPED + text)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return model
+
+
+def half(values: Array) -> Array:
+    return values.astype(ml_dtypes.bfloat16)
+
+
+def run(model: onnx.ModelProto, *, level: str = "ORT_ENABLE_BASIC", **feeds: Array) -> list[Array]:
+    return list(run_session(open_session(serialize(round_every_node(model, BF16)), level), feeds).values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_node_rounds_as_numpy_does_at_every_level(level: str) -> None:
+    text = "g (bfloat16[N, 1] x) => (bfloat16[N, 1] y) { a = Mul (x, w)  b = Add (a, w)  c = Tanh (b)  y = Div (c, w) }"
+    (y,) = run(typed(text, w=half(np.array(1.7))), level=level, x=X)
+    w, x = half(np.array(1.7)), half(X)
+    expected = half(np.tanh(x * w + w)) / w
+    assert y.dtype == np.float32
+    assert np.array_equal(y, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_sum_in_float32_and_round_once(level: str) -> None:
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((3, 512)).astype(np.float32), half(random.standard_normal((512, 4)))
+    (y,) = run(typed("g (bfloat16[N, 512] x) => (bfloat16[N, 4] y) { y = MatMul (x, w) }", w=w), level=level, x=x)
+    expected = half(half(x).astype(np.float32) @ w.astype(np.float32)).astype(np.float32)
+    assert ulp_distance(y, expected, BF16).max() <= 1  # sums in another order
+    assert np.array_equal(y, half(y).astype(np.float32))
+
+
+def test_an_infinity_a_nan_and_a_subnormal_round_as_numbers_do() -> None:
+    x = np.array([np.inf, -np.inf, np.nan, 3.4e38, 1e-39, 1 + 2.0**-8, 1 + 3 * 2.0**-8], np.float32)
+    (y,) = run(typed("g (bfloat16[N] x) => (bfloat16[N] y) { y = Abs (x) }"), x=x)
+    assert np.array_equal(y, np.abs(half(x)).astype(np.float32), equal_nan=True)
+
+
+def test_bodies_of_loops_and_branches_round() -> None:
+    x = np.array([1.3, 7.7, 40.1], np.float32)
+    y, seen = run(typed(LOOP), x=x, turns=np.array(3), go=np.array(True))
+    state, wanted = half(x), []
+    for _ in range(3):
+        state = state * half(x)
+        wanted.append((state - half(x)).astype(np.float32))
+    assert np.array_equal(y, state.astype(np.float32))
+    assert np.array_equal(seen, wanted)
+    given, big = half(x), half(x) * half(x)
+    for flag, expected in ((True, big * given - given), (False, given)):
+        (y,) = run(typed(BRANCHES), x=x, flag=np.array(flag))
+        assert np.array_equal(y, expected.astype(np.float32))
+
+
+def test_what_moves_numbers_runs_without_kernels_for_bfloat16() -> None:
+    x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
+    weights = {"sizes": np.array([0, 0, 0, 0, 0, 0, 1, 1]), "twice": np.array([1, 1, 2, 2]), "wide": np.array([3, 1, 12, 12])}
+    (y,) = run(typed(MOVING, **weights), x=x)
+    assert y.shape == (3, 1, 12, 12)
+    assert set(np.unique(y)) == {0.0, *half(x).astype(np.float32).ravel().tolist()}
+
+
+def test_float32_nodes_between_bfloat16_ones_do_not_round() -> None:
+    text = """g (float[N, 1] x) => (float[N, 1] y) { h = Cast <to = 16> (x)  a = Mul (h, h)  w = Cast <to = 1> (a)
+        b = Div (w, three)  l = CastLike (b, h)  y = Cast <to = 1> (l) }"""
+    (y,) = run(typed(text, three=np.array(3, np.float32)), x=X)
+    square = (half(X) * half(X)).astype(np.float32)
+    assert np.array_equal(y, half(square / np.float32(3)).astype(np.float32))
+
+
+def bfloat16_of(module: nn.Module, x: Array) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """A module in float32 and in bfloat16."""
+    wide = export_onnx(module, torch.from_numpy(x))
+    return wide, convert_float_to_float16(wide, dtype="bfloat16", upgrade_opset=True)
+
+
+def test_a_sound_model_passes_with_a_certificate_that_says_bfloat16() -> None:
+    x = np.random.default_rng(0).standard_normal((40, 1, 8, 8)).astype(np.float32)
+    certificate = verify(*bfloat16_of(models.cnn(), x), x, cuda=False)
+    assert (certificate.passed, certificate.precision, certificate.budget) == (True, "bfloat16", usual_budget("bfloat16"))
+    rounded, runtime = (verdict.figures.max_scaled_error for verdict in certificate.outputs)
+    assert 2.0**-11 < runtime < rounded < certificate.budget.max_scaled_error, "the weights alone lose less than all nodes"
+    assert certificate.risks == ()
+    assert read_certificate(certificate.to_bytes()) == certificate
+    page = certificate_page(certificate)
+    assert "bf16 certificate" in page
+    assert "fp16" not in page
+
+
+def test_a_float16_certificate_says_float16() -> None:
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    wide = export_onnx(models.mlp(), torch.from_numpy(x))
+    certificate = verify(wide, convert_float_to_float16(wide), x, cuda=False, adversarial=False)
+    assert certificate.to_json()["precision"] == "float16"
+
+
+def test_a_difference_of_large_numbers_is_over_budget() -> None:
+    text = "g (float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w)  b = Add (a, large)  c = Mul (b, b)  y = Sub (c, square) }"
+    wide = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> ' + text)
+    numbers = {"w": np.eye(8), "large": np.array(60.0), "square": np.array(3600.0)}
+    wide.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), name) for name, a in numbers.items())
+    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    assert verify(wide, convert_float_to_float16(wide), x, cuda=False, adversarial=False).passed
+    with pytest.raises(BudgetExceeded, match=r"max error 0\.\d+ of the output's scale \d+ \(limit 0.04\)"):
+        verify(wide, convert_float_to_float16(wide, dtype="bfloat16"), x, cuda=False, adversarial=False)
+
+
+def test_what_overflows_in_float16_passes_in_bfloat16() -> None:
+    text = "g (float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w)  b = Mul (a, large)  y = Div (b, large) }"
+    wide = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> ' + text)
+    numbers = {"w": np.random.default_rng(1).standard_normal((8, 8)), "large": np.array(6e4)}
+    wide.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), name) for name, a in numbers.items())
+    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    with pytest.raises(BudgetExceeded, match="NaN or infinite"):
+        verify(wide, convert_float_to_float16(wide, repair=False), x, cuda=False)
+    assert verify(wide, convert_float_to_float16(wide, dtype="bfloat16"), x, cuda=False).headroom == 64
+
+
+def test_bfloat16_inputs_are_rounded_and_judged() -> None:
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    wide = export_onnx(models.mlp(), torch.from_numpy(x))
+    narrow = convert_float_to_float16(wide, dtype="bfloat16", keep_io_types=False)
+    certificate = verify(wide, narrow, x, cuda=False)
+    assert all(verdict.figures.max_scaled_error > 2.0**-10 for verdict in certificate.outputs)
+
+
+def test_weights_in_files_are_mapped_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executions, "INLINE_LIMIT_BYTES", 0)
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    wide = export_onnx(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.from_numpy(x))
+    narrow = with_data_files(convert_float_to_float16(wide, dtype="bfloat16"), tmp_path / "narrow.onnx")
+    assert open_model(narrow).locations
+    assert verify(wide, narrow, x, cuda=False).passed
+
+
+def test_sums_in_float16_are_refused_for_bfloat16() -> None:
+    x = np.zeros((2, 8), np.float32)
+    wide = export_onnx(models.mlp(), torch.from_numpy(x))
+    with pytest.raises(ExportError, match="sums in float16 are asked for, and the model is bfloat16"):
+        verify(wide, convert_float_to_float16(wide, dtype="bfloat16"), x, accumulators="float16")
+
+
+def test_the_type_of_a_model_is_read_from_its_mark_or_its_types() -> None:
+    x = np.zeros((2, 8), np.float32)
+    wide = export_onnx(models.mlp(), torch.from_numpy(x))
+    narrow = convert_float_to_float16(wide, dtype="bfloat16")
+    assert (half_type_of(wide), half_type_of(narrow)) == (FP16, BF16)
+    del narrow.metadata_props[:]
+    assert half_type_of(narrow) is BF16
+    assert half_type_of(onnx_ir.to_proto(onnx_ir.from_proto(convert_float_to_float16(wide)))) is FP16
+
+
+def test_a_limit_of_ones_own_replaces_the_usual_one() -> None:
+    assert usual_budget("bfloat16", max_scaled_error=0.2) == Budget(max_scaled_error=0.2)
+    assert (usual_budget("float16"), usual_budget("bfloat16").max_scaled_error) == (Budget(), 0.04)
