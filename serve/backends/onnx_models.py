@@ -18,6 +18,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from halfserve.protos.certificates import CERTIFICATE, NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared, describe
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
@@ -42,7 +43,6 @@ from halfserve.serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-CERTIFICATE = "certificate.json"
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
 PACKAGE = "openvino"
@@ -51,18 +51,21 @@ USUAL_ERROR = 0.04  # bfloat16's budget where a certificate has none
 TRIAL_FACTOR = 5.0
 
 
-def passed_precisions(model: Path) -> frozenset[str]:
+def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
     """The half precisions, such as "bfloat16", in which the certificate beside a model file found it accurate enough.
 
     A certificate's own verdict is about its `precision` ("float16" where it has none). `precisions` may hold further ones: a
-    mapping from a precision to an object with `passed`. model_control/certificate_check.py judges whether the certificate is
-    the file's.
+    mapping from a precision to an object with `passed`. model_control/certificate_check.py compares the files with it.
+
+    Args:
+        model: the file.
+        named: the hash of the certificate that the model names in its metadata; another one proves nothing.
     """
     try:
         certificate = json.loads(read_regular(model.parent / CERTIFICATE))
     except (OSError, ValueError, RecursionError):
         return frozenset()
-    if not isinstance(certificate, dict):
+    if not isinstance(certificate, dict) or named != certificate_sha256(certificate):
         return frozenset()
     passed = {str(certificate.get("precision", "float16"))} if certificate.get("passed") is True else set[str]()
     further: Any = certificate.get("precisions")
@@ -78,11 +81,13 @@ class _Question:
 
     Attributes:
         path: the model file.
+        named: the hash of the certificate that the model names in its metadata, if any.
         written: the half-precision types in it, such as "fp16".
         unfit: why OpenVINO is not to compute it; None where it may.
     """
 
     path: Path
+    named: str | None
     written: frozenset[str]
     unfit: str | None
 
@@ -104,7 +109,7 @@ class _Question:
         if not self.written or find_spec(PACKAGE) is None:
             return CpuPrecision.FLOAT32
         able = [precision for precision, short in SHORT.items() if short in fast_halves()]
-        passed = passed_precisions(self.path)
+        passed = passed_precisions(self.path, self.named)
         found = next((precision for precision in able if precision in passed), CpuPrecision.FLOAT32)
         if able and found is CpuPrecision.FLOAT32:
             logger.info(
@@ -116,7 +121,7 @@ class _Question:
 
     def _required(self, asked: CpuPrecision) -> CpuPrecision:
         where = f"{self.path}: is to be computed in {asked} on the CPU (--cpu-precision or {PARAMETER})"
-        if asked not in passed_precisions(self.path):
+        if asked not in passed_precisions(self.path, self.named):
             raise ModelLoadError(
                 f"{where}, and no verdict says that this is accurate enough; {_command(asked)} finds out, or ask for 'auto'"
             )
@@ -175,7 +180,8 @@ class OnnxModels:
             with open_onnx(path) as file:
                 written = frozenset(HALF_TYPES[number] for number in half_types(file.model))
                 unfit = None if forced else why_unfit(file.model) or _why_tied(config, path)
-            precision = _Question(path=path, written=written, unfit=unfit).answer(asked)
+                named = next((entry.value for entry in file.model.metadata_props if entry.key == NAME), None)
+            precision = _Question(path=path, named=named, written=written, unfit=unfit).answer(asked)
         if forced:
             return self._openvino(path).load_onnx(path, interface, placement, config, precision)
         if precision is CpuPrecision.FLOAT32:

@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper
 
+from halfserve.protos.certificates import certificate_sha256, named_entry
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends import onnx_models
 from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared
@@ -54,7 +55,10 @@ def save_network(path: Path, half: int) -> Path:
 
 
 def certify(model: Path, **content: Any) -> Path:
+    """Put a certificate beside a model, which names it as the converter's files do."""
     (model.parent / "certificate.json").write_text(json.dumps(content))
+    with model.open("ab") as file:
+        file.write(named_entry(certificate_sha256(content)))
     return model
 
 
@@ -292,7 +296,10 @@ def test_a_trial_runs_both_on_a_batch_of_the_model(tmp_path: Path) -> None:
 )
 def test_a_certificates_verdicts_are_read_by_precision(tmp_path: Path, content: Any, expected: set[str]) -> None:
     (tmp_path / "certificate.json").write_text(json.dumps(content))
-    assert passed_precisions(tmp_path / "model.onnx") == expected
+    named = certificate_sha256(content) if isinstance(content, dict) else ""
+    assert passed_precisions(tmp_path / "model.onnx", named) == expected
+    for other in (None, "", certificate_sha256({"passed": False})):
+        assert passed_precisions(tmp_path / "model.onnx", other) == set(), "the model names another certificate, or none"
 
 
 @needs_bf16
