@@ -12,8 +12,12 @@ MOMENT_S = 0.5
 
 
 def memory_of(size: int) -> int:
-    """Bytes of memory for `size` bytes of a body, with what the heap keeps beside them: nearly as much again."""
-    return 2 * size
+    """Bytes of memory for `size` bytes of a body, with what the heap keeps beside bodies of many sizes.
+
+    Measured with `python -m benchmarks.attacks unread_rest_answers`: the process grows by 1.1 times what is counted so, and by
+    1.3 times of twice the size.
+    """
+    return 5 * size // 2
 
 
 @dataclass(frozen=True, kw_only=True)

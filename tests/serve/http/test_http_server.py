@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from halfserve.serve.http.http_server import HttpServer
-from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer, application
 from halfserve.serve.protocol.service import Service
@@ -155,7 +155,7 @@ def test_websockets_are_answered_as_what_they_also_are(http: httpx.Client) -> No
 
 
 def test_more_is_not_received_than_can_be_held(server: RunningServer) -> None:
-    budget = MemoryBudget(1500)
+    budget = MemoryBudget(memory_of(1000))
     head = b"POST /v2/models/unbatched/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
     with (
         running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
@@ -166,7 +166,7 @@ def test_more_is_not_received_than_can_be_held(server: RunningServer) -> None:
     ):
         for count, one in enumerate((first, second), 1):  # one beyond the budget fits
             one.sendall(head % 700 + b" " * 600)
-            while server.call(lambda: budget.held_bytes) < count * 900:
+            while server.call(lambda: budget.held_bytes) < count * memory_of(600):
                 pass
         third.sendall(head % 700 + b" " * 700)
         answer = read_answer(third)

@@ -291,7 +291,7 @@ def test_a_small_body_does_not_become_a_large_document(
 
 
 def test_what_was_inflated_is_held_until_it_is_answered() -> None:
-    backend, budget = HeldBackend(held=True), MemoryBudget(2_250_000)
+    backend, budget = HeldBackend(held=True), MemoryBudget(memory_of(1_500_000))
     body = gzip.compress(json.dumps(held_body()).encode() + b" " * 999_900)
     headers = {"content-encoding": "gzip"}
     with (
@@ -302,7 +302,7 @@ def test_what_was_inflated_is_held_until_it_is_answered() -> None:
     ):
         # One beyond the budget fits.
         taken = [apart.submit(client.post, "/infer", content=body, headers=headers) for _ in range(2)]
-        while server.call(lambda: budget.held_bytes) < 3 * 999_900:
+        while server.call(lambda: budget.held_bytes) < 2 * memory_of(999_900):
             pass
         refused = client.post("/infer", content=body, headers=headers)
         assert (refused.status_code, refused.json()["error"]) == (503, FULL)
