@@ -12,7 +12,7 @@ import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.requests import Caller, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 OPENVINO_BACKEND = "openvino"
@@ -218,7 +218,7 @@ class RequestBackend:
     precision: str
 
     @property
-    def caller(self) -> Caller | None:
+    def caller(self) -> CallingExecution | None:
         """The execution in progress, of a model that may call models; None between two."""
         return None
 

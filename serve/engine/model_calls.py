@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import NO_PARAMETERS, Caller, InferRequest, Parameter
+from halfserve.serve.engine.requests import NO_PARAMETERS, CallingExecution, InferRequest, Parameter
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.engine.whole_requests import left_error
 
@@ -43,7 +43,7 @@ class ModelCall:
     request_id: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=lambda: NO_PARAMETERS)
     timeout_s: float | None = None
-    caller: Caller | None = None
+    caller: CallingExecution | None = None
 
 
 class CallListener(Protocol):
@@ -59,7 +59,7 @@ class CallListener(Protocol):
 class RunningCall:
     """A call in progress. On the event loop only, but for `cancel`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, caller: Caller | None, listener: CallListener) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, caller: CallingExecution | None, listener: CallListener) -> None:
         self._loop = loop
         self._caller = caller
         self._listener = listener
@@ -91,7 +91,7 @@ class RunningCall:
         self._listener.done(model, result)
 
     def end(self, error: InferenceError) -> None:
-        """See `Call`."""
+        """See `PendingCall`."""
         model = self._model
         self._drop()
         self._listener.done(model, error)
@@ -212,13 +212,13 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
     return request
 
 
-def _deadline(caller: Caller) -> float | None:
+def _deadline(caller: CallingExecution) -> float | None:
     """When none of the requests that an execution computes needs its calls any more; None for never."""
     deadlines = [request.deadline for request in caller.requests]
     return max((moment for moment in deadlines if moment is not None), default=None) if None not in deadlines else None
 
 
-def _callers(caller: Caller) -> tuple[Caller, ...]:
+def _callers(caller: CallingExecution) -> tuple[CallingExecution, ...]:
     """What waits for the calls of an execution; the requests of its batch may have different callers."""
     before = dict.fromkeys(one for request in caller.requests for one in request.callers)
     return (*before, caller) if caller.requests else ()

@@ -328,7 +328,7 @@ class InferRequest:
         self.id = request_id
         self.parameters = parameters
         self.respond: Respond | None = None
-        self.callers: tuple[Caller, ...] = ()
+        self.callers: tuple[CallingExecution, ...] = ()
 
     def derived(
         self,
@@ -371,7 +371,7 @@ class InferRequest:
             logger.exception("an answer could not be handed over")
 
 
-class Call(Protocol):
+class PendingCall(Protocol):
     """A request of a model to a model that has no answer yet. On the event loop only."""
 
     def end(self, error: InferenceError) -> None:
@@ -384,11 +384,11 @@ class CallQueue(Protocol):
     def holds(self, request: InferRequest) -> bool:
         """Whether a request has entered it and no execution has begun it."""
 
-    def is_stuck(self, asking: tuple[Caller, ...], seen: frozenset[CallQueue]) -> bool:
+    def is_stuck(self, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
         """Whether each copy's execution is one of `asking`, or waits for a request in a queue that is stuck or `seen`."""
 
 
-class Caller:
+class CallingExecution:
     """What waits for the answers to requests of its own: one execution of a model that calls models, or an ensemble.
 
     Attributes:
@@ -403,7 +403,7 @@ class Caller:
     def __init__(self, label: str, requests: tuple[InferRequest, ...] = ()) -> None:
         self.label = label
         self.requests = requests
-        self.calls: set[Call] = set()
+        self.calls: set[PendingCall] = set()
         self.queued: list[tuple[CallQueue, InferRequest]] = []
         self._sweep_at = FEW_QUEUED
 

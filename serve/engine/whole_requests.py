@@ -8,7 +8,7 @@ import time
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
-from halfserve.serve.engine.requests import Caller, CallQueue, Done, InferRequest, Respond
+from halfserve.serve.engine.requests import CallingExecution, CallQueue, Done, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 
@@ -47,7 +47,7 @@ class WholeRequests:
         """See `CallQueue`."""
         return request.line is not None or any(instance.has_next(request) for instance in self._batcher.instances)
 
-    def is_stuck(self, asking: tuple[Caller, ...], seen: frozenset[CallQueue]) -> bool:
+    def is_stuck(self, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
         """See `CallQueue`."""
         executions = [instance.caller for instance in self._batcher.instances]
         return all(one is not None and (one in asking or _waits_at(one, asking, seen)) for one in executions)
@@ -67,7 +67,7 @@ class WholeRequests:
         for instance in self._batcher.instances:
             await instance.closed()
 
-    def _endless(self, callers: tuple[Caller, ...]) -> InferenceError:
+    def _endless(self, callers: tuple[CallingExecution, ...]) -> InferenceError:
         count, chain = len(self._batcher.instances), " -> ".join([*(caller.label for caller in callers), self._name])
         own = {instance.caller for instance in self._batcher.instances}
         if own.issubset(callers):
@@ -81,13 +81,13 @@ class WholeRequests:
         )
 
 
-def _waits_at(caller: Caller, asking: tuple[Caller, ...], seen: frozenset[CallQueue]) -> bool:
+def _waits_at(caller: CallingExecution, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
     """Whether an execution waits for a request in a queue that is stuck or seen."""
     queues = {queue for queue, request in caller.queued if queue.holds(request)}
     return any(queue in seen or queue.is_stuck(asking, seen | {queue}) for queue in queues)
 
 
-def left_error(caller: Caller) -> InferenceError:
+def left_error(caller: CallingExecution) -> InferenceError:
     """What a call gets whose answer is wanted no more."""
     return UnavailableError(f"the clients of model {caller.label!r} for which it makes this call have gone")
 

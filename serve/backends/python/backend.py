@@ -18,7 +18,7 @@ from halfserve.serve.backends.python.services import CopyServices, Services
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.backend import ModelInterface, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
-from halfserve.serve.engine.requests import Caller, InferRequest, Respond
+from halfserve.serve.engine.requests import CallingExecution, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class PythonBackend(RequestBackend):
         self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
 
     @property
-    def caller(self) -> Caller | None:
+    def caller(self) -> CallingExecution | None:
         """See `RequestBackend`."""
         return self._copy.caller
 
@@ -156,7 +156,7 @@ class PythonBackend(RequestBackend):
             return [failed[place] for place in range(len(requests))]
         with self._lock:
             self._active.update(numbered)
-        self._copy.caller = caller = Caller(model.label, tuple(numbered.values()))
+        self._copy.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
         try:
             answers = self._execute(numbered, messages, tensors)
         finally:

@@ -15,7 +15,7 @@ from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCall, ModelCalls, RunningCall
-from halfserve.serve.engine.requests import Caller, Parameter, RemarkedAnswer
+from halfserve.serve.engine.requests import CallingExecution, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class CopyServices:
     def __init__(self, services: Services, label: str) -> None:
         self._services = services
         self._label = label
-        self.caller: Caller | None = None
+        self.caller: CallingExecution | None = None
         self.answer: Answer = _discard
         self._replies: Worker | None = None
         self._running: dict[int, RunningCall] = {}

@@ -11,7 +11,7 @@ from halfserve.serve.engine.ensembles.fit import TensorSource, sources_of
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Caller, Parameter, RemarkedAnswer
+from halfserve.serve.engine.requests import CallingExecution, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 MAX_PLANS: Final = 256  # selections of outputs that are kept
@@ -124,7 +124,7 @@ class Binding:
         steps: likewise.
     """
 
-    def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int, caller: Caller) -> None:
+    def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int, caller: CallingExecution) -> None:
         """`models` fit the graph (see `misfit`); they are held until `retire`."""
         self._graph = graph
         self.caller = caller

@@ -17,7 +17,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.step_memory import RunSizes, StepMemory
-from halfserve.serve.engine.requests import Caller, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Ensemble:
 
     def _bind(self, models: list[Model]) -> None:
         self._own_fault = ""
-        self._binding = Binding(self.graph, models, self._config.max_batch_size, Caller(self._label))
+        self._binding = Binding(self.graph, models, self._config.max_batch_size, CallingExecution(self._label))
         parameters = self._config.parameters
         parameters["halfserve.provider"].string_value = self.provider
         parameters["halfserve.precision"].string_value = self.precision

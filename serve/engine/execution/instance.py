@@ -26,7 +26,7 @@ from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.queueing.waiting_line import is_late
-from halfserve.serve.engine.requests import Caller, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Instance:
         return len(self._jobs)
 
     @property
-    def caller(self) -> Caller | None:
+    def caller(self) -> CallingExecution | None:
         """The execution in progress, of a model that may call models."""
         backend = self._copy.backend
         return backend.caller if isinstance(backend, RequestBackend) else None

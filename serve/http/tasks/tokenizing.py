@@ -22,14 +22,14 @@ BYTES_PER_CHARACTER: Final = 640  # of memory while a text is tokenized, at most
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
 
 
-class Tokens(Protocol):
+class Tokenized(Protocol):
     """The tokens of one text."""
 
     @property
     def nbytes(self) -> int: ...  # of memory
 
 
-R = TypeVar("R", bound=Tokens)
+R = TypeVar("R", bound=Tokenized)
 T = TypeVar("T")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Caller, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.engine.ensembles.configurations import ensemble, step
 from tests.serve.engine.ensembles.scene import Asked, ByHand, model, run, serve
@@ -123,7 +123,7 @@ def test_a_call_of_a_model_does_not_wait_for_what_its_callers_hold() -> None:
         answer(one)
         results: list[object] = []
         call = InferRequest({"x": np.ones((1, 1), np.float32)}, ("out",), 1, (1,), None, results.append)
-        call.callers = (Caller("python/1"),)
+        call.callers = (CallingExecution("python/1"),)
         core.submit(pipe, call)
         answer(one)
         for _ in range(2):
