@@ -41,7 +41,7 @@ class ModelDigests:
     content: str
 
     def with_data_files(self, data: Mapping[str, str]) -> ModelDigests:
-        """The same of a model with data files, given their hashes by location.
+        """Return the hashes of a model with data files, given the hashes of these by location.
 
         These are the hashes of the lines that `sha256sum` prints for the model file (called `model`) and for its data files,
         sorted by location, so that they cover all bytes and do not depend on the model file's own name.

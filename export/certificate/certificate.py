@@ -263,7 +263,7 @@ class Certificate:
         return certificate_sha256(self.to_json())
 
     def signed(self, key: SigningKey) -> Certificate:
-        """The same with a signature; a later change makes the signature invalid."""
+        """Return a copy with a signature over all other fields; changing a field makes the signature invalid."""
         return replace(self, signature=key.signature(self.to_json()))
 
     def to_bytes(self) -> bytes:

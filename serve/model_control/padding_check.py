@@ -24,7 +24,7 @@ from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, Row, Trial
+from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, PaddingTrial, Row
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
     if settings is None:
         return None
     began = clock()
-    trial = Trial(version, settings, began + budget_s * PROOF_SHARE, clock)
+    trial = PaddingTrial(version, settings, began + budget_s * PROOF_SHARE, clock)
     try:
         reached = _proved(trial)
     except NotProvedError as error:
@@ -76,7 +76,7 @@ class _Reached:
     is_cut_short: bool = False
 
 
-def _proved(trial: Trial) -> _Reached:
+def _proved(trial: PaddingTrial) -> _Reached:
     """Compare rows that are padded to rising lengths with what they get alone.
 
     Raises:
@@ -115,7 +115,7 @@ class _Proof:
         rows: that the next rows share batches with, in rising length.
     """
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: PaddingTrial) -> None:
         self.length = 0
         self.rows: list[Row] = []
         self._trial = trial
@@ -251,7 +251,7 @@ def _warn(version: LoadedVersion, text: str) -> None:
     logger.warning("%s: %s", label, text, extra={"model": label})
 
 
-def _measured(trial: Trial, settings: PaddingSettings) -> Iterator[Measured]:
+def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measured]:
     """Seconds of batches of rising size, until one takes long or the time is over."""
     most = trial.version.config.max_batch_size
     sizes = [(rows, length) for length in settings.buckets or MEASURED_LENGTHS for rows in MEASURED_ROWS if rows <= most]

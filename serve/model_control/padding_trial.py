@@ -43,7 +43,7 @@ class Row:
     alone: Tensors
 
 
-class Trial:
+class PaddingTrial:
     """Runs rows on a version's first copy.
 
     A row is cut or repeated from a request of model_warmup where files give its padded inputs, and made up otherwise: zeros
@@ -184,7 +184,7 @@ class Trial:
         return (result.times.split - result.times.started) / 1e9
 
     def require_time(self, tokens: int) -> None:
-        """Check that a run of so many tokens, rows times length, can end in time, by what the largest one took.
+        """Check by the largest run's time that a run of `tokens` (rows times length) can end in time.
 
         Raises:
             OutOfTimeError: it cannot.

@@ -1,6 +1,6 @@
-"""Which ONNX models OpenVINO computes as ONNX Runtime does. OpenVINO is not needed to tell.
+"""Reasons for which an ONNX model is not given to OpenVINO. The module needs no OpenVINO.
 
-The operators come from ONNX's own node tests: those that OpenVINO 2026.4.1 answers otherwise than the standard says.
+The operators are the ones whose node tests of ONNX OpenVINO 2026.4.1 answers with other values than the standard demands.
 tests/serve/backends/test_openvino_operators.py runs these tests again.
 """
 

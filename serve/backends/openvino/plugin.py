@@ -73,7 +73,10 @@ def native_halves() -> frozenset[str]:
 
 
 def properties(settings: OpenVinoSettings, threads: int) -> dict[str, Any]:
-    """How a graph is compiled: computed as it is written, by so many threads (0 for one per core that may be used)."""
+    """OpenVINO's properties for compiling a graph in the types in which it is written.
+
+    threads: number of threads of a batch; 0 for one per usable core.
+    """
     threads = (threads if settings.threads is None else settings.threads) or fewer_cores()
     chosen: dict[str, Any] = {
         # Otherwise weights in 8 bits would have activations rounded to 8 bits too.
@@ -146,7 +149,7 @@ def place_of(ports: Sequence[Any], name: str) -> int | None:
 
 
 def input_places(ports: Sequence[Any], names: Sequence[str]) -> dict[int, int]:
-    """Which inputs of a model are those of its file: the number in the model, by the place of the name in `names`.
+    """Map the place of each input's name in `names` to the input's number in the compiled model.
 
     Inputs that a model does not use are left out of it. One that is an output too may have lost its name, and is found by its
     order among those that are left.

@@ -1,4 +1,4 @@
-"""The processes of one model, which end together: what model.py forks or spawns ends with it, in whatever session it is.
+"""The processes of one model, which end together: processes that model.py forks or spawns end with it, in any session.
 
 The process that the server starts stays outside of the model as the parent of last resort (Linux: a subreaper), to which the
 system gives every process of the model whose own parent has ended. It imports nothing large, and takes 6 MB.

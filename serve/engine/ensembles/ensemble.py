@@ -89,7 +89,7 @@ class Ensemble:
 
     @property
     def models(self) -> frozenset[str]:
-        """The names of the steps' models, and of those that ensembles among these are made of."""
+        """The names of the models of all steps, those of nested ensembles included."""
         below = (model.composition.models for model in self._models() if model.composition is not None)
         return frozenset(step.model for step in self.graph.steps).union(*below)
 

@@ -96,7 +96,7 @@ class StepMemory:
         self.change(-claim)
 
     def change(self, more: int) -> None:
-        """The claim of a run has changed by so many bytes."""
+        """Add `more` bytes, which may be negative, to the claims of all runs."""
         self.claimed += more
         if self._share is not None and abs(self.claimed - self._told) >= TOLD_BYTES:
             self._told = self.claimed
@@ -149,11 +149,11 @@ class RunSizes:
         return self.memory.unknown_claim if self.expected == UNKNOWN else self.expected
 
     def grown(self, held: int) -> None:
-        """A run holds so many bytes now."""
+        """Record that a run holds `held` bytes now."""
         self.expected = max(self.expected, held)
 
     def ended(self, held: int) -> None:
-        """A run has held so many bytes at its end."""
+        """Record the most bytes that an ended run has held."""
         rest = held if self.expected == UNKNOWN else self.expected - (self.expected - held) // FORGET_PART
         self.expected = rest if rest >= COUNTED_BYTES else 0
 

@@ -314,7 +314,7 @@ def _cut(text: Text, most: int) -> Text:
 
 
 def _characters(text: Text, most: int) -> int:
-    """How many characters cost as much time to tokenize, where at most so many are tokenized of each text."""
+    """The tokenizing cost of a text in characters; `most`: characters that are tokenized of it at most."""
     parts = (text,) if isinstance(text, str) else text
     return CHARACTERS_PER_TEXT + sum(min(most, len(part)) for part in parts)
 

@@ -101,7 +101,7 @@ class TokenizerThreads:
 
 
 class ClientTurns:
-    """A bounded number of turns at a time. The waiting clients have theirs one after the other, whatever each asks for."""
+    """A bounded number of turns at a time. Waiting clients get their turns one after the other."""
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once
