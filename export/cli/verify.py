@@ -86,6 +86,10 @@ def verify(
     Example: halfserve verify model.onnx model.fp16.onnx --samples samples.npz --html verdict.html
     """
     stderr = Console(stderr=True)
+    given = (reference, candidate, samples, labels)
+    require_output(certificate, "the certificate", others=given)
+    require_output(html, "the page", others=(*given, certificate))
+    sizes = sizes_of(dim or ())
     wide, half = open_model(reference), open_model(candidate)
     budget = usual_budget(
         half_type_of(half.outline).name,
@@ -95,10 +99,6 @@ def verify(
         max_non_finite=max_non_finite,
         min_headroom=min_headroom,
     )
-    given = (reference, candidate, samples, labels)
-    require_output(certificate, "the certificate", others=given)
-    require_output(html, "the page", others=(*given, certificate))
-    sizes = sizes_of(dim or ())
     judged_on = synthetic_samples(wide, dims=sizes) if samples is None else SampleSet(inputs=load_samples(samples, wide))
     try:
         with hint_for_synthetic_inputs(synthetic=samples is None), stderr.status("verifying"):
