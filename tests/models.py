@@ -11,6 +11,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from halfserve.protos.datatypes import DATATYPES
 
+# Options of a server whose log is compared. Of a half model without a verdict, the log says on some processors that bfloat16
+# would be faster.
+FLOAT32 = ("--cpu-precision", "float32")
+
 OPSET, IR_VERSION = 20, 9
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -20,7 +20,7 @@ import pytest
 
 from halfserve import Client
 from halfserve.serve.log_handler import JsonFormatter, NonBlockingHandler, TextFormatter
-from tests.models import save_mlp
+from tests.models import FLOAT32, save_mlp
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
@@ -132,7 +132,7 @@ def test_a_server_and_its_supervisor_log_in_json_alone(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     save_mlp(tmp_path / "broken" / "1" / "model.onnx").write_bytes(b"no model")
     command = [sys.executable, "-m", "halfserve", "serve", str(tmp_path), "--keep-going", "--grpc-port", "0", "--supervise"]
-    command += ["--no-http", "--cpu", "--log-format", "json", "--access-log", "all"]
+    command += [*FLOAT32, "--no-http", "--cpu", "--log-format", "json", "--access-log", "all"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True) as process:
         try:
             assert process.stdout is not None
@@ -196,7 +196,7 @@ def test_a_line_that_is_longer_than_the_room_is_torn(pipe: tuple[int, int]) -> N
 def test_an_unread_log_costs_lines_and_nothing_else(tmp_path: Path, pipe: tuple[int, int]) -> None:
     read, write = pipe
     model = save_mlp(tmp_path / "mlp.onnx")
-    command = [sys.executable, "-m", "halfserve", "serve", str(model), "--json", "--grpc-port", "0", "--no-http"]
+    command = [sys.executable, "-m", "halfserve", "serve", str(model), "--json", "--grpc-port", "0", "--no-http", *FLOAT32]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write, cwd=ROOT) as process:
         try:
             assert process.stdout is not None

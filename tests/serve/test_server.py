@@ -35,11 +35,9 @@ from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceEr
 from halfserve.serve.startup_report import StartupReport, print_text
 from halfserve.serve.transports.listening import Address
 from tests.key_pairs import key_pair
-from tests.models import save_mlp
+from tests.models import FLOAT32, save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
-# Otherwise the log says on some processors that bfloat16 would be faster.
-FLOAT32 = ("--cpu-precision", "float32")
 HOST = "127.0.0.1"
 GRPC = {"grpc": Address(HOST, 1, "--grpc-port")}
 HTTP = {"http": Address(HOST, 2, "--http-port")}

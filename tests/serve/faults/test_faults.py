@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 
 from halfserve import Client, ClientError, DeadlineExceeded, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable
 from halfserve.serve.transports.grpc_framing import frame
-from tests.models import save_mlp, save_model
+from tests.models import FLOAT32, save_mlp, save_model
 from tests.serve.faults.conftest import ROW_MB, SPAN_S
 from tests.serve.faults.server_process import WAIT_S, Load, ServerProcess, under_load
 from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers
@@ -224,8 +224,7 @@ def test_clients_that_die_during_a_message_leak_nothing(faulty_server: ServerPro
 def halfserve(repository: Path, *, grpc_port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The real command."""
     command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--json", "--cpu", "--threads", "1", "--no-http"]
-    # Without a precision the log says on some processors that bfloat16 would be faster.
-    command += ["--grpc-port", str(grpc_port), "--cpu-precision", "float32"]
+    command += ["--grpc-port", str(grpc_port), *FLOAT32]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

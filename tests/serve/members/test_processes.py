@@ -24,7 +24,7 @@ from halfserve.serve.client.connection import Tls
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.listening import BindError
-from tests.models import save_mlp, save_picky
+from tests.models import FLOAT32, save_mlp, save_picky
 from tests.serve.security.guarded import Certificates, write_tokens
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Processes:
 
 @contextmanager
 def processes(*arguments: str | Path, **settings: Any) -> Iterator[Processes]:
-    command = [*HALFSERVE, *map(str, arguments), "--processes", "2", "--grpc-port", "0", "--cpu", "--json"]
+    command = [*HALFSERVE, *map(str, arguments), "--processes", "2", "--grpc-port", "0", "--cpu", *FLOAT32, "--json"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
         ExitStack() as stack,
