@@ -38,6 +38,7 @@ from halfserve.serve.protocol.service import SERVICE
 
 logger = logging.getLogger(__name__)
 
+HAND_OVER_S = 60.0  # in which the models of a member that shall leave are loaded by others
 FIGURES_S = 3.0  # for the figures of all members, on top of a lease, so that none is waited for that has ended
 UPLOAD_BYTES = 2**24  # of a model that a request brings along, as all agents keep it in memory
 KEEPERS = 32  # agents that keep the memory: those that have been there longest
@@ -162,7 +163,7 @@ class Controller:
         return {record.id: record.load() for record in self._members.values() if not record.is_leaving}
 
     def drain(self, member: str) -> None:
-        """Have a member take no new requests, answer all that it has, and leave.
+        """Have a member take no new requests, answer all that it has, and leave, once other members serve its models.
 
         Raises:
             NotFoundError: there is no such member.
@@ -172,6 +173,8 @@ class Controller:
             raise NotFoundError(f"the cluster has no member {member!r}; its status lists them")
         record.drains = True
         self._placed.expire()
+        if self._placed.awaits(record, self._members):
+            record.hands_over_until = self._clock() + HAND_OVER_S
         self._table.changed(record)
 
     async def reload(self, model: str | None = None) -> None:
@@ -251,6 +254,11 @@ class Controller:
             self._recover()
         if self._recovered_at is None:
             self._rollout.review()
+        for record in self._members.values():
+            end = record.hands_over_until
+            if end is not None and (now >= end or not self._placed.awaits(record, self._members)):
+                record.hands_over_until = None
+                self._table.changed(record)
 
     def _recover(self) -> None:
         """All that can still report has; from here on this controller decides."""
@@ -293,7 +301,7 @@ class Controller:
             directory=self._table.directory if self._table.directory and record.report.directory_version != version else None,
             figures_number=self._figures_number,
             settings=memory.settings_since(record.report.settings_number),
-            drain=record.drains,
+            drain=record.drains and record.hands_over_until is None,
             memory=memory.to_bytes() if keeps else None,
         )
 

@@ -76,7 +76,7 @@ def _member(record: MemberRecord, now: float) -> dict[str, Any]:
         "machine": report.machine,
         "grpc_address": report.grpc_address,
         "http_address": report.http_address,
-        "state": "DRAINING" if record.is_leaving else "SERVING",
+        "state": "SERVING" if record.takes_requests else "DRAINING",
         "models": sorted(record.served),
         "busy": load.busy,
         "queue_s": load.queue_s,

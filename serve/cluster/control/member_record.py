@@ -55,7 +55,9 @@ class MemberRecord:
         served: names of the models that it serves.
         failed: names of those of which the last order failed.
         profile: what others see of it, to be compared with the one before.
-        drains: the member was told to leave.
+        drains: the member shall leave.
+        hands_over_until: the member answers on until then, in seconds of the controller's clock, unless other members serve its
+            models before; None while it does not leave, and once it may.
         given: what it was told.
     """
 
@@ -68,6 +70,7 @@ class MemberRecord:
         self.failed: frozenset[str] = frozenset()
         self.profile: object = None
         self.drains = False
+        self.hands_over_until: float | None = None
         self.given = Given(generations={})
         self._figures_models: Mapping[str, ModelReport] = {}
         self._history: deque[tuple[float, Report]] = deque()
@@ -85,6 +88,11 @@ class MemberRecord:
     @property
     def is_leaving(self) -> bool:
         return self.drains or self.report.is_draining
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether clients may ask it, as one that leaves may be until other members serve its models."""
+        return not self.report.is_draining and (not self.drains or self.hands_over_until is not None)
 
     def model(self, name: str) -> ModelReport:
         """What it reports of a model."""
@@ -116,7 +124,7 @@ class MemberRecord:
             id=self.id,
             grpc_address=self.report.grpc_address,
             http_address=self.report.http_address,
-            state=states.DRAINING if self.is_leaving else states.SERVING,
+            state=states.SERVING if self.takes_requests else states.DRAINING,
             models=sorted(self.served),
         )
 

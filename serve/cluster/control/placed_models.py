@@ -88,6 +88,13 @@ class PlacedModels:
                 found.append(name)
         return found
 
+    def awaits(self, record: MemberRecord, members: Mapping[str, MemberRecord]) -> bool:
+        """Whether a member that shall leave serves a model that other members shall serve and do not yet."""
+        if not self._most:
+            return False
+        placed = (name for name in record.served if self._placement.get(name))
+        return self._is_stale or not all(self._is_elsewhere(name, members) for name in placed)
+
     def _is_elsewhere(self, name: str, members: Mapping[str, MemberRecord]) -> bool:
         """Whether all members that shall serve a model do."""
         placed = [members[one] for one in self._placement.get(name, ()) if one in members]

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from benchmarks.cluster_simulating.members import Refusal, SimulatedMember
 from benchmarks.cluster_simulating.virtual_time import run_virtually
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.controller import Controller
+from halfserve.serve.cluster.controller import Controller, ControllerOptions
 from halfserve.serve.cluster.reports import LEASE_S
 from halfserve.serve.engine.errors import FailedPreconditionError, NotFoundError, UnavailableError
 
@@ -24,10 +24,10 @@ SERVICE = "/inference.GRPCInferenceService"
 class Cluster:
     """A controller and its simulated members. A new controller may take the place of the first one."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], models_per_member: int = 0) -> None:
         self._clock = clock
         self.members: dict[str, SimulatedMember] = {}
-        self.controller = Controller(clock=clock)
+        self.controller = Controller(ControllerOptions(models_per_member=models_per_member), clock=clock)
 
     def replace_controller(self) -> None:
         self.controller = Controller(clock=self._clock)
@@ -65,11 +65,11 @@ class Cluster:
         return {one.name: one.inference_stats.success.count for one in found.model_stats}
 
 
-def run(scene: Callable[[Cluster], Awaitable[None]], *names: str) -> None:
-    """Play a scene in a cluster whose members serve everything."""
+def run(scene: Callable[[Cluster], Awaitable[None]], *names: str, models_per_member: int = 0) -> None:
+    """Play a scene in a cluster; 0 models per member: all serve everything."""
 
     async def main(clock: Callable[[], float]) -> None:
-        cluster = Cluster(clock)
+        cluster = Cluster(clock, models_per_member)
         cluster.add(*names)
         await asyncio.sleep(LEASE_S + 3)
         await scene(cluster)
@@ -268,6 +268,21 @@ def test_a_draining_member_is_shown_as_such_until_it_leaves() -> None:
             cluster.controller.drain("a")
 
     run(scene, "a", "b")
+
+
+def test_a_member_drains_once_others_serve_its_models() -> None:
+    async def scene(cluster: Cluster) -> None:
+        assert [len(cluster.serve(model)) for model in SIZES] == [1, 1]
+        (member,) = cluster.serve("digits")
+        leaving = cluster.members[member]
+        cluster.controller.drain(member)
+        while not leaving.is_draining:
+            serving = [one for one in cluster.controller.status()["members"] if one["state"] == "SERVING"]
+            assert {model for one in serving for model in one["models"]} == set(SIZES)
+            await asyncio.sleep(0.1)
+        assert len([name for name in cluster.serve("digits") if name != member]) == 1
+
+    run(scene, "a", "b", models_per_member=1)
 
 
 def names(entries: Iterable[dict[str, object]]) -> list[object]:
