@@ -66,12 +66,6 @@ def core() -> ov.Core:
 
 
 @cache
-def native_halves() -> frozenset[str]:
-    """The half-precision types that this processor computes in: of "bf16" and "fp16"."""
-    found = {"BF16": "bf16", "FP16": "fp16"}
-    return frozenset(found[name] for name in core().get_property(DEVICE, "OPTIMIZATION_CAPABILITIES") if name in found)
-
-
 def properties(settings: OpenVinoSettings, threads: int) -> dict[str, Any]:
     """OpenVINO's properties for compiling a graph in the types in which it is written.
 

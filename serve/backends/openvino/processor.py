@@ -7,6 +7,7 @@ latter has only the rate of float32, AMX-FP16 (Granite Rapids) a higher one. Arm
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,9 @@ CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 FAST_FP16_FLAGS = frozenset({"amx_fp16", "asimdhp"})
+# Values of ONEDNN_MAX_CPU_ISA, which OpenVINO heeds, that leave out the arithmetic of a type.
+ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})
+ISAS_WITHOUT_FP16 = ISAS_WITHOUT_BF16 | {"AVX512_CORE_BF16"}
 
 
 def computed_halves() -> frozenset[str]:
@@ -35,8 +39,9 @@ def processor_name() -> str:
 
 
 def _halves(fp16: frozenset[str]) -> frozenset[str]:
-    flags = _flags()
-    return frozenset(name for name, known in (("bf16", BF16_FLAGS), ("fp16", fp16)) if flags & known)
+    flags, isa = _flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    halves = (("bf16", BF16_FLAGS, ISAS_WITHOUT_BF16), ("fp16", fp16, ISAS_WITHOUT_FP16))
+    return frozenset(name for name, known, without in halves if flags & known and isa not in without)
 
 
 @cache

@@ -17,7 +17,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from halfserve import export_onnx, to_half
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
-from halfserve.serve.backends.openvino.plugin import native_halves
+from halfserve.serve.backends.openvino.processor import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import ONNX, OPENVINO, Backend, DevicePlacement, ModelInterface, Trust
 from halfserve.serve.engine.config.model_config import Defaults, read_config
@@ -64,7 +64,7 @@ def model_file(folder: Path, name: str) -> Path:
 
 def bf16_precision(interface: ModelInterface) -> str:
     """In which a bf16 model is computed: OpenVINO computes its own graphs as they are written, where the processor can."""
-    return "bf16" if interface.kind is OPENVINO and "bf16" in native_halves() else "fp32 (the bf16 model, upcast)"
+    return "bf16" if interface.kind is OPENVINO and "bf16" in computed_halves() else "fp32 (the bf16 model, upcast)"
 
 
 def expected_mlp(x: Array) -> Array:
