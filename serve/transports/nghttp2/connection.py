@@ -318,8 +318,8 @@ class GrpcConnection(GrpcSession):
         if self._transport is not None and not self._has_left:
             with contextlib.suppress(NGH2Error):
                 self._send_buffer.write(self._transport)
-            self._transport.close()
-            self._write_no_more()
+            self._goes = True  # libnghttp2 or `_broken` said GOAWAY
+            self._leave(self._transport)
 
     def _write_no_more(self) -> None:
         """End the calls and drop further input: the socket may stay open for a while."""

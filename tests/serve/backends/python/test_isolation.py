@@ -148,7 +148,7 @@ class TritonPythonModel:
                     time.sleep(100)
             os._exit(0)
         os.wait()
-        while not os.path.exists(pids):
+        while not os.path.exists(pids) or not os.path.getsize(pids):
             time.sleep(0.001)
         self.tell(pids)
         threading.Thread(target=self.spin, daemon=True).start()

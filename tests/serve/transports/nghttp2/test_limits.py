@@ -113,7 +113,7 @@ def test_much_longer_headers_end_their_connection(nghttp2: RunningServer, kind: 
     }[kind]
     frames = [head_of(CONTINUATION if number else HEADERS, 0, 1, len(block)) + block for number, block in enumerate(blocks)]
     with peer(nghttp2) as hostile:
-        hostile.socket.sendall(b"".join(frames))
+        hostile.socket.sendall(b"".join(frames) + bytes(2**20))  # it goes on sending, and reads the reason all the same
         while not any(isinstance(event, GoAwayReceived) for event in hostile.events):
             assert hostile.read()
         assert [event.error_code for event in hostile.events if isinstance(event, GoAwayReceived)] == [ENHANCE_YOUR_CALM]
