@@ -190,10 +190,35 @@ def save_with_a_gru(path: Path) -> Path:
     return save_model(path, nodes, [("x", FP16, shape)], [("y", FP16, ["batch", 1, 2])], weights)
 
 
+def save_with_a_maximum(path: Path, number: int) -> Path:
+    """x [batch, 4] -> the maximum of each row, taken as numbers of a type."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["taken"], to=number),
+        helper.make_node("ReduceMax", ["taken", "last"], ["most"]),
+        helper.make_node("Cast", ["most"], ["y"], to=BF16),
+    ]
+    weights = {"last": np.array([1])}
+    return save_model(path, nodes, [("x", BF16, ["batch", 4])], [("y", BF16, ["batch", 1])], weights)
+
+
+def save_with_a_maximum_of_floats(path: Path) -> Path:
+    return save_with_a_maximum(path, FP32)
+
+
+@needs_bf16
+def test_a_maximum_of_integers_is_computed_by_openvino(tmp_path: Path) -> None:
+    path = save_with_a_maximum(tmp_path / "m.onnx", TensorProto.INT32)
+    backend, _ = load(certify(path, precision="bfloat16", passed=True), CpuPrecision.BFLOAT16)
+    assert backend.provider == ON_OPENVINO
+    x = np.array([[1, 0, -7, 1], [-3, -2, -5, -9]], ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(backend.run({"x": x})["y"].astype(np.float32), [[1], [-2]])
+
+
 @needs_bf16
 @pytest.mark.parametrize(
     ("save", "reason"),
     [
+        (save_with_a_maximum_of_floats, "OpenVINO does not compute its operator ReduceMax as ONNX defines it"),
         (save_with_a_gru, "OpenVINO does not compute its operator GRU as ONNX defines it"),
         (save_float64, "OpenVINO does not compute in float64, which it uses"),
         (save_open_ended, "sizes in it depend on values, which OpenVINO does not check"),
