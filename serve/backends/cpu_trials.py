@@ -127,6 +127,8 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
     return worst
 
 
-def describe(result: TrialResult, precision: Any) -> str:
-    """The measurement in words."""
-    return f"OpenVINO in {precision} {result.half_ms:.3g} ms, ONNX Runtime in float32 {result.float32_ms:.3g} ms"
+def describe(result: TrialResult, precision: Any, rows: int) -> str:
+    """The measurement in words. `rows`: of the model's largest batch; 0 for a model without a batch dimension."""
+    batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
+    times = f"OpenVINO in {precision} {result.half_ms:.3g} ms, ONNX Runtime in float32 {result.float32_ms:.3g} ms {batch}"
+    return f"{times}; they differ by {result.error:.2g} of the largest value"

@@ -37,7 +37,7 @@ from halfserve.serve.engine.backend import (
     ModelInterface,
     OnnxOnOpenVino,
 )
-from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -214,7 +214,7 @@ class OnnxModels:
         key = verdict_key(path, [*circumstances, *settings])
         result = self._trials.find(key)
         if result is not None:
-            said = _judged(result, path, precision, measure=measure)
+            said = _judged(result, path, config, precision, measure=measure)
         try:
             half = self._openvino(path).load_onnx(path, interface, placement, config, precision)
         except ModelLoadError as error:
@@ -227,7 +227,7 @@ class OnnxModels:
                 logger.info("%s: is computed in %s; no batch could be made up to measure it", path, precision)
                 return half
             self._trials.keep(key, result)
-            said = _judged(result, path, precision, measure=measure)
+            said = _judged(result, path, config, precision, measure=measure)
         logger.info("%s: is computed in %s (%s)", path, precision, said)
         return half
 
@@ -240,14 +240,14 @@ class _NotInHalfError(Exception):
         self.level = level
 
 
-def _judged(result: TrialResult, path: Path, precision: CpuPrecision, *, measure: bool) -> str:
-    """What was measured, in words.
+def _judged(result: TrialResult, path: Path, config: ModelConfig, precision: CpuPrecision, *, measure: bool) -> str:
+    """What was measured, in words; the configuration's parameters get it too.
 
     Raises:
         _NotInHalfError: the answers in half precision are wrong, or slower where the faster ones are wanted.
     """
     allowed = TRIAL_FACTOR * _largest_error(path)
-    said = f"{describe(result, precision)}; they differ by {result.error:.2g} of the largest value"
+    config.parameters[MEASURED].string_value = said = describe(result, precision, config.max_batch_size)
     if result.error > allowed:
         raise _NotInHalfError(f"OpenVINO's answers are wrong here ({said}, {allowed:.2g} allowed)", logging.WARNING)
     if measure and result.float32_ms < result.half_ms:

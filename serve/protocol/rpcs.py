@@ -106,8 +106,15 @@ class RepositoryRpcs:
         """Every model version with its state and reason; with `ready`, ready versions only."""
         _require_no_repository(request.repository_name)
         await self._core.refresh()
+        served = {(model.name, str(model.version)): model.properties for model in self._core.models()}
         entries = [
-            pb.RepositoryIndexResponse.ModelIndex(name=s.name, version=s.version, state=s.state.value, reason=s.reason)
+            pb.RepositoryIndexResponse.ModelIndex(
+                name=s.name,
+                version=s.version,
+                state=s.state.value,
+                reason=s.reason,
+                properties=served.get((s.name, s.version)),
+            )
             for s in self._core.index()
             if s.state is VersionState.READY or not request.ready
         ]
@@ -282,6 +289,7 @@ def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataR
         platform=model.interface.kind.platform,
         inputs=[_tensor(spec) for spec in model.interface.inputs],
         outputs=[_tensor(spec) for spec in model.interface.outputs],
+        properties=model.properties,
     )
 
 

@@ -68,6 +68,7 @@ def test_a_proved_bfloat16_model_is_served_as_asked(repository: Path, tmp_path: 
         with Client(f"127.0.0.1:{ready['grpc_port']}") as client:
             answer = client.infer("net", {"input": samples(32)})["output"]
             about = client.model_config("net").parameters
+            properties = client.model_metadata("net").properties
         process.terminate()
         assert process.wait(20) == 0
         log.seek(0)
@@ -78,6 +79,9 @@ def test_a_proved_bfloat16_model_is_served_as_asked(repository: Path, tmp_path: 
     ran = (about["halfserve.provider"].string_value, about["halfserve.precision"].string_value)
     (model,) = ready["models"]
     assert (model["provider"], model["precision"]) == ran
+    assert (properties["halfserve.provider"], properties["halfserve.precision"]) == ran
+    assert model["measured"] == properties["halfserve.measured"] == about["halfserve.measured"].string_value
+    assert model["measured"] in said
     if "is computed in bfloat16 (OpenVINO in bfloat16" in said:
         assert ran == ("OpenVINO on cpu", "bf16")
         assert "OpenVINO bf16=" in about["halfserve.nodes"].string_value

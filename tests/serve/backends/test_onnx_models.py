@@ -271,8 +271,13 @@ def test_a_trial_decides_and_the_log_says_what_was_measured(
     monkeypatch.setattr(onnx_models, "compared", lambda *_: result)
     path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
     with caplog.at_level(logging.INFO):
-        assert load(path, asked)[0].provider == provider
+        backend, config = load(path, asked)
+    assert backend.provider == provider
     assert said in caplog.text
+    measured = config.parameters["halfserve.measured"].string_value
+    assert measured in caplog.text
+    assert measured.startswith("" if result is None else f"OpenVINO in bfloat16 {result.half_ms:g} ms, ONNX Runtime in float32")
+    assert ("for a batch of 8" in measured) == (result is not None)
 
 
 @needs_bf16

@@ -88,7 +88,8 @@ def test_statistics_have_every_field_of_the_protocol(client: Any) -> None:
 
 def test_the_index_lists_everything(client: Any) -> None:
     index = client.get_model_repository_index()
-    assert {"name": "mlp", "version": "3", "state": "READY", "reason": ""} in index
+    runs = {"halfserve.provider": "CPUExecutionProvider", "halfserve.precision": "fp32 (the fp16 model, upcast)"}
+    assert {"name": "mlp", "version": "3", "state": "READY", "reason": "", "properties": runs} in index
 
 
 @pytest.mark.parametrize("coding", [None, "gzip", "deflate"])
