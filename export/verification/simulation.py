@@ -8,7 +8,7 @@ kernels for it.
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
 cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed
-(see `verification.cuda_kernels`).
+(see `verification.cuda_kernels`), and constants of others are rounded (see `verification.stored_constants`).
 
 A runtime that sums in float16, as TensorRT may in strongly typed networks, can overflow inside a node whose result fits: a
 mean of 300 squares may be 4e4 while their sum is 1.2e7. Sum checks add an output for each such node: the sum of magnitudes
@@ -43,6 +43,7 @@ from halfserve.export.verification.cuda_kernels import (
     kernel_steps,
 )
 from halfserve.export.verification.float32_copy import hold_in_float32
+from halfserve.export.verification.stored_constants import StoredConstants, tensors_in
 from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.
@@ -89,7 +90,7 @@ def round_every_node(model: onnx.ModelProto, half: HalfType = FP16) -> onnx.Mode
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}
-    _rewrite(typed.graph, ElementTypes(opsets, half), {}, count())
+    _rewrite(typed.graph, ElementTypes(opsets, half), {}, {}, count())
     if not opsets.keys() & {"", "ai.onnx"}:
         typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # for the casts
     if half is not FP16:
@@ -107,15 +108,22 @@ def rounds(graph: onnx.GraphProto) -> bool:
     return any(simulated_node(node) or any(map(rounds, bodies_of(node))) for node in graph.node)
 
 
-def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, int], numbers: Iterator[int]) -> None:
-    types, constants = outer.within(graph), {**known, **constants_in(graph)}
+def _rewrite(
+    graph: onnx.GraphProto,
+    outer: ElementTypes,
+    known: Mapping[str, int],
+    seen: Mapping[str, TensorProto],
+    numbers: Iterator[int],
+) -> None:
+    types, constants, tensors = outer.within(graph), {**known, **constants_in(graph)}, {**seen, **dict(tensors_in(graph))}
+    stored = StoredConstants(half=types.half, opset=types.opset, tensors=tensors)
     rounder = _Rounder(types, next(numbers))
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         bodies = bodies_of(node)
         types.guess(node)
         for body in bodies:
-            _rewrite(body, types, constants, numbers)
+            _rewrite(body, types, constants, tensors, numbers)
         if node.op_type == "CastLike" and types.is_half(node.input[1]):
             nodes.append(helper.make_node("Cast", node.input[:1], node.output, to=types.half.elem_type))
         elif bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
@@ -123,7 +131,7 @@ def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, in
         elif is_cumsum(node, constants):
             nodes += cumsum_steps(node, constants, types.half.elem_type)
         else:
-            for part in kernel_steps(node, types.opset, numbers):
+            for part in stored.steps(node, numbers) or kernel_steps(node, types.opset, numbers):
                 types.guess(part)
                 nodes += rounder.around(part)
     del graph.node[:]

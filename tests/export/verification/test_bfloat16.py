@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import onnx
 import onnx_ir
 import pytest
 import torch
+from numpy.typing import ArrayLike
 from onnx import numpy_helper, parser
 from torch import nn
 
@@ -71,9 +73,40 @@ def test_every_node_rounds_as_numpy_does_at_every_level(level: str) -> None:
     text = "g (bfloat16[N, 1] x) => (bfloat16[N, 1] y) { a = Mul (x, w)  b = Add (a, w)  c = Tanh (b)  y = Div (c, w) }"
     (y,) = run(typed(text, w=half(np.array(1.7))), level=level, x=X)
     w, x = half(np.array(1.7)), half(X)
-    expected = half(np.tanh(x * w + w)) / w
+    expected = half(np.tanh(x * w + w)) * half(1 / w.astype(np.float32))
     assert y.dtype == np.float32
     assert np.array_equal(y, expected.astype(np.float32))
+
+
+def rounded(values: ArrayLike) -> Array:
+    return half(np.asarray(values, np.float32)).astype(np.float32)
+
+
+# Each beside what it computes where its constants are numbers of bfloat16, which the results are rounded to.
+SELU = rounded(1.67326319), rounded(1.05070102)
+W, B = rounded([[1.7]]), rounded([0.3])
+STORED: dict[str, Callable[[Array], Array]] = {
+    "Selu (x)": lambda x: np.where(x > 0, x, SELU[0] * np.expm1(x)) * SELU[1],
+    "LeakyRelu <alpha = 0.3> (x)": lambda x: np.where(x > 0, x, x * rounded(0.3)),
+    "HardSigmoid (x)": lambda x: np.clip(rounded(0.2) * x + 0.5, 0, 1),
+    "ThresholdedRelu <alpha = 0.3> (x)": lambda x: np.where(x > rounded(0.3), x, 0),
+    "Gemm <alpha = 0.37, beta = 0.7> (x, w, b)": lambda x: x @ rounded(W * rounded(0.37)) + rounded(B * rounded(0.7)),
+    "Mean (x, x, x)": lambda x: rounded(rounded(2 * x) + x) * rounded(1 / 3),
+    "Div (x, w)": lambda x: x * rounded(1 / W),
+}
+
+
+@pytest.mark.parametrize("text", STORED)
+def test_constants_round_as_runtimes_store_them(text: str) -> None:
+    x = rounded(np.concatenate([X, 0.3 + X / 300]))  # numbers near the threshold too
+    weights = {name: half(array) for name, array in (("w", W), ("b", B)) if f", {name}" in text}
+    (y,) = run(typed(f"g (bfloat16[N, 1] x) => (bfloat16[N, 1] y) {{ y = {text} }}", **weights), x=x)
+    assert np.array_equal(y, rounded(STORED[text](x)))
+
+
+def test_division_by_what_has_no_reciprocal_stays() -> None:
+    (y,) = run(typed("g (bfloat16[N, 1] x) => (bfloat16[N, 1] y) { y = Div (x, w) }", w=half(np.array(0.0))), x=X[:2])
+    assert np.array_equal(y, np.full((2, 1), -np.inf, np.float32))
 
 
 @pytest.mark.parametrize("level", LEVELS)
