@@ -67,6 +67,7 @@ class ExportOptions:
         accumulators: In which type the target runtime sums.
         beside: More files made of the certificate.
         key: Signs the certificate; None leaves it unsigned.
+        precisions: Types to judge the converted model in beside its own.
     """
 
     budget: Budget | Mapping[HalfName, Budget] | None = None
@@ -80,6 +81,7 @@ class ExportOptions:
     accumulators: Accumulators = "float32"
     beside: Beside = nothing_beside
     key: SigningKey | None = None
+    precisions: Collection[HalfName] = ()
 
 
 def export_module(
@@ -91,6 +93,7 @@ def export_module(
     labels: Tensor | None = None,
     budget: Budget | None = None,
     dtype: DtypeChoice = "float16",
+    precisions: Collection[HalfName] = (),
     keep_fp32: Sequence[str] = (),
     keep_io_types: bool | Collection[str] = True,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
@@ -120,6 +123,7 @@ def export_module(
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the converted model may differ; the usual budget of its type by default.
         dtype: The type to convert to, "float16" or "bfloat16", or "auto": see `halfserve.convert`.
+        precisions: Types to judge the file in beside its own: see `halfserve.convert`.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
             that stay, such as an output over 65504.
@@ -160,6 +164,7 @@ def export_module(
         adversarial=adversarial,
         accumulators=accumulators,
         key=signing_key(certificate_key),
+        precisions=precisions,
     )
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
     return export_verified(
@@ -230,6 +235,7 @@ def export_verified(
             record=record,
             task=None if target.task is None else target.task.judge,
             key=options.key,
+            precisions=options.precisions,
         )
         done = convert_verified(
             source,
