@@ -112,7 +112,11 @@ class PythonBackend(RequestBackend):
             InstanceLostError: the process has ended.
         """
         model = self._model
-        self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+        self._copy.is_loading = True
+        try:
+            self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+        finally:
+            self._copy.is_loading = False
 
     @property
     def caller(self) -> CallingExecution | None:

@@ -11,7 +11,7 @@ from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.serve.backends.python_child.tensors import deserialize_bytes_tensor, serialize_byte_tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine import errors
-from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.errors import BackendError, InferenceError, ModelLoadError
 from halfserve.serve.engine.requests import InferRequest, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
@@ -23,7 +23,7 @@ BY_CODE: dict[int, type[InferenceError]] = {
     5: errors.UnsupportedError,
     6: errors.AlreadyExistsError,
 }
-CODES = {
+CODES: dict[type[Exception], int] = {
     **{error: code for code, error in BY_CODE.items()},
     errors.DeadlineExceededError: 4,
     errors.QueueFullError: 4,
@@ -84,7 +84,7 @@ def error_of(told: Sequence[Any]) -> InferenceError:
     return kind(str(told[1]).strip().split("\n")[0] or "the model failed on this request")
 
 
-def code_of(error: InferenceError) -> list[Any]:
+def code_of(error: InferenceError | ModelLoadError) -> list[Any]:
     """The reverse of `error_of`."""
     return [CODES.get(type(error), INTERNAL), str(error)]
 

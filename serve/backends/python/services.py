@@ -12,7 +12,7 @@ from halfserve.serve.backends.python.custom_metrics import CustomMetrics
 from halfserve.serve.backends.python.messages import END, SEQUENCE, START, TIMEOUT, code_of, from_wire, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.background_threads import Worker
-from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError
+from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError, ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCall, ModelCalls, RunningCall
 from halfserve.serve.engine.requests import CallingExecution, Parameter, RemarkedAnswer
@@ -53,6 +53,7 @@ class CopyServices:
     Attributes:
         caller: the execution in progress, which makes the calls; None between two.
         answer: sends a reply to the copy, and may block. Set before the first event.
+        is_loading: the copy is being loaded, so that a load that it asks for delays its own.
     """
 
     def __init__(self, services: Services, label: str) -> None:
@@ -60,6 +61,7 @@ class CopyServices:
         self._label = label
         self.caller: CallingExecution | None = None
         self.answer: Answer = _discard
+        self.is_loading = False
         self._replies: Worker | None = None
         self._running: dict[int, RunningCall] = {}
         # Each returns the reply; None where it comes later, or not at all.
@@ -127,7 +129,8 @@ class CopyServices:
         self._on_loop(header["call"], self._ready(header["model"], header["version"]))
 
     def _load_model(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
-        self._on_loop(header["call"], self._load(header["model"], header["config"]))
+        caller = self._label.rpartition("/")[0] if self.is_loading else None
+        self._on_loop(header["call"], self._load(header["model"], header["config"], caller))
 
     def _unload_model(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._on_loop(header["call"], self._unload(header["model"]))
@@ -158,8 +161,11 @@ class CopyServices:
         async def run() -> None:
             try:
                 reply = await work
-            except InferenceError as error:
+            except (InferenceError, ModelLoadError) as error:
                 reply = {"error": code_of(error)}
+            except Exception as error:
+                logger.exception("%s: the server cannot do what the model asks for", self._label, extra={"model": self._label})
+                reply = {"error": code_of(BackendError(f"the server failed: {type(error).__name__}"))}
             self.reply({"call": number, **reply}, [])
 
         try:
@@ -172,8 +178,8 @@ class CopyServices:
     async def _ready(self, model: str, version: str) -> dict[str, Any]:
         return {"ready": self._services.connected().core.is_model_ready(model, version)}
 
-    async def _load(self, model: str, config: str) -> dict[str, Any]:
-        await self._services.connected().core.load(model, config or None)
+    async def _load(self, model: str, config: str, caller: str | None) -> dict[str, Any]:
+        await self._services.connected().core.load(model, config or None, caller=caller)
         return {}
 
     async def _unload(self, model: str) -> dict[str, Any]:
