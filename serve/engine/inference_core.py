@@ -286,6 +286,14 @@ class InferenceCore:
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
         await asyncio.gather(*self._finishing)
 
+    async def close(self) -> None:
+        """Have every model clean up whose requests have not ended when `drain` was given up."""
+        instances = [instance for model in [*self.models(), *self._leaving] for instance in model.batcher.instances]
+        for instance in instances:
+            instance.stop()
+        for instance in instances:
+            await instance.closed()
+
     def _let_go(self, model: Model) -> asyncio.Task[None]:
         version = str(model.version)
         if version not in {str(number) for number in self._models.get(model.name, {})}:

@@ -67,6 +67,8 @@ class CopyServices:
         # Each returns the reply; None where it comes later, or not at all.
         self._handlers: dict[str, Callable[[Mapping[str, Any], list[WireTensor]], dict[str, Any] | None]] = {
             "log": self._log,
+            "failed": self._failed,
+            "sync": lambda *_: {},  # its reply says that all events before have been handled
             "metric": self._metric,
             "metric_family": self._metric_family,
             "metric_new": self._metric_new,
@@ -105,6 +107,9 @@ class CopyServices:
 
     def _log(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         logger.log(LEVELS[header["level"]], "%s: %s", self._label, header["text"], extra={"model": self._label})
+
+    def _failed(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
+        log_failure(self._label, header["text"], header["trace"])
 
     def _metric(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._services.metrics.change(header["name"], header["labels"], header["action"], header["value"])
@@ -188,6 +193,11 @@ class CopyServices:
         # In the background, as Triton does: the model may unload itself, which waits for this very request.
         core.wait_for(asyncio.get_running_loop().create_task(_unloaded(core.unload(model), model)))
         return {}
+
+
+def log_failure(label: str, text: str, trace: str) -> None:
+    """Log the failure of a model's execute, with the traceback of its process."""
+    logger.error("%s: execute failed: %s", label, text, extra={"model": label, "trace": trace})
 
 
 def _discard(_: dict[str, Any], __: Sequence[WireTensor]) -> None:
