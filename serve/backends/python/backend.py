@@ -55,6 +55,7 @@ class PythonModel:
         batched: its tensors begin with a batch dimension.
         is_decoupled: it gives any number of responses to a request.
         path: of its model.py.
+        has_strict_outputs: outputs of other shapes than configured are errors.
     """
 
     name: str
@@ -63,6 +64,7 @@ class PythonModel:
     batched: bool
     is_decoupled: bool
     path: str
+    has_strict_outputs: bool = False
 
     @property
     def label(self) -> str:
@@ -79,7 +81,13 @@ class PythonBackend(RequestBackend):
         self._model = model
         self._services = services
         self._dtypes = {spec.name: spec.datatype for spec in model.interface.inputs}
-        self._reader = ResponseReader(repr(model.name), model.interface.outputs, batched=model.batched)
+        self._reader = ResponseReader(
+            repr(model.name),
+            model.interface.outputs,
+            batched=model.batched,
+            is_strict=model.has_strict_outputs,
+            keeps_rows=not model.is_decoupled,
+        )
         self._numbers = count()
         self._lock = threading.Lock()
         self._active: dict[int, InferRequest] = {}  # not answered yet, by their numbers
@@ -229,7 +237,7 @@ class PythonBackend(RequestBackend):
     def _response(self, request: InferRequest, told: Mapping[str, Any], tensors: list[WireTensor]) -> Tensors | InferenceError:
         if "error" in told:
             return error_of(told["error"])
-        return self._reader.outputs(request.outputs, tensors, told.get("p"))
+        return self._reader.outputs(request.outputs, request.rows, tensors, told.get("p"))
 
     def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Outcome]:
         """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""

@@ -30,6 +30,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 logger = logging.getLogger(__name__)
 
 ISOLATION = "halfserve.python_isolation"
+STRICT = "halfserve.strict_outputs"
 COMPLETES = "auto_complete_config"
 
 
@@ -123,6 +124,7 @@ class PythonRuntime:
             batched=config.max_batch_size > 0,
             is_decoupled=config.model_transaction_policy.decoupled,
             path=str(path),
+            has_strict_outputs=bool(own_parameter(config, STRICT, path)),
         )
         on_thread = own_parameter(config, ISOLATION, path) == "thread"
         if on_thread and ENVIRONMENT in config.parameters:

@@ -14,6 +14,11 @@ from halfserve.serve.backends.python_child.tensors import Tensor, to_wire
 
 COMPLETE_FINAL = 1
 RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
+REQUIRED: Any = None  # the default of arguments that have to be given, behind others that need not
+# Arguments of InferenceRequest that None does not stand for.
+ARGUMENTS = (
+    *("request_id", "correlation_id", "inputs", "requested_output_names", "model_name", "model_version", "flags", "timeout"),
+)
 
 
 class MemoryType(IntEnum):
@@ -243,9 +248,9 @@ class InferenceRequest:
         self,
         request_id: str | bytes = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str | bytes] = (),
-        model_name: str | bytes = "",
+        inputs: Sequence[Tensor] = REQUIRED,
+        requested_output_names: Sequence[str | bytes] = REQUIRED,
+        model_name: str | bytes = REQUIRED,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -256,8 +261,13 @@ class InferenceRequest:
         """A request to a model of this server; `timeout` in microseconds.
 
         Raises:
+            TypeError: `inputs`, `requested_output_names` or `model_name` is missing, or a value is None.
             TritonModelException: something is of the wrong kind.
         """
+        given = (request_id, correlation_id, inputs, requested_output_names, model_name, model_version, flags, timeout)
+        for name, value in zip(ARGUMENTS, given, strict=True):
+            if value is None:
+                raise TypeError(f"InferenceRequest() needs the argument {name!r}, and takes no None for it")
         self._inputs = list(inputs)
         if not all(isinstance(tensor, Tensor) for tensor in self._inputs):
             raise TritonModelException("inputs has something else than pb_utils.Tensor")
@@ -265,6 +275,8 @@ class InferenceRequest:
             raise TritonModelException("Correlation ID must be integer or string")
         self._id = text_of(request_id)
         self._correlation_id = correlation_id
+        if not all(isinstance(name, str | bytes) for name in requested_output_names):
+            raise TypeError(f"requested_output_names is {requested_output_names!r}, expected a list of str")
         self._requested = [text_of(name) for name in requested_output_names]
         self._model = text_of(model_name)
         self._version = int(model_version)

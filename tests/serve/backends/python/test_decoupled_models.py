@@ -245,7 +245,9 @@ def test_a_model_iterates_over_the_responses_of_a_decoupled_one(tmp_path: Path) 
     class TritonPythonModel:
         def execute(self, requests):
             call = pb_utils.InferenceRequest(model_name="counts", requested_output_names=["y"], inputs=requests[0].inputs())
-            values = [r.output_tensors()[0].as_numpy()[0] for r in call.exec(decoupled=True) if r.output_tensors()]
+            responses = call.exec(decoupled=True)
+            for _ in range(2):  # the second time they have all come
+                values = [r.output_tensors()[0].as_numpy()[0] for r in responses if r.output_tensors()]
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([sum(values)], np.float32))])]
     """
     save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
