@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
+CLOSE_S = 5.0  # for Python models to finalize, where requests have not ended in time
 ADMIN_CONNECTIONS = 8  # of the admin port, besides the limit of the other ports
 BUFFERED_PART = 16  # clients' messages get this part of the process's memory
 HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
@@ -369,6 +370,8 @@ async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer
         await asyncio.wait_for(core.drain(), drain_s)
     except TimeoutError:
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(core.close(), CLOSE_S)
     # Health watchers never end by themselves: they get FLUSH_S. Answers on their way to the client keep the rest of drain_s.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)

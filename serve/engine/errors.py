@@ -141,6 +141,14 @@ class BackendError(InferenceError):
     """The model failed on this request."""
 
 
+class UnknownError(InferenceError):
+    """The model failed on this request, and says that it does not know why."""
+
+
+class CancelledError(InferenceError):
+    """The model has cancelled this request."""
+
+
 class OutOfMemoryError(InferenceError):
     """Memory ran out while the model computed a single row."""
 
