@@ -27,6 +27,7 @@ from halfserve.serve.members.process_count import check_room, process_count
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
 from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
@@ -94,6 +95,13 @@ def serve(
             help="An origin such as https://app.example whose pages may send inference requests, or '*'; may be repeated."
         ),
     ] = None,
+    grpc_header_forward_pattern: Annotated[
+        str | None,
+        _listening(
+            help="Regular expression: headers of gRPC calls with such names become parameters of their inference requests."
+        ),
+    ] = None,
+    http_header_forward_pattern: Annotated[str | None, _listening(help="The same for HTTP requests.")] = None,
     transport: Annotated[
         TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
     ] = ServerOptions.transport,
@@ -369,6 +377,10 @@ def serve(
         transport=transport,
         shared_memory=shared_memory,
         response_cache_mib=response_cache_mib,
+        forwarded=ForwardedHeaders(
+            grpc=_pattern("--grpc-header-forward-pattern", grpc_header_forward_pattern),
+            http=_pattern("--http-header-forward-pattern", http_header_forward_pattern),
+        ),
         processes=count,
         http=rest if http else None,
         security=SecurityOptions(
@@ -424,6 +436,13 @@ def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path |
             raise typer.BadParameter(f"--storage-folder is for object storage, and {path} is on this disk; leave it out")
         return Path(path)
     return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
+
+
+def _pattern(option: str, text: str | None) -> HeaderPattern | None:
+    try:
+        return HeaderPattern(text) if text else None
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}") from None
 
 
 def _origin(text: str) -> str:

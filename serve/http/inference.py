@@ -35,7 +35,7 @@ from halfserve.serve.http.request_body import (
     header_length,
 )
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
+from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
 from halfserve.serve.protocol.service import Service
@@ -142,7 +142,7 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     observer = service.observability.observer
     given: AccessGrant | None = request.scope.get(GRANT)
     headers = dict(request.scope["headers"])
-    inference: WatchableInference = service.inference if service.inference_with is None else service.inference_with(headers)
+    inference = service.inference_of(headers, service.forwarded.http)
     if given is not None:
         inference = given.inference(inference, peer_of(request.scope), is_charged=True)
     if observer is None:

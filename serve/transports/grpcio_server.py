@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import grpc
 
 from halfserve.serve.engine.errors import InferenceError, UnsupportedError
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
+from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.inference_stream import InferenceStream
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
@@ -170,11 +170,13 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
 def _inference(service: Service, context: Context, given: AccessGrant | None) -> AnyInference:
     """The inference entry of one call, with its permissions and observer applied."""
     observer = service.observability.observer
-    inference: WatchableInference = service.inference if given is None else given.inference(service.inference, _peer(context))
-    if observer is None:
-        return inference
     metadata = context.invocation_metadata() or ()
     headers = {name.encode(): value if isinstance(value, bytes) else value.encode() for name, value in metadata}
+    inference = service.inference_of(headers, service.forwarded.grpc)
+    if given is not None:
+        inference = given.inference(inference, _peer(context))
+    if observer is None:
+        return inference
     return ObservedInference(inference, observer, _peer(context), headers, "" if given is None else given.holder)
 
 

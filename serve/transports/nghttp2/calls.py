@@ -16,7 +16,6 @@ from halfserve.serve.protocol.inference import (
     InferenceEntry,
     ObservedInference,
     OutcomeListener,
-    WatchableInference,
 )
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
@@ -249,8 +248,7 @@ class _InferOpener:
         time_left_s: float | None,
         given: AccessGrant | None,
     ) -> None:
-        plain = service.inference if service.inference_with is None else service.inference_with(headers)
-        self._plain: WatchableInference = plain
+        self._plain = service.inference_of(headers, service.forwarded.grpc)
         self._observed: ObservedInference | None = None
         self._observability = service.observability
         self._headers = headers
