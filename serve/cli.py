@@ -29,7 +29,8 @@ from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
-from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
+from halfserve.serve.security.options import ClientLimits, RestrictedGroup, SecurityError, SecurityOptions, TlsOptions
+from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup
 from halfserve.serve.storage.options import DEFAULT_GIB, ObjectStorage, default_folder
@@ -283,6 +284,17 @@ def serve(
             "`halfserve export --certificate-key` does."
         ),
     ] = ControlOptions.certificate_key,
+    grpc_restricted_protocol: Annotated[
+        list[str] | None,
+        _security(
+            hide_input=True,
+            help="APIS:KEY=VALUE, such as inference,metadata:key=secret: calls of these need the header "
+            f"{GRPC_PREFIX}KEY with this value; may be repeated. APIs: {', '.join(APIS)}.",
+        ),
+    ] = None,
+    http_restricted_api: Annotated[
+        list[str] | None, _security(hide_input=True, help="The same for HTTP requests, by the header KEY; may be repeated.")
+    ] = None,
     admin_port: Annotated[
         int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
     ] = SecurityOptions.admin_port,
@@ -397,6 +409,8 @@ def serve(
             admin_port=admin_port,
             admin_socket=admin_socket,
             client_limits=None if limits == ClientLimits() else limits,
+            grpc_restricted=_restricted("--grpc-restricted-protocol", grpc_restricted_protocol, GRPC_PREFIX),
+            http_restricted=_restricted("--http-restricted-api", http_restricted_api),
         ),
     )
     ignore_hang_up()
@@ -436,6 +450,13 @@ def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path |
             raise typer.BadParameter(f"--storage-folder is for object storage, and {path} is on this disk; leave it out")
         return Path(path)
     return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
+
+
+def _restricted(option: str, texts: list[str] | None, prefix: str = "") -> tuple[RestrictedGroup, ...]:
+    try:
+        return tuple(restricted_group(text, prefix) for text in texts or ())
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}") from None
 
 
 def _pattern(option: str, text: str | None) -> HeaderPattern | None:

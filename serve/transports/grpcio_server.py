@@ -94,7 +94,9 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
         method = handler_call_details.method
         if self._gate is not None:
             try:
-                return self._guarded(self._gate.admit_method(method, _authorization(handler_call_details)), method)
+                return self._guarded(
+                    self._gate.admit_method(method, _headers(handler_call_details.invocation_metadata)), method
+                )
             except InferenceError as error:
                 return grpc.stream_stream_rpc_method_handler(_refused(error))
         return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
@@ -170,8 +172,7 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
 def _inference(service: Service, context: Context, given: AccessGrant | None) -> AnyInference:
     """The inference entry of one call, with its permissions and observer applied."""
     observer = service.observability.observer
-    metadata = context.invocation_metadata() or ()
-    headers = {name.encode(): value if isinstance(value, bytes) else value.encode() for name, value in metadata}
+    headers = dict(_headers(context.invocation_metadata()))
     inference = service.inference_of(headers, service.forwarded.grpc)
     if given is not None:
         inference = given.inference(inference, _peer(context))
@@ -184,9 +185,11 @@ def _peer(context: Context) -> str:
     return unquote(context.peer()).partition(":")[2]
 
 
-def _authorization(call: Any) -> list[bytes]:
-    values = [value for name, value in call.invocation_metadata or () if name == "authorization"]
-    return [value if isinstance(value, bytes) else str(value).encode("utf-8", "replace") for value in values]
+def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
+    return [
+        (name.encode(), value if isinstance(value, bytes) else str(value).encode("utf-8", "replace"))
+        for name, value in metadata or ()
+    ]
 
 
 def _infer_stream(

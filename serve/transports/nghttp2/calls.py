@@ -199,8 +199,7 @@ class Calls:
             share.trust()
             return self._open(headers, None)
         try:
-            authorization = [value for name, value in fields if name == b"authorization"]
-            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), authorization)
+            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), fields)
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         if given.is_trusted:
