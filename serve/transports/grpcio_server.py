@@ -13,7 +13,7 @@ import grpc
 
 from halfserve.serve.engine.errors import InferenceError, UnsupportedError
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
-from halfserve.serve.protocol.inference_stream import InferenceStream
+from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR, InferenceStream
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from halfserve.serve.protocol.status import status_of
@@ -196,9 +196,10 @@ def _infer_stream(
     service: Service, given: AccessGrant | None = None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
-        stream = InferenceStream(_inference(service, context, given), answers.put_nowait, partial(answers.put_nowait, b""))
+        put, fails = answers.put_nowait, ENDS_WITH_ERROR in _headers(context.invocation_metadata())
+        stream = InferenceStream(_inference(service, context, given), put, partial(put, b""), put if fails else None)
 
         async def receive() -> None:
             async for data in messages:
@@ -213,6 +214,8 @@ def _infer_stream(
                 answer = await answers.get()
                 if answer is None:
                     ended = True
+                elif isinstance(answer, Exception):
+                    await _abort(context, answer)
                 else:
                     room.release()
                     if answer:

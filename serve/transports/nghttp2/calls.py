@@ -17,6 +17,7 @@ from halfserve.serve.protocol.inference import (
     ObservedInference,
     OutcomeListener,
 )
+from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
 from halfserve.serve.protocol.status import status_of
@@ -296,7 +297,9 @@ class _StreamInferOpener(_InferOpener):
         inference: AnyInference = self._plain
         if observer is not None:
             inference = ObservedInference(self._plain, observer, session.peer, self._headers, self._holder)
-        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s)
+        name, value = ENDS_WITH_ERROR
+        ends = self._headers.get(name) == value
+        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)
 
 
 def _counted(given: AccessGrant, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
