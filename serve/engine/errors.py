@@ -77,6 +77,10 @@ class FailedPreconditionError(InferenceError):
     """The request does not fit the server's state or configuration; a retry cannot help."""
 
 
+class RequestCancelledError(InferenceError):
+    """A request that this one depends on was cancelled."""
+
+
 class QueueFullError(InferenceError):
     """The model's queue has reached its bound; the request was not taken.
 

@@ -15,6 +15,7 @@ from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     QueueFullError,
+    RequestCancelledError,
     UnavailableError,
 )
 from tests.serve.engine.sequences.scene import STATE, WAIT_S, Scene, play, sum_model
@@ -148,13 +149,13 @@ def test_a_cancelled_request_has_not_happened(tmp_path: Path) -> None:
         behind = scene.send(1, 5)
         scene.scheduler.cancel(computing)
         scene.scheduler.cancel(computing)
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(RequestCancelledError, match="was cancelled before this one"):
             await behind
         waiting, middle = scene.send(1, 6), scene.request(1, 7)[0]
         scene.scheduler.submit(middle)
         last = scene.send(1, 8, end=True)
         scene.scheduler.cancel(middle)
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(RequestCancelledError, match="was cancelled before this one"):
             await last
         scene.held.release.set()
         assert float((await waiting)["y"][0, 0]) == 9
