@@ -246,6 +246,8 @@ class SequenceScheduler:
 
     def _wait(self, step: Step) -> None:
         request = step.request
+        if step.sequence.slot is not None:
+            request.leave_by = None  # as in Triton, only what waits for a slot expires
         step.sequence.waiting.append(step)
         self._waiting += 1
         self._waiting_bytes += request.size
@@ -273,6 +275,7 @@ class SequenceScheduler:
             request.bucket = (request.bucket, *(state.shape for state in states))
         if step.starts:
             sequence.has_begun = False
+        request.leave_by = None  # it has left the backlog
         sequence.running = step
         try:
             self._batcher.submit(request)
@@ -359,6 +362,8 @@ class SequenceScheduler:
         try:
             while (sequence := self._table.next_from_backlog()) is not None:
                 self._advance(sequence)
+                for step in sequence.waiting:
+                    step.request.leave_by = None
         finally:
             self._is_filling = False
         self._notice_drained()

@@ -209,6 +209,21 @@ def test_a_request_in_the_backlog_keeps_its_timeout(tmp_path: Path) -> None:
     play(sum_model(tmp_path, with_slots(1)), test)
 
 
+def test_requests_of_a_running_sequence_have_no_timeout(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.step(1, 3, start=True)
+        await scene.hold()
+        past = time.monotonic()
+        running = [scene.send(1, x, leave_by=past) for x in (4, 5)]
+        late = scene.send(2, 5, start=True, leave_by=past)
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.wait_for(late, WAIT_S)
+        scene.held.release.set()
+        assert [float((await one)["y"][0, 0]) for one in running] == [7, 12]
+
+    play(sum_model(tmp_path, with_slots(1)), test)
+
+
 def test_an_idle_sequence_gives_its_slot_away(tmp_path: Path) -> None:
     idle = f"max_batch_size: 1 sequence_batching {{ max_sequence_idle_microseconds: 20000 {STATE} }}"
 
