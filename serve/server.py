@@ -28,6 +28,7 @@ from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
 from halfserve.serve.observability.settings import ObserveOptions
 from halfserve.serve.process import infrequent_collection, stop_on_signal
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -77,6 +78,7 @@ class ServerOptions:
         http: the REST interface, the page and the metrics; None serves none of them.
         security: who may talk to the server, and how.
         response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
+        forwarded: which headers become parameters of inference requests.
         processes: how many servers with these options share the machine, the buffers and the answers kept.
     """
 
@@ -95,6 +97,7 @@ class ServerOptions:
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
     response_cache_mib: int = DEFAULT_MIB
+    forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
 
 
@@ -186,7 +189,11 @@ async def serve(
         if not await _finished_before(stop, control.start()):
             return
         service = Service(
-            core, server_version=version("halfserve"), shared_memory=options.shared_memory, observe=options.observe
+            core,
+            server_version=version("halfserve"),
+            shared_memory=options.shared_memory,
+            observe=options.observe,
+            forwarded=options.forwarded,
         )
         listening: list[Transport | RestServer] = []
         try:

@@ -28,7 +28,7 @@ class Code(IntEnum):
 
 
 CODES: dict[type[InferenceError], Code] = {
-    errors.CancelledError: Code.CANCELLED,
+    errors.RequestCancelledError: Code.CANCELLED,
     errors.UnknownError: Code.UNKNOWN,
     errors.InvalidArgumentError: Code.INVALID_ARGUMENT,
     errors.DeadlineExceededError: Code.DEADLINE_EXCEEDED,

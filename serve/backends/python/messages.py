@@ -26,7 +26,7 @@ BY_CODE: dict[int, type[InferenceError]] = {
     4: errors.UnavailableError,
     5: errors.UnsupportedError,
     6: errors.AlreadyExistsError,
-    7: errors.CancelledError,
+    7: errors.RequestCancelledError,
 }
 CODES: dict[type[Exception], int] = {
     **{error: code for code, error in BY_CODE.items()},
