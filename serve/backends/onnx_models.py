@@ -29,6 +29,7 @@ from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettin
 from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
 from halfserve.serve.backends.openvino.processor import computed_halves, fast_halves, processor_name
+from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.backend import (
     OPENVINO_BACKEND,
     Backend,
@@ -175,7 +176,7 @@ class OnnxModels:
             return self._onnx.load(path, interface, placement, config)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
-        precision = asked
+        precision, named = asked, None
         if asked is not CpuPrecision.FLOAT32:
             with open_onnx(path) as file:
                 written = frozenset(HALF_TYPES[number] for number in half_types(file.model))
@@ -187,7 +188,8 @@ class OnnxModels:
         if precision is CpuPrecision.FLOAT32:
             return self._onnx.load(path, interface, placement, config)
         try:
-            return self._tried(path, interface, placement, config, precision, measure=asked is CpuPrecision.AUTO)
+            samples = read_samples(path, named, interface)
+            return self._tried(path, interface, placement, config, precision, samples, measure=asked is CpuPrecision.AUTO)
         except _NotInHalfError as reason:
             logger.log(reason.level, "%s: is computed in float32 by ONNX Runtime: %s", path, reason)
         return self._onnx.load(path, interface, placement, config)
@@ -199,12 +201,13 @@ class OnnxModels:
         placement: DevicePlacement,
         config: ModelConfig,
         precision: CpuPrecision,
+        samples: RecordedSamples | None,
         *,
         measure: bool,
     ) -> Backend:
         """The model in half precision, where a trial has not shown that it is slower so, or that its answers are wrong.
 
-        `measure`: whether the faster one is wanted.
+        `samples` are tried, or else a made-up batch. `measure`: whether the faster one is wanted.
 
         Raises:
             _NotInHalfError: it is to be computed in float32.
@@ -222,7 +225,8 @@ class OnnxModels:
         if result is None:
             scratch = ModelConfig()
             scratch.CopyFrom(config)
-            result = compared(half, self._onnx.load(path, interface, placement, scratch), interface, config.max_batch_size)
+            float32 = self._onnx.load(path, interface, placement, scratch)
+            result = compared(half, float32, interface, config.max_batch_size, samples)
             if result is None:
                 logger.info("%s: is computed in %s; no batch could be made up to measure it", path, precision)
                 return half
@@ -246,7 +250,7 @@ def _judged(result: TrialResult, path: Path, config: ModelConfig, precision: Cpu
     Raises:
         _NotInHalfError: the answers in half precision are wrong, or slower where the faster ones are wanted.
     """
-    allowed = TRIAL_FACTOR * _largest_error(path)
+    allowed = _largest_error(path) * (1 if result.recorded else TRIAL_FACTOR)
     config.parameters[MEASURED].string_value = said = describe(result, precision, config.max_batch_size)
     if result.error > allowed:
         raise _NotInHalfError(f"OpenVINO's answers are wrong here ({said}, {allowed:.2g} allowed)", logging.WARNING)

@@ -82,6 +82,7 @@ def test_a_proved_bfloat16_model_is_served_as_asked(repository: Path, tmp_path: 
     assert (properties["halfserve.provider"], properties["halfserve.precision"]) == ran
     assert model["measured"] == properties["halfserve.measured"] == about["halfserve.measured"].string_value
     assert model["measured"] in said
+    assert "the answers to recorded samples differ by 0.0" in said
     if "is computed in bfloat16 (OpenVINO in bfloat16" in said:
         assert ran == ("OpenVINO on cpu", "bf16")
         assert "OpenVINO bf16=" in about["halfserve.nodes"].string_value
