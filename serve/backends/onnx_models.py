@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
 PACKAGE = "openvino"
+INSTALL = f"in a checkout of halfserve, pip install '.[{PACKAGE}]'"
 USUAL_ERROR = 0.04  # bfloat16's budget where a certificate has none
 # Made-up inputs are no more like the model's own than a certificate's adversarial samples, for which it allows as much.
 TRIAL_FACTOR = 5.0
@@ -107,11 +108,19 @@ class _Question:
         return chosen
 
     def _best(self) -> CpuPrecision:
-        if not self.written or find_spec(PACKAGE) is None:
+        if not self.written:
             return CpuPrecision.FLOAT32
         able = [precision for precision, short in SHORT.items() if short in fast_halves()]
         passed = passed_precisions(self.path, self.named)
         found = next((precision for precision in able if precision in passed), CpuPrecision.FLOAT32)
+        if find_spec(PACKAGE) is None:
+            if found is not CpuPrecision.FLOAT32:
+                logger.info(
+                    "%s: is computed in float32; this processor computes it faster in %s, which its verdict allows, with "
+                    "the package %r, which is not installed; %s",
+                    *(self.path, found, PACKAGE, INSTALL),
+                )
+            return CpuPrecision.FLOAT32
         if able and found is CpuPrecision.FLOAT32:
             logger.info(
                 "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
@@ -129,9 +138,7 @@ class _Question:
         if SHORT[asked] not in computed_halves():
             raise ModelLoadError(f"{where}, and this processor has no arithmetic in {asked}; ask for 'auto' or 'float32'")
         if find_spec(PACKAGE) is None:
-            raise ModelLoadError(
-                f"{where}, and the package {PACKAGE!r} is not installed; in a checkout of halfserve, pip install '.[openvino]'"
-            )
+            raise ModelLoadError(f"{where}, and the package {PACKAGE!r} is not installed; {INSTALL}")
         return asked
 
 
