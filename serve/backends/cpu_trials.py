@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ class TrialCache:
             return None
         try:
             known = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-            numbers = (float(known[name]) for name in ("half_ms", "float32_ms", "error"))
-            return TrialResult(*numbers, recorded=known["recorded"] is True)
+            half_ms, float32_ms, error = (float(known[name]) for name in ("half_ms", "float32_ms", "error"))
+            return TrialResult(half_ms, float32_ms, error, known["recorded"] is True)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -82,9 +82,10 @@ def compared(
         rows: of the largest batch; 0 for a model without a batch dimension.
         samples: recorded ones, for which the answers in half precision are compared with the recorded ones.
     """
+    batches: Iterable[tuple[Mapping[str, Array], Mapping[str, Array] | None]]
     if samples is None:
         made_up = ({spec.name: _made_up(spec, min(rows, MOST_ROWS), size) for spec in interface.inputs} for size in FREE_SIZES)
-        batches = [(batch, None) for batch in made_up]
+        batches = ((batch, None) for batch in made_up)
     else:
         batches = [(samples.inputs, samples.answers)]
     for batch, recorded in batches:
