@@ -111,7 +111,7 @@ def main(
         sys.path.append(str(folder / "unpacked"))
         for checkpoint in CHECKPOINTS:
             if only in checkpoint.name and (folder / "unpacked" / checkpoint.package).is_dir():
-                work = _prepared(checkpoint, folder)
+                work = prepared(checkpoint, folder)
                 found[checkpoint.name] = {name: _outcome(name, work, bench) for name in names if _takes(name, work)}
     if as_json:
         versions = peers.versions(str(modelopt_python) if modelopt_python else None)
@@ -125,7 +125,8 @@ def _takes(converter: str, work: Work) -> bool:
     return converter != OPTIMUM or not work.checkpoint.factory
 
 
-def _prepared(checkpoint: PackagedCheckpoint, folder: Path) -> Work:
+def prepared(checkpoint: PackagedCheckpoint, folder: Path) -> Work:
+    """The module as torch exports it, and its answers to held-out inputs; the package lies in the folder's `unpacked`."""
     unpacked = folder / "unpacked"
     module = checkpoint.module(unpacked)
     sizes = [*checkpoint.sizes, *checkpoint.sizes[:1] * len(BATCHES)]

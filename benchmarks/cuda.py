@@ -34,6 +34,7 @@ import typer
 from benchmarks import mixed_lengths
 from benchmarks.converters.cases import KINDS
 from benchmarks.converters.crash_pool import Crash
+from benchmarks.converters.prediction import Agreement
 from benchmarks.converters.runtime import Session
 from benchmarks.cuda_device.alone import Alone, locked
 from benchmarks.cuda_device.in_process import rows_per_second
@@ -194,16 +195,11 @@ def predictions(kind: str, plan: Plan) -> Iterator[Cells]:
             failed.append(f"{name}: {errors.text}"[:REASON_LENGTH])
         else:
             ratios[name] = errors.ratio
-    found = sorted(ratios.values())
-    if not found:
+    if not ratios:
         raise BackendError(f"none of {len(failed)} models ran; the first: {failed[0]}")
-    shares = (sum(ratio <= bound for ratio in found) / len(found) for bound in (1, 2))
-    places = (found[min(len(found) - 1, int(part * len(found)))] for part in (0.5, 0.95, 1))
-    worst = sorted(ratios, key=lambda name: -ratios[name])[:WORST]
-    yield (
-        *(kind, str(len(found)), *(f"{share:.1%}" for share in shares), *(f"{place:.2f}" for place in places)),
-        *(", ".join(f"{name} {ratios[name]:.2g}" for name in worst), str(len(failed)), "; ".join(failed)),
-    )
+    agreement = Agreement.of(ratios)
+    worst = ", ".join(f"{name} {ratio:.2g}" for name, ratio in agreement.worst[:WORST])
+    yield kind, *agreement.cells, worst, str(len(failed)), "; ".join(failed)
 
 
 def lengths(model: Path, plan: Plan) -> Iterator[Cells]:

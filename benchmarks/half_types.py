@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
+import onnx
 import torch
 import transformers
 import typer
@@ -34,8 +35,10 @@ from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.verify import verify
+from halfserve.serve.engine.backend import CpuPrecision
 from tests.export.architectures import ARCHITECTURES, Architecture, images, natural_weights, sentences
 
+Arrays = dict[str, np.ndarray[Any, Any]]
 NO_LIMIT = Budget(max_scaled_error=1e30, min_agreement=0.0, max_non_finite=10**9)
 
 
@@ -105,20 +108,31 @@ def _told(cost: Cost) -> str:
     )
 
 
-def _costs(architecture: Architecture, *, openvino: bool) -> Iterator[tuple[str, Cost]]:
+def exported(architecture: Architecture) -> tuple[onnx.ModelProto, Arrays]:
+    """The architecture in float32, with weights of the size that training gives, and its samples.
+
+    Raises:
+        ExportError: It cannot be exported.
+        ImportError: A package that it needs is missing.
+        RuntimeError: torch refuses it.
+    """
     torch.manual_seed(0)
     samples = architecture.inputs(architecture.length)
+    module = natural_weights(architecture.make().eval(), samples)
+    model = export_onnx(module, {name: tensor[:2] for name, tensor in samples.items()})
+    return model, {name: tensor.numpy() for name, tensor in samples.items()}
+
+
+def _costs(architecture: Architecture, *, openvino: bool) -> Iterator[tuple[str, Cost]]:
     try:
-        module = natural_weights(architecture.make().eval(), samples)
-        wide = export_onnx(module, {name: tensor[:2] for name, tensor in samples.items()})
+        wide, arrays = exported(architecture)
     except (ExportError, ImportError, RuntimeError) as error:
         yield from ((half, Cost(problem=str(error).splitlines()[0])) for half in HALF_TYPES)
         return
-    arrays = {name: tensor.numpy() for name, tensor in samples.items()}
     yield from ((half, _cost(wide, half, arrays, openvino=openvino and half == "bfloat16")) for half in HALF_TYPES)
 
 
-def _cost(wide: Any, half: Any, arrays: dict[str, np.ndarray[Any, Any]], *, openvino: bool) -> Cost:
+def _cost(wide: onnx.ModelProto, half: Any, arrays: Arrays, *, openvino: bool) -> Cost:
     try:
         narrow = convert_float_to_float16(wide, dtype=half, upgrade_opset=True)
         certificate = verify(wide, narrow, arrays, budget=NO_LIMIT, adversarial=False, cuda=False)
@@ -134,15 +148,12 @@ def _cost(wide: Any, half: Any, arrays: dict[str, np.ndarray[Any, Any]], *, open
     )
 
 
-def _error_in_openvino(wide: Any, narrow: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> float:
-    import openvino  # noqa: PLC0415  (an extra)
+def _error_in_openvino(wide: onnx.ModelProto, narrow: onnx.ModelProto, arrays: Arrays) -> float:
+    from benchmarks.half_device.openvino_model import OpenVinoModel  # noqa: PLC0415  (an extra)
 
-    core = openvino.Core()
-    expected, found = (
-        core.compile_model(core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": hint})(arrays)
-        for model, hint in ((wide, "f32"), (narrow, "dynamic"))
-    )
-    pairs = [(expected[place], found[place]) for place in range(len(wide.graph.output))]
+    expected = OpenVinoModel(wide.SerializeToString(), CpuPrecision.FLOAT32).run(arrays)
+    found = OpenVinoModel(narrow.SerializeToString(), CpuPrecision.BFLOAT16).run(arrays)
+    pairs = zip(expected, found, strict=True)
     return max(compare(one, other).max_scaled_error for one, other in pairs if one.dtype == np.float32)
 
 

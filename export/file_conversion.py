@@ -14,7 +14,7 @@ from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
 from halfserve.export.errors import ExportError, UsageError
-from halfserve.export.half_types import FP16, DtypeChoice, HalfName, half_named
+from halfserve.export.half_types import FP16, HALF_TYPES, DtypeChoice, HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
@@ -75,6 +75,7 @@ class Verification:
         notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
+        precisions: Types to judge the converted model in beside its own; see `export.verify`.
     """
 
     samples: Callable[[ModelFile], SampleSet]
@@ -89,6 +90,7 @@ class Verification:
     notes: tuple[str, ...] = ()
     task: Judge | None = None
     key: SigningKey | None = None
+    precisions: Collection[HalfName] = ()
 
     def budget_of(self, dtype: HalfName) -> Budget:
         """The limits for a model of this type."""
@@ -167,6 +169,7 @@ def convert(
     keep_io_types: bool | Collection[str] = True,
     upgrade_opset: bool = False,
     dtype: DtypeChoice = "float16",
+    precisions: Collection[HalfName] = (),
     search: bool = True,
     limits: SearchLimits | None = None,
     adversarial: bool = True,
@@ -190,6 +193,8 @@ def convert(
         dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
             such numbers.
+        precisions: Types to judge the file in beside its own. A server may compute it in each that passed; one that did not
+            is recorded in the certificate (`not_proved`), and the file is written all the same.
         search: Whether to search for nodes that must stay float32.
         limits: When the search ends although a smaller set may be found.
         adversarial: Whether to also verify on samples at the edge of the given ones.
@@ -219,6 +224,7 @@ def convert(
         search=search,
         limits=limits or SearchLimits(),
         key=signing_key(certificate_key),
+        precisions=precisions,
     )
     options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset, dtype=dtype)
     place = FileTarget(path=Path(target), overwrite=overwrite)
@@ -368,7 +374,8 @@ def _verified(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
         samples.inputs,
-        budget=samples.budget(verification.budget_of(done.conversion.report.dtype)),
+        budget={name: samples.budget(verification.budget_of(name)) for name in HALF_TYPES},
+        precisions=(done.conversion.report.dtype, *verification.precisions),
         labels=verification.labels,
         name=target.model_name,
         reference_bytes=done.source.size_bytes,

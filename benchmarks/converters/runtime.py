@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 
 from benchmarks.converters.cases import Value
+from halfserve.export.half_types import FP16, HalfType
 
 _FLOATS = {"float": np.float32, "float16": np.float16, "double": np.float64}
 
@@ -46,11 +47,8 @@ def _fitting(value: Value, declared: str) -> Value:
         return value.astype(wanted)
 
 
-def rounded(value: Value) -> Value:
-    """A float32 value, or a sequence of them, as float16 can hold it."""
+def rounded(value: Value, half: HalfType = FP16) -> Value:
+    """A float32 value, or a sequence of them, as the half type can hold it."""
     if isinstance(value, list):
-        return [rounded(part) for part in value]
-    if isinstance(value, np.ndarray) and value.dtype == np.float32:
-        with np.errstate(over="ignore"):
-            return value.astype(np.float16).astype(np.float32)
-    return value
+        return [rounded(part, half) for part in value]
+    return half.rounded(value) if isinstance(value, np.ndarray) and value.dtype == np.float32 else value

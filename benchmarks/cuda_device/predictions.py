@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import numpy as np
 import onnx
 import onnxruntime as ort
 
-from benchmarks.converters.cases import Case, Value
+from benchmarks.converters.cases import Case
 from benchmarks.converters.crash_pool import Crash, CrashPool
+from benchmarks.converters.prediction import Errors, error_of
 from benchmarks.converters.runtime import Session
 from benchmarks.converters.suite import judgeable_cases
 from halfserve import convert_float_to_float16
 from halfserve.export.verification.simulation import round_every_node
 
-ONE_ROUNDING = 2.0**-11  # of a number of magnitude 1, to float16
 TIMEOUT_S = 120.0
 CUDA = "CUDAExecutionProvider"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Of one model, as parts of the reference's largest magnitude; infinite where one side alone is finite.
-
-    Attributes:
-        predicted: by the simulation.
-        found: on the device.
-    """
-
-    predicted: float
-    found: float
-
-    @property
-    def ratio(self) -> float:
-        """Of the found error to the predicted one, which is one rounding at least."""
-        if math.isinf(self.predicted):
-            return float(math.isinf(self.found))
-        return self.found / max(self.predicted, ONE_ROUNDING)
 
 
 def errors_of(kind: str, provider: str) -> Iterator[tuple[str, Errors | Crash]]:
@@ -68,20 +45,6 @@ def compared(case: Case, provider: str) -> Errors:
     predicted = found = 0.0
     for inputs in case.inputs:
         wanted = reference.run(inputs)
-        predicted = max(predicted, *map(_error, wanted, simulated.run(inputs)))
-        found = max(found, *map(_error, wanted, device.run(inputs)))
+        predicted = max(predicted, *map(error_of, wanted, simulated.run(inputs)))
+        found = max(found, *map(error_of, wanted, device.run(inputs)))
     return Errors(predicted=predicted, found=found)
-
-
-def _error(wanted: Value, answer: Value) -> float:
-    if isinstance(wanted, list) and isinstance(answer, list):
-        return max(map(_error, wanted, answer), default=0.0)
-    if not isinstance(wanted, np.ndarray) or not np.issubdtype(wanted.dtype, np.floating):
-        return 0.0
-    exact, half = wanted.astype(np.float64), np.asarray(answer).astype(np.float64)
-    finite = np.isfinite(exact)
-    if exact.shape != half.shape or not np.array_equal(finite, np.isfinite(half)):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    return float(np.abs(half[finite] - exact[finite]).max() / max(np.abs(exact[finite]).max(), 2.0**-14))

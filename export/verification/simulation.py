@@ -8,7 +8,7 @@ kernels for it.
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
 cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed
-(see `verification.cuda_kernels`).
+(see `verification.cuda_kernels`), and constants of others are rounded (see `verification.stored_constants`).
 
 A runtime that sums in float16, as TensorRT may in strongly typed networks, can overflow inside a node whose result fits: a
 mean of 300 squares may be 4e4 while their sum is 1.2e7. Sum checks add an output for each such node: the sum of magnitudes
@@ -30,7 +30,7 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from halfserve.export.certificate.certificate import Risk
 from halfserve.export.errors import ExportError
-from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
@@ -43,6 +43,7 @@ from halfserve.export.verification.cuda_kernels import (
     kernel_steps,
 )
 from halfserve.export.verification.float32_copy import hold_in_float32
+from halfserve.export.verification.stored_constants import StoredConstants, tensors_in
 from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.
@@ -72,28 +73,35 @@ _UNBOUNDED = """
 UNBOUNDED = frozenset(_UNBOUNDED.split())
 
 
-def round_every_node(model: onnx.ModelProto, half: HalfType = FP16) -> onnx.ModelProto:
+def round_every_node(model: onnx.ModelProto, half: HalfType = FP16, written: HalfType | None = None) -> onnx.ModelProto:
     """Copy a half-precision model so that its nodes compute in float32 and round each result.
 
-    Inputs and outputs stay; those of a bfloat16 model become float32, and hold numbers of bfloat16.
+    Inputs and outputs stay, except where `half` or `written` is bfloat16: there those of a half type become float32, and hold
+    numbers of that type.
 
     Functions are inlined, and bodies of If, Loop and Scan round too. Nodes of other types stay unchanged. Types of values come
     from shape inference, else from value_info, else from operator signatures (see `ElementTypes`).
 
+    Args:
+        model: The model.
+        half: The type that results are rounded to.
+        written: The type in which the model is written; `half` by default. Another one's weights are rounded to `half` too.
+
     Raises:
         ExportError: Functions cannot be inlined, or types are inconsistent.
     """
+    written = written or half
     try:
         inlined = inliner.inline_local_functions(model)
         typed = shape_inference.infer_shapes(inlined)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}
-    _rewrite(typed.graph, ElementTypes(opsets, half), {}, count())
+    _rewrite(typed.graph, ElementTypes(opsets, written), {}, {}, count())
     if not opsets.keys() & {"", "ai.onnx"}:
         typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # for the casts
-    if half is not FP16:
-        hold_in_float32(typed, half, rounded=True)
+    if BF16 in (half, written):
+        hold_in_float32(typed, half, rounded=True, written=written)
     return typed
 
 
@@ -107,15 +115,22 @@ def rounds(graph: onnx.GraphProto) -> bool:
     return any(simulated_node(node) or any(map(rounds, bodies_of(node))) for node in graph.node)
 
 
-def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, int], numbers: Iterator[int]) -> None:
-    types, constants = outer.within(graph), {**known, **constants_in(graph)}
+def _rewrite(
+    graph: onnx.GraphProto,
+    outer: ElementTypes,
+    known: Mapping[str, int],
+    seen: Mapping[str, TensorProto],
+    numbers: Iterator[int],
+) -> None:
+    types, constants, tensors = outer.within(graph), {**known, **constants_in(graph)}, {**seen, **dict(tensors_in(graph))}
+    stored = StoredConstants(half=types.half, opset=types.opset, tensors=tensors)
     rounder = _Rounder(types, next(numbers))
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         bodies = bodies_of(node)
         types.guess(node)
         for body in bodies:
-            _rewrite(body, types, constants, numbers)
+            _rewrite(body, types, constants, tensors, numbers)
         if node.op_type == "CastLike" and types.is_half(node.input[1]):
             nodes.append(helper.make_node("Cast", node.input[:1], node.output, to=types.half.elem_type))
         elif bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
@@ -123,7 +138,7 @@ def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, in
         elif is_cumsum(node, constants):
             nodes += cumsum_steps(node, constants, types.half.elem_type)
         else:
-            for part in kernel_steps(node, types.opset, numbers):
+            for part in stored.steps(node, numbers) or kernel_steps(node, types.opset, numbers):
                 types.guess(part)
                 nodes += rounder.around(part)
     del graph.node[:]
@@ -181,7 +196,7 @@ class ElementTypes:
 
     Args:
         opsets: The model's opsets by domain.
-        half: The half-precision type that is simulated.
+        half: The half-precision type in which the model is written.
         outer: Types of outer values, by name.
     """
 

@@ -20,6 +20,7 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
+SHORT_MS = 999.5  # below, three digits are shown
 MOST_ROWS = 8  # of a trial's batch
 FREE_SIZES = (16, 1)  # in place of sizes that the model leaves open, the first that it can compute
 RUNS = 5  # of each way at most
@@ -155,6 +156,7 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
 def describe(result: TrialResult, precision: Any, rows: int) -> str:
     """The measurement in words. `rows`: of the model's largest batch; 0 for a model without a batch dimension."""
     batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
-    times = f"OpenVINO in {precision} {result.half_ms:.3g} ms, ONNX Runtime in float32 {result.float32_ms:.3g} ms {batch}"
+    half, float32 = (f"{ms:.3g}" if ms < SHORT_MS else f"{ms:,.0f}" for ms in (result.half_ms, result.float32_ms))
+    times = f"OpenVINO in {precision} {half} ms, ONNX Runtime in float32 {float32} ms {batch}"
     answers = "the answers to recorded samples" if result.recorded else "they"
     return f"{times}; {answers} differ by {result.error:.2g} of the largest value"

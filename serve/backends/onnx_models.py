@@ -63,18 +63,31 @@ def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
         model: the file.
         named: the hash of the certificate that the model names in its metadata; another one proves nothing.
     """
+    verdicts = _verdicts(_named(model, named))
+    return frozenset(name for name, verdict in verdicts.items() if verdict.get("passed") is True)
+
+
+def _named(model: Path, named: str | None) -> Mapping[str, Any]:
+    """The certificate beside a model file, where the model names its hash; otherwise empty."""
+    certificate = _read(model)
+    return certificate if named == certificate_sha256(certificate) else {}
+
+
+def _read(model: Path) -> Mapping[str, Any]:
+    """The certificate beside a model file; empty where there is none, or none that can be read."""
     try:
         certificate = json.loads(read_regular(model.parent / CERTIFICATE))
     except (OSError, ValueError, RecursionError):
-        return frozenset()
-    if not isinstance(certificate, dict) or named != certificate_sha256(certificate):
-        return frozenset()
-    passed = {str(certificate.get("precision", "float16"))} if certificate.get("passed") is True else set[str]()
+        return {}
+    return certificate if isinstance(certificate, dict) else {}
+
+
+def _verdicts(certificate: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The verdicts of a certificate by precision; the certificate itself is the one in its own."""
     further: Any = certificate.get("precisions")
-    for name, verdict in further.items() if isinstance(further, Mapping) else ():
-        if isinstance(verdict, Mapping) and verdict.get("passed") is True:
-            passed.add(name)
-    return frozenset(passed)
+    named = further.items() if isinstance(further, Mapping) else ()
+    found = {name: verdict for name, verdict in named if isinstance(verdict, Mapping)}
+    return {**found, str(certificate.get("precision", "float16")): certificate}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +138,7 @@ class _Question:
             logger.info(
                 "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
                 "faster; %s would find out",
-                *(self.path, able[0], _command(able[0])),
+                *(self.path, able[0], self._command(able[0])),
             )
         return found
 
@@ -133,7 +146,8 @@ class _Question:
         where = f"{self.path}: is to be computed in {asked} on the CPU (--cpu-precision or {PARAMETER})"
         if asked not in passed_precisions(self.path, self.named):
             raise ModelLoadError(
-                f"{where}, and no verdict says that this is accurate enough; {_command(asked)} finds out, or ask for 'auto'"
+                f"{where}, and no verdict says that this is accurate enough; {self._command(asked)} finds out, "
+                "or ask for 'auto'"
             )
         if SHORT[asked] not in computed_halves():
             raise ModelLoadError(f"{where}, and this processor has no arithmetic in {asked}; ask for 'auto' or 'float32'")
@@ -141,18 +155,20 @@ class _Question:
             raise ModelLoadError(f"{where}, and the package {PACKAGE!r} is not installed; {INSTALL}")
         return asked
 
+    def _command(self, wanted: CpuPrecision) -> str:
+        """The command that proves the precision: for a file of another half-precision type, beside that."""
+        own = [precision for precision, short in SHORT.items() if short in self.written]
+        types = f"--dtype {wanted}" if wanted in own or not own else f"--dtype {own[0]} --precisions {wanted}"
+        return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME {types}`"
 
-def _largest_error(path: Path) -> float:
-    """The scaled error that the certificate's budget allows."""
+
+def _largest_error(path: Path, precision: CpuPrecision) -> float:
+    """The scaled error that the certificate's budget for a precision allows."""
     try:
-        allowed = json.loads(read_regular(path.parent / CERTIFICATE))["budget"]["max_scaled_error"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        allowed = _verdicts(_read(path))[precision]["budget"]["max_scaled_error"]
+    except (KeyError, TypeError):
         return USUAL_ERROR
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else USUAL_ERROR
-
-
-def _command(precision: CpuPrecision) -> str:
-    return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME --dtype {precision}`"
 
 
 class OnnxModels:
@@ -195,7 +211,7 @@ class OnnxModels:
         if precision is CpuPrecision.FLOAT32:
             return self._onnx.load(path, interface, placement, config)
         try:
-            samples = read_samples(path, named, interface)
+            samples = read_samples(path, _named(path, named), interface)
             return self._tried(path, interface, placement, config, precision, samples, measure=asked is CpuPrecision.AUTO)
         except _NotInHalfError as reason:
             logger.log(reason.level, "%s: is computed in float32 by ONNX Runtime: %s", path, reason)
@@ -257,7 +273,7 @@ def _judged(result: TrialResult, path: Path, config: ModelConfig, precision: Cpu
     Raises:
         _NotInHalfError: the answers in half precision are wrong, or slower where the faster ones are wanted.
     """
-    allowed = _largest_error(path) * (1 if result.recorded else TRIAL_FACTOR)
+    allowed = _largest_error(path, precision) * (1 if result.recorded else TRIAL_FACTOR)
     config.parameters[MEASURED].string_value = said = describe(result, precision, config.max_batch_size)
     if result.error > allowed:
         raise _NotInHalfError(f"OpenVINO's answers are wrong here ({said}, {allowed:.2g} allowed)", logging.WARNING)

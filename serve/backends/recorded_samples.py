@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from halfserve.protos.certificates import CERTIFICATE, RECORDED_INPUT, RECORDED_OUTPUT, SAMPLES, certificate_sha256
+from halfserve.protos.certificates import RECORDED_INPUT, RECORDED_OUTPUT, SAMPLES
 from halfserve.serve.engine.backend import ModelInterface
-from halfserve.serve.engine.disk_files import open_regular, read_regular
+from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
@@ -31,19 +31,16 @@ class RecordedSamples:
     answers: Mapping[str, Array]
 
 
-def read_samples(model: Path, named: str | None, interface: ModelInterface) -> RecordedSamples | None:
-    """The samples beside a model file; None where no certificate vouches for any, with a warning where they cannot be used.
+def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelInterface) -> RecordedSamples | None:
+    """The samples beside a model file; None where its certificate vouches for none, with a warning where they cannot be used.
 
     Args:
         model: the file.
-        named: the hash of the certificate that the model names in its metadata; another one vouches for nothing.
+        certificate: that the model names; empty where it names none.
         interface: of the model, whose inputs the samples have to fit.
     """
-    try:
-        certificate = json.loads(read_regular(model.parent / CERTIFICATE))
-        digest = certificate["files"][SAMPLES] if named == certificate_sha256(certificate) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
+    files = certificate.get("files")
+    digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
     if digest is None:
         return None
     path = model.parent / SAMPLES

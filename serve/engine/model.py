@@ -187,6 +187,12 @@ class Model:
         """See `Backend.precision`, and `Composition.precision`."""
         return self.backends[0].precision if self.composition is None else self.composition.precision
 
+    def labels_of(self, output: str) -> Sequence[str]:
+        """Class names of an output; those of the step that computes it, where the model is composed and has none of its own."""
+        if output in self.labels or self.composition is None:
+            return self.labels.get(output, ())
+        return self.composition.labels_of(output)
+
     @property
     def measured(self) -> str:
         """How fast it was in each precision that was tried when it was loaded, in words; "" without a trial."""

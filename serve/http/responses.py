@@ -23,6 +23,8 @@ JSON_TYPE = "application/json"
 # By gRPC status, as google.rpc.Code maps them, except that FAILED_PRECONDITION is a conflict:
 # https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 HTTP_STATUSES: dict[int, int] = {
+    1: 499,  # CANCELLED
+    2: 500,  # UNKNOWN
     3: 400,  # INVALID_ARGUMENT
     4: 504,  # DEADLINE_EXCEEDED
     5: 404,  # NOT_FOUND

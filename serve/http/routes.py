@@ -218,13 +218,21 @@ class RpcRoutes:
         return json_response({})
 
     async def _call(self, rpc: str, request: Message) -> Any:
-        """The response message of an RPC; raises its InferenceErrors."""
-        path = f"/{SERVICE}/{rpc}"
-        unary = self._service.unary.get(path)
-        if unary is not None:
-            return unary.answer(request)
-        # RPCs that take time are streams of one message each way.
-        return await anext(self._service.streams[path].answer(_only(request)))
+        return await rpc_response(self._service, rpc, request)
+
+
+async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
+    """The response message of an RPC.
+
+    Raises:
+        InferenceError: as the RPC.
+    """
+    path = f"/{SERVICE}/{rpc}"
+    unary = service.unary.get(path)
+    if unary is not None:
+        return unary.answer(request)
+    # RPCs that take time are streams of one message each way.
+    return await anext(service.streams[path].answer(_only(request)))
 
 
 async def _only(request: Message) -> AsyncIterator[Any]:

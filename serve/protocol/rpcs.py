@@ -247,7 +247,7 @@ class SettingsRpcs:
         return response
 
     def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        """The log settings after the changes.
+        """The log settings after the changes; see `LogSettings.shown`.
 
         Raises:
             InvalidArgumentError: no such setting or value; nothing has been changed.
@@ -256,7 +256,7 @@ class SettingsRpcs:
         changes = {name: _given(name, setting) for name, setting in request.settings.items()}
         self._observability.update_logs(changes)
         response = pb.LogSettingsResponse()
-        for name, value in self._observability.logs.as_values().items():
+        for name, value in self._observability.logs.shown(changes).items():
             setting = response.settings[name]
             if isinstance(value, bool):
                 setting.bool_param = value

@@ -15,8 +15,9 @@ import typer
 
 from benchmarks import cuda, cuda_faults
 from benchmarks.converters.cases import cases
+from benchmarks.converters.prediction import Errors
 from benchmarks.cuda_device.networks import Network
-from benchmarks.cuda_device.predictions import ONE_ROUNDING, Errors, compared
+from benchmarks.cuda_device.predictions import compared
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError
 from tests.serve.cuda_emulator.library import make_device
@@ -62,7 +63,7 @@ def test_predictions_are_compared_with_what_was_found() -> None:
     case = next(case for case in cases("light") if case.name == "light_densenet121")
     errors = compared(case, "CPUExecutionProvider")
     assert 1e-5 < errors.found < 1e-2
-    assert errors.ratio == errors.found / max(errors.predicted, ONE_ROUNDING)
+    assert errors.ratio == errors.found / max(errors.predicted, 2.0**-11)
     assert [Errors(predicted=math.inf, found=found).ratio for found in (math.inf, 0.5)] == [1.0, 0.0]
 
 

@@ -31,6 +31,8 @@ INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # float64 becomes float32 there, and texts end its process.
 UNFIT_TYPES = {TensorProto.DOUBLE: "float64", TensorProto.STRING: "text"}
+# Reductions whose attribute `axes` (opsets 13 to 17) OpenVINO 2026.4.1 does not read: it reduces over every axis.
+AXES_UNREAD = frozenset({"ReduceL1", "ReduceLogSum", "ReduceLogSumExp"})
 
 
 def why_unfit(model: ModelProto) -> str | None:
@@ -60,4 +62,6 @@ def _is_unfit(node: NodeProto, integers: AbstractSet[str]) -> bool:
         return node.input[0] not in integers
     if node.op_type == "MaxPool":  # it counts a last window that lies in the padding
         return any(attribute.name == "ceil_mode" and attribute.i for attribute in node.attribute)
+    if node.op_type in AXES_UNREAD and any(attribute.name == "axes" for attribute in node.attribute):
+        return True
     return node.op_type in WRONG | RANDOM or node.domain not in STANDARD

@@ -16,7 +16,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.python.backend import PythonBackend, PythonModel, Runner
 from halfserve.serve.backends.python.environment import interpreter_for
 from halfserve.serve.backends.python.process import ChildFailedError, ChildProcess, OnEvent
-from halfserve.serve.backends.python.services import Services
+from halfserve.serve.backends.python.services import CopyServices, Services
 from halfserve.serve.backends.python.thread import ModelThread
 from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterface
 from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
@@ -30,6 +30,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 logger = logging.getLogger(__name__)
 
 ISOLATION = "halfserve.python_isolation"
+STRICT = "halfserve.strict_outputs"
 COMPLETES = "auto_complete_config"
 
 
@@ -65,7 +66,10 @@ class PythonRuntime:
         if COMPLETES not in text:
             return declared
         given = _for_completion(declared, name)
-        child = ChildProcess(name, interpreter_for(declared.message, path), lambda *_: None, lambda: None)
+        copy = CopyServices(self._services, f"{name}/{path.parent.name}")
+        copy.is_loading = True
+        child = ChildProcess(name, interpreter_for(declared.message, path), copy.handle, copy.stop)
+        copy.answer = child.answer
         try:
             reply, _ = _called(child, path, {"k": "complete", "path": str(path), "config": _json(given)})
         finally:
@@ -120,6 +124,7 @@ class PythonRuntime:
             batched=config.max_batch_size > 0,
             is_decoupled=config.model_transaction_policy.decoupled,
             path=str(path),
+            has_strict_outputs=bool(own_parameter(config, STRICT, path)),
         )
         on_thread = own_parameter(config, ISOLATION, path) == "thread"
         if on_thread and ENVIRONMENT in config.parameters:

@@ -294,6 +294,15 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         values="above 0, at most 1",
         meaning="Share of one thread's time for these comparisons.",
     ),
+    "halfserve.strict_outputs": OwnParameter(
+        parse=switch,
+        default="off",
+        values="`on`, `off`",
+        meaning=(
+            "Whether an output of a Python model in another shape than its configuration has is an error. Otherwise a warning "
+            "names it once; a batch's rows are always checked."
+        ),
+    ),
     "halfserve.task": OwnParameter(
         parse=str,
         default="none",

@@ -147,6 +147,11 @@ class Binding:
                 self._plans[outputs] = plan
         return plan
 
+    def labels_of(self, output: str) -> Sequence[str]:
+        """Class names of an output of the ensemble, which are those of the model that computes it."""
+        writer = self._graph.writers[output]
+        return self.models[writer].labels_of(self._output_of(writer, output))
+
     def begin(self) -> None:
         """A request uses the models."""
         self._in_flight += 1

@@ -213,6 +213,8 @@ class Instance:
 
     def stop(self) -> None:
         """End the thread after the submitted batches. Does not wait for it."""
+        if self._stopped:
+            return
         self._stopped = True
         self.on_change = lambda _: None  # breaks a reference cycle that would keep an unloaded model
         self._cancel_timer()

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.converters.closeness import difference
 from benchmarks.converters.runtime import Session
-from tests.export.failure_classes.converters import Converter, both, both_all, normal, ours, parse
+from tests.export.failure_classes.converters import Converter, both, both_all, both_in_float16, normal, ours, parse
 
 # Class 9: bodies, functions, sequences, optionals, names, old formats, other float types.
 
@@ -119,7 +119,7 @@ def unnamed(converter: Converter, model: onnx.ModelProto) -> None:
     Converter(convert=convert, survives=converter.survives).try_on(model, {"x": normal(3, 4)})
 
 
-@both
+@both_in_float16
 def test_nodes_without_names(converter: Converter) -> None:
     unnamed(
         converter,
@@ -140,7 +140,7 @@ def test_names_that_are_taken(converter: Converter) -> None:
     converter.try_on(model, X | {"graph_input_cast_0": normal(3, 4, seed=2)})
 
 
-@both
+@both_in_float16
 def test_an_output_that_is_read_inside_and_given_twice(converter: Converter) -> None:
     model = parse("""g (float[3, 4] x) => (float[3, 4] r, float[3, 4] y, float[3, 4] same) {
         r = Relu (x)

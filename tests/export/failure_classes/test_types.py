@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.export.failure_classes.converters import OURS, Converter, both, both_all, named, normal, ours, parse
+from tests.export.failure_classes.converters import OURS, Converter, both, both_all, both_in_float16, named, normal, ours, parse
 
 # Class 6: Cast nodes that are there already, types written down beside them, and pairs that cancel out.
 
@@ -61,7 +61,7 @@ def half_island() -> onnx.ModelProto:
         y = Mul (f, x) }""")
 
 
-@both
+@both_in_float16
 def test_an_island_that_is_float16_already(converter: Converter) -> None:
     converter.try_on(typed(half_island()), X)
 

@@ -142,6 +142,14 @@ def test_the_number_that_an_old_pad_fills_with_is_rounded() -> None:
     assert np.isposinf(run(round_every_node(model), X)[:, 1]).all()
 
 
+def test_an_activations_constants_are_rounded() -> None:
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float16[N, 1] x) => (float16[N, 1] y) { y = Selu (x) }'
+    alpha, gamma = (np.float16(value).astype(np.float32) for value in (1.67326319, 1.05070102))
+    x = -np.abs(X)
+    expected = (gamma * alpha * np.expm1(x.astype(np.float32))).astype(np.float16)
+    assert np.array_equal(run(round_every_node(parser.parse_model(text)), x), expected)
+
+
 def test_a_model_of_another_domain_alone_gets_casts_and_checks() -> None:
     model = parser.parse_model("""<ir_version: 9, opset_import: ["com.microsoft": 1]> g (float16[N, 1] x) => (float16[N, 1] y) {
         y = com.microsoft.Gelu (x)

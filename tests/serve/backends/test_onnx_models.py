@@ -152,10 +152,16 @@ def test_without_openvino_a_model_is_computed_in_float32(
         load(path, CpuPrecision.BFLOAT16)
 
 
-@pytest.mark.parametrize("asked", [CpuPrecision.BFLOAT16, CpuPrecision.FLOAT16])
-def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision) -> None:
-    path = save_mlp(tmp_path / "m.onnx")
-    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert .* --dtype {asked}`"):
+@pytest.mark.parametrize(
+    ("asked", "types"),
+    [
+        (CpuPrecision.BFLOAT16, "--dtype float16 --precisions bfloat16"),
+        (CpuPrecision.FLOAT16, "--dtype float16"),
+    ],
+)
+def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision, types: str) -> None:
+    path = save_mlp(tmp_path / "m.onnx")  # in float16
+    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert .* {types}`"):
         load(path, asked)
     with pytest.raises(ModelLoadError, match="no verdict says that this"):
         load(path, parameters={"halfserve.cpu_precision": asked})
@@ -290,6 +296,18 @@ def test_a_trial_decides_and_the_log_says_what_was_measured(
 
 
 @needs_bf16
+@pytest.mark.parametrize(("allowed", "provider"), [(0.04, ON_OPENVINO), (0.01, ON_ONNX_RUNTIME)])
+def test_a_trial_allows_the_error_of_the_verdict_in_its_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: float, provider: str
+) -> None:
+    monkeypatch.setattr(onnx_models, "compared", lambda *_: TrialResult(1.0, 2.0, 0.1))
+    further = {"bfloat16": {"passed": True, "budget": {"max_scaled_error": allowed}}}
+    own = {"precision": "float16", "passed": True, "budget": {"max_scaled_error": 0.01}}
+    path = certify(save_network(tmp_path / "m.onnx", FP16), **own, precisions=further)
+    assert load(path, CpuPrecision.BFLOAT16)[0].provider == provider
+
+
+@needs_bf16
 def test_a_trial_is_remembered_for_a_file_and_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
@@ -395,6 +413,8 @@ def test_recorded_samples_that_cannot_be_used_are_replaced_by_made_up_ones(
         ({"passed": True}, {"float16"}),
         ({"passed": True, "precision": "bfloat16"}, {"bfloat16"}),
         ({"passed": False, "precisions": {"bfloat16": {"passed": True}, "float16": {"passed": False}}}, {"bfloat16"}),
+        ({"passed": True, "precisions": {"bfloat16": {"passed": True}}}, {"float16", "bfloat16"}),
+        ({"passed": True, "precisions": {"bfloat16": {"passed": False}}}, {"float16"}),
         ({"passed": True, "precisions": ["bfloat16"]}, {"float16"}),
         ({"passed": 1}, set()),
         ([], set()),

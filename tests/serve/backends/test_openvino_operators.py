@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
-from typing import Any
-
 import numpy as np
+import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
-from onnx.backend.test.loader import load_model_tests
+from onnx import parser
 
-from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
+from benchmarks.converters.cases import Case, Value, cases
+from benchmarks.converters.runtime import Session
+from benchmarks.half_device.openvino_model import OpenVinoModel
 from halfserve.serve.backends.onnx_runtime.upcast import half_types
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
-from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
-from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement
+from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
-from halfserve.serve.engine.tensors import Array
 
-ON_CPU = DevicePlacement(use_gpu=False, threads=2)
 LEAST_RIGHT = 700  # of the cases that are not left to ONNX Runtime
 
 
-def cases() -> list[Any]:
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        found = [(case, case.model) for case in load_model_tests(kind="node")]
-        # In half precision other roundings are right too.
-        return [case for case, model in found if model is not None and why_unfit(model) is None and not half_types(model)]
+def fit_cases() -> list[Case]:
+    """ONNX's node tests that OpenVINO may compute; in half precision other roundings are right too."""
+    models = [(case, onnx.load_from_string(case.model)) for case in cases("node")]
+    return [case for case, model in models if why_unfit(model) is None and not half_types(model)]
 
 
-def as_array(value: Any) -> Array:
-    return numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.asarray(value)
-
-
-def differs(answer: Array, expected: Array) -> bool:
+def differs(answer: Value, expected: Value) -> bool:
+    answer, expected = np.asarray(answer), np.asarray(expected)
     if answer.shape != expected.shape:
         return True
     if answer.dtype.kind in "iub":
@@ -49,26 +38,32 @@ def differs(answer: Array, expected: Array) -> bool:
     return bool(np.abs(given[finite] - wanted[finite]).max(initial=0) > 2e-3 * scale)
 
 
+@pytest.mark.parametrize("operator", ["ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean"])
+def test_reductions_over_axes_of_an_attribute_are_right_or_unfit(operator: str) -> None:
+    text = f"g (float[N, 5] x) => (float[N] y) {{ y = {operator} <axes = [1], keepdims = 0> (x) }}"
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 13]> {text}')
+    x = np.random.default_rng(0).uniform(0.5, 2, (4, 5)).astype(np.float32)
+    if why_unfit(model) is None:
+        (answer,) = OpenVinoModel(model.SerializeToString(), CpuPrecision.FLOAT32).run({"x": x})
+        (expected,) = Session(model.SerializeToString()).run({"x": x})
+        assert not differs(answer, expected)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_what_is_given_to_openvino_is_answered_as_onnx_defines_it(tmp_path: Path) -> None:
-    runtime, wrong, right = OpenVinoRuntime(), [], 0
-    for case in cases():
-        path = tmp_path / "model.onnx"
-        path.write_bytes(case.model.SerializeToString())
+def test_what_is_given_to_openvino_is_answered_as_onnx_defines_it() -> None:
+    wrong, right = [], 0
+    for case in fit_cases():
         try:
-            interface = read_interface(path)
-            backend = runtime.load_onnx(path, interface, ON_CPU, ModelConfig(), CpuPrecision.FLOAT32)
+            model = OpenVinoModel(case.model, CpuPrecision.FLOAT32, threads=2)
         except ModelLoadError:
             continue  # ONNX Runtime takes it
-        given, expected = case.data_sets[0]
-        named = zip(interface.inputs, map(as_array, given), strict=False)
-        inputs = {spec.name: np.asarray(array, backend.compute_dtype(spec.name)) for spec, array in named}
         try:
-            answers = backend.run(inputs)
+            answers = model.run(case.inputs[0])
         except InvalidArgumentError:  # sizes or integers that are refused
             continue
-        if any(differs(answers[s.name], as_array(w)) for s, w in zip(interface.outputs, expected, strict=False)):
+        assert case.expected is not None
+        if any(map(differs, answers, case.expected[0])):
             wrong.append(case.name)
         else:
             right += 1

@@ -1,0 +1,76 @@
+"""ONNX models as the server computes them with OpenVINO, and the layers that OpenVINO makes of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.converters.cases import Value
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
+from halfserve.serve.backends.openvino.plugin import MOVING, PRECISIONS
+from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
+from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer of a compiled graph that computes floating-point numbers.
+
+    Attributes:
+        kind: OpenVINO's name of the operation, such as "MatMul" or "Subgraph".
+        precision: "fp32", "fp16" or "bf16".
+        steps: Names of the operations that the layer computes: more than one where OpenVINO fused them.
+    """
+
+    kind: str
+    precision: str
+    steps: tuple[str, ...]
+
+
+class OpenVinoModel:
+    """A model that is loaded as the server loads it, with the interface of `benchmarks.converters.runtime.Session`.
+
+    Args:
+        model: The serialized ONNX model.
+        precision: Of the nodes that have a half-precision type; float32 widens them.
+        threads: Number of threads of a run.
+
+    Raises:
+        ModelLoadError: OpenVINO refuses the model.
+    """
+
+    def __init__(self, model: bytes, precision: CpuPrecision, threads: int = 1) -> None:
+        placement = DevicePlacement(use_gpu=False, threads=threads)
+        with tempfile.TemporaryDirectory(prefix="halfserve-openvino-") as folder:
+            path = Path(folder) / "model.onnx"
+            path.write_bytes(model)
+            self._interface = read_interface(path)
+            self._backend = OpenVinoRuntime().load_onnx(path, self._interface, placement, ModelConfig(), precision)
+
+    def run(self, inputs: Mapping[str, Value]) -> list[Value]:
+        """Run once; floating inputs are cast to the type that the model takes.
+
+        Raises:
+            InvalidArgumentError: The server refuses such sizes or integers.
+            InstanceLostError: OpenVINO fails.
+        """
+        names = [spec.name for spec in self._interface.inputs]
+        answers = self._backend.run({name: np.asarray(inputs[name], self._backend.compute_dtype(name)) for name in names})
+        return [answers[spec.name] for spec in self._interface.outputs]
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers that compute floating-point numbers, in their order; layers that move numbers are left out."""
+        found = []
+        for node in self._backend.compiled.get_runtime_model().get_ordered_ops():
+            about = {name: node.get_rt_info()[name].astype(str) for name in ("layerType", "runtimePrecision")}
+            steps = node.get_rt_info()["originalLayersNames"].astype(str).split(",")
+            if about["runtimePrecision"] in PRECISIONS and about["layerType"] not in MOVING:
+                precision = PRECISIONS[about["runtimePrecision"]]
+                found.append(Layer(kind=about["layerType"], precision=precision, steps=tuple(filter(None, steps))))
+        return found
