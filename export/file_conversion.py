@@ -304,10 +304,10 @@ def _converted(
     samples = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
         attempt = _attempt(stack, opened, file, options, progress)
-        certificate, found = None, None
+        certificate, found, recorded = None, None, b""
         if verification is not None and samples is not None:
             try:
-                certificate = _verified(attempt, samples, verification, target, progress)
+                certificate, recorded = _verified(attempt, samples, verification, target, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
@@ -317,13 +317,13 @@ def _converted(
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
                 attempt = _attempt(stack, opened, file, blocked, progress)
                 try:
-                    certificate = _verified(attempt, samples, verification, target, progress)
+                    certificate, recorded = _verified(attempt, samples, verification, target, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
             files = () if certificate is None else beside(certificate)
             writes = [waiting.enter_context(waiting_file(path, content)) for path, content in files]
-            converted = _publish(target, attempt, certificate, found)
+            converted = _publish(target, attempt, certificate, found, recorded)
             for write in writes:
                 write()
         return converted
@@ -363,7 +363,8 @@ def _verified(
     verification: Verification,
     target: ConversionTarget,
     progress: Callable[[str], None],
-) -> Certificate:
+) -> tuple[Certificate, bytes]:
+    """The certificate, and the samples that travel with the model."""
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
 
@@ -386,8 +387,10 @@ def _verified(
         notes=(*samples.notes, *verification.notes),
         task=verification.task,
     )
-    certificate = embed_in_file(done.staged.path, replace(certificate, files=target.bound_files(done.source)))
-    return certificate if verification.key is None else certificate.signed(verification.key)
+    recorded = target.recorded(done.source, samples.inputs)
+    files = target.bound_files(done.source, recorded)
+    certificate = embed_in_file(done.staged.path, replace(certificate, files=files))
+    return (certificate if verification.key is None else certificate.signed(verification.key)), recorded
 
 
 def _searched(
@@ -428,13 +431,17 @@ def _searched(
 
 
 def _publish(
-    target: ConversionTarget, attempt: _Attempt, certificate: Certificate | None, found: SearchResult | None
+    target: ConversionTarget,
+    attempt: _Attempt,
+    certificate: Certificate | None,
+    found: SearchResult | None,
+    recorded: bytes,
 ) -> Converted:
     done, placement = attempt
     source, staged = done.source, done.staged
     written = open_model(staged.path)
     size_bytes, why = written.size_bytes, growth(source, written)
-    published = target.publish(source, staged, certificate)
+    published = target.publish(source, staged, certificate, recorded)
     return Converted(
         path=published.path,
         source_bytes=source.size_bytes,

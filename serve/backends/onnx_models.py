@@ -29,6 +29,7 @@ from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettin
 from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
 from halfserve.serve.backends.openvino.processor import computed_halves, fast_halves, processor_name
+from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.backend import (
     OPENVINO_BACKEND,
     Backend,
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
 PACKAGE = "openvino"
+INSTALL = f"in a checkout of halfserve, pip install '.[{PACKAGE}]'"
 USUAL_ERROR = 0.04  # bfloat16's budget where a certificate has none
 # Made-up inputs are no more like the model's own than a certificate's adversarial samples, for which it allows as much.
 TRIAL_FACTOR = 5.0
@@ -61,10 +63,14 @@ def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
         model: the file.
         named: the hash of the certificate that the model names in its metadata; another one proves nothing.
     """
+    verdicts = _verdicts(_named(model, named))
+    return frozenset(name for name, verdict in verdicts.items() if verdict.get("passed") is True)
+
+
+def _named(model: Path, named: str | None) -> Mapping[str, Any]:
+    """The certificate beside a model file, where the model names its hash; otherwise empty."""
     certificate = _read(model)
-    if named != certificate_sha256(certificate):
-        return frozenset()
-    return frozenset(name for name, verdict in _verdicts(certificate).items() if verdict.get("passed") is True)
+    return certificate if named == certificate_sha256(certificate) else {}
 
 
 def _read(model: Path) -> Mapping[str, Any]:
@@ -115,11 +121,19 @@ class _Question:
         return chosen
 
     def _best(self) -> CpuPrecision:
-        if not self.written or find_spec(PACKAGE) is None:
+        if not self.written:
             return CpuPrecision.FLOAT32
         able = [precision for precision, short in SHORT.items() if short in fast_halves()]
         passed = passed_precisions(self.path, self.named)
         found = next((precision for precision in able if precision in passed), CpuPrecision.FLOAT32)
+        if find_spec(PACKAGE) is None:
+            if found is not CpuPrecision.FLOAT32:
+                logger.info(
+                    "%s: is computed in float32; this processor computes it faster in %s, which its verdict allows, with "
+                    "the package %r, which is not installed; %s",
+                    *(self.path, found, PACKAGE, INSTALL),
+                )
+            return CpuPrecision.FLOAT32
         if able and found is CpuPrecision.FLOAT32:
             logger.info(
                 "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
@@ -138,9 +152,7 @@ class _Question:
         if SHORT[asked] not in computed_halves():
             raise ModelLoadError(f"{where}, and this processor has no arithmetic in {asked}; ask for 'auto' or 'float32'")
         if find_spec(PACKAGE) is None:
-            raise ModelLoadError(
-                f"{where}, and the package {PACKAGE!r} is not installed; in a checkout of halfserve, pip install '.[openvino]'"
-            )
+            raise ModelLoadError(f"{where}, and the package {PACKAGE!r} is not installed; {INSTALL}")
         return asked
 
     def _command(self, wanted: CpuPrecision) -> str:
@@ -187,7 +199,7 @@ class OnnxModels:
             return self._onnx.load(path, interface, placement, config)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
-        precision = asked
+        precision, named = asked, None
         if asked is not CpuPrecision.FLOAT32:
             with open_onnx(path) as file:
                 written = frozenset(HALF_TYPES[number] for number in half_types(file.model))
@@ -199,7 +211,8 @@ class OnnxModels:
         if precision is CpuPrecision.FLOAT32:
             return self._onnx.load(path, interface, placement, config)
         try:
-            return self._tried(path, interface, placement, config, precision, measure=asked is CpuPrecision.AUTO)
+            samples = read_samples(path, _named(path, named), interface)
+            return self._tried(path, interface, placement, config, precision, samples, measure=asked is CpuPrecision.AUTO)
         except _NotInHalfError as reason:
             logger.log(reason.level, "%s: is computed in float32 by ONNX Runtime: %s", path, reason)
         return self._onnx.load(path, interface, placement, config)
@@ -211,12 +224,13 @@ class OnnxModels:
         placement: DevicePlacement,
         config: ModelConfig,
         precision: CpuPrecision,
+        samples: RecordedSamples | None,
         *,
         measure: bool,
     ) -> Backend:
         """The model in half precision, where a trial has not shown that it is slower so, or that its answers are wrong.
 
-        `measure`: whether the faster one is wanted.
+        `samples` are tried, or else a made-up batch. `measure`: whether the faster one is wanted.
 
         Raises:
             _NotInHalfError: it is to be computed in float32.
@@ -234,7 +248,8 @@ class OnnxModels:
         if result is None:
             scratch = ModelConfig()
             scratch.CopyFrom(config)
-            result = compared(half, self._onnx.load(path, interface, placement, scratch), interface, config.max_batch_size)
+            float32 = self._onnx.load(path, interface, placement, scratch)
+            result = compared(half, float32, interface, config.max_batch_size, samples)
             if result is None:
                 logger.info("%s: is computed in %s; no batch could be made up to measure it", path, precision)
                 return half
@@ -258,7 +273,7 @@ def _judged(result: TrialResult, path: Path, config: ModelConfig, precision: Cpu
     Raises:
         _NotInHalfError: the answers in half precision are wrong, or slower where the faster ones are wanted.
     """
-    allowed = TRIAL_FACTOR * _largest_error(path, precision)
+    allowed = _largest_error(path, precision) * (1 if result.recorded else TRIAL_FACTOR)
     config.parameters[MEASURED].string_value = said = describe(result, precision, config.max_batch_size)
     if result.error > allowed:
         raise _NotInHalfError(f"OpenVINO's answers are wrong here ({said}, {allowed:.2g} allowed)", logging.WARNING)

@@ -90,6 +90,7 @@ def test_a_model_proved_in_bfloat16_is_served_as_asked(repository: Path, written
     assert (properties["halfserve.provider"], properties["halfserve.precision"]) == ran
     assert model["measured"] == properties["halfserve.measured"] == about["halfserve.measured"].string_value
     assert model["measured"] in said
+    assert "the answers to recorded samples differ by 0.0" in said
     if "is computed in bfloat16 (OpenVINO in bfloat16" in said:
         assert ran == ("OpenVINO on cpu", "bf16" if written == "bfloat16" else "bf16 (the fp16 model)")
         assert "OpenVINO bf16=" in about["halfserve.nodes"].string_value

@@ -103,8 +103,8 @@ def _fields(descriptor: Descriptor) -> set[tuple[Any, ...]]:
 @pytest.mark.parametrize(("ours", "theirs"), FILES)
 def test_every_message_has_the_same_fields(ours: Any, theirs: Any) -> None:
     our_messages, their_messages = _messages(ours), _messages(theirs)
-    own = [field for one in our_messages.values() for field in one.fields if field.number > OWN_NUMBERS]
-    assert our_messages.keys() - {field.message_type.full_name for field in own} == their_messages.keys()
+    own = [field.message_type for one in our_messages.values() for field in one.fields if field.number > OWN_NUMBERS]
+    assert our_messages.keys() - {message.full_name for message in own if message is not None} == their_messages.keys()
     for name, descriptor in their_messages.items():
         assert {field for field in _fields(our_messages[name]) if field[1] <= OWN_NUMBERS} == _fields(descriptor), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -134,11 +135,19 @@ def test_a_processor_without_half_arithmetic_computes_in_float32(
         load(path, CpuPrecision.BFLOAT16)
 
 
-def test_without_openvino_a_model_is_computed_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openvino_a_model_is_computed_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(onnx_models, "find_spec", lambda _: None)
-    monkeypatch.setattr(onnx_models, "computed_halves", lambda: frozenset({"bf16"}))
-    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
-    assert load(path)[0].provider == ON_ONNX_RUNTIME
+    for halves in ("computed_halves", "fast_halves"):
+        monkeypatch.setattr(onnx_models, halves, lambda: frozenset({"bf16"}))
+    path = save_network(tmp_path / "m.onnx", BF16)
+    with caplog.at_level(logging.INFO):
+        assert load(path)[0].provider == ON_ONNX_RUNTIME
+        assert caplog.text == "", "nothing is proved that the package could compute"
+        certify(path, precision="bfloat16", passed=True)
+        assert load(path)[0].provider == ON_ONNX_RUNTIME
+    assert "with the package 'openvino', which is not installed; in a checkout of halfserve, pip install '.[" in caplog.text
     with pytest.raises(ModelLoadError, match=r"the package 'openvino' is not installed; .*pip install '.\[openvino\]'"):
         load(path, CpuPrecision.BFLOAT16)
 
@@ -329,6 +338,73 @@ def test_a_trial_runs_both_on_a_batch_of_the_model(tmp_path: Path) -> None:
     assert result is not None
     assert min(result.half_ms, result.float32_ms) > 0
     assert 0 < result.error < 0.03
+
+
+def record(path: Path, *, off_by: float = 0.0, compress: bool = False) -> dict[str, str]:
+    """Write samples.npz beside a network with its answers in float32; returns what a certificate says of it."""
+    x = np.random.default_rng(2).standard_normal((3, SIZE)).astype(np.float32)
+    backend, _ = load(path, CpuPrecision.FLOAT32)
+    y = backend.run({"x": x.astype(backend.compute_dtype("x"))})["y"].astype(np.float32) + np.float32(off_by)
+    save = np.savez_compressed if compress else np.savez
+    save(path.parent / "samples.npz", **{"input/x": x, "output/y": y})  # type: ignore[arg-type]  # (of numpy's own options)
+    return {"samples.npz": hashlib.sha256((path.parent / "samples.npz").read_bytes()).hexdigest()}
+
+
+@needs_bf16
+@pytest.mark.parametrize("asked", [CpuPrecision.AUTO, CpuPrecision.BFLOAT16])
+def test_answers_to_recorded_samples_beyond_the_verdict_keep_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: CpuPrecision
+) -> None:
+    path = save_network(tmp_path / "m.onnx", BF16)
+    certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": 0.04}, files=record(path, off_by=0.05))
+    cache = TrialCache(tmp_path / "trials")
+    for _ in range(2):  # the second is remembered
+        runtimes, config = Runtimes(trials=cache), ModelConfig(max_batch_size=8)
+        placement = DevicePlacement(use_gpu=False, threads=1, cpu_precision=asked)
+        assert runtimes.load(path, runtimes.describe(path), placement, config).provider == ON_ONNX_RUNTIME
+        assert "the answers to recorded samples differ by 0.0" in config.parameters["halfserve.measured"].string_value
+    warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert all("computed in float32 by ONNX Runtime: OpenVINO's answers are wrong here (OpenV" in line for line in warned)
+
+
+@needs_bf16
+def test_recorded_samples_within_the_verdict_are_served_in_half(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_network(tmp_path / "m.onnx", BF16)
+    certify(path, precision="bfloat16", passed=True, files=record(path))
+    with caplog.at_level(logging.INFO):
+        assert load(path, CpuPrecision.BFLOAT16)[0].provider == ON_OPENVINO
+    assert "the answers to recorded samples differ by 0.00" in caplog.text
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ("other", "samples.npz: cannot be used to check what this machine computes: it is not the file that the certificate"),
+        ("compressed", "samples.npz: cannot be used to check what this machine computes: its arrays are compressed"),
+        ("text", "samples.npz: cannot be used to check what this machine computes: File is not a zip file"),
+        ("gone", ""),
+    ],
+)
+def test_recorded_samples_that_cannot_be_used_are_replaced_by_made_up_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str, reason: str
+) -> None:
+    path = save_network(tmp_path / "m.onnx", BF16)
+    files = record(path, off_by=0.5, compress=harm == "compressed")
+    samples = path.parent / "samples.npz"
+    if harm == "other":
+        samples.write_bytes(samples.read_bytes() + b"\0")
+    elif harm == "text":
+        samples.write_bytes(b"no samples")
+        files = {"samples.npz": hashlib.sha256(b"no samples").hexdigest()}
+    elif harm == "gone":
+        samples.unlink()
+    certify(path, precision="bfloat16", passed=True, files=files)
+    with caplog.at_level(logging.INFO):
+        assert load(path, CpuPrecision.BFLOAT16)[0].provider == ON_OPENVINO
+    assert reason in caplog.text
+    assert "; they differ by 0.00" in caplog.text
 
 
 @pytest.mark.parametrize(
