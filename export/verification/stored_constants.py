@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
+from numpy.typing import ArrayLike
 from onnx import TensorProto, defs, numpy_helper
 
-from halfserve.export.half_types import BF16, Array, HalfType
+from halfserve.export.half_types import BF16, HalfType
 from halfserve.export.verification.cuda_kernels import NodeSteps
 
 ATTRIBUTES = {
@@ -78,7 +79,7 @@ class StoredConstants:
             if attribute is None:
                 attribute = rounded.attribute.add()
                 attribute.CopyFrom(schema.attributes[name].default_value)
-            attribute.f = float(self.half.rounded(np.float32(attribute.f)[None])[0])
+            attribute.f = float(self.half.rounded(np.array(attribute.f, np.float32)))
         return rounded
 
 
@@ -98,9 +99,9 @@ def _gemm(constants: StoredConstants, steps: NodeSteps) -> None:
     if alpha == beta == 1.0:
         return
     if alpha != 1.0:
-        second = _times(constants.half, steps, second, np.float32(alpha))
+        second = _times(constants.half, steps, second, alpha)
     if beta != 1.0 and bias and bias[0]:
-        bias = [_times(constants.half, steps, bias[0], np.float32(beta))]
+        bias = [_times(constants.half, steps, bias[0], beta)]
     kept = {name: value for name, value in steps.attributes.items() if name.startswith("trans")}
     steps.add("Gemm", first, second, *bias, **kept)
 
@@ -109,7 +110,7 @@ def _mean(constants: StoredConstants, steps: NodeSteps) -> None:
     total, *addends = steps.node.input
     for addend in addends:
         total = steps.add("Add", total, addend)
-    _times(constants.half, steps, total, np.float32(1 / (1 + len(addends))))
+    _times(constants.half, steps, total, 1 / (1 + len(addends)))
 
 
 def _div(constants: StoredConstants, steps: NodeSteps) -> None:
@@ -123,9 +124,9 @@ def _div(constants: StoredConstants, steps: NodeSteps) -> None:
         _times(constants.half, steps, dividend, reciprocal)
 
 
-def _times(half: HalfType, steps: NodeSteps, value: str, factor: Array) -> str:
-    """Multiply by float32 numbers that are rounded to the half type."""
-    stored = numpy_helper.from_array(half.rounded(np.asarray(factor)), "value")
+def _times(half: HalfType, steps: NodeSteps, value: str, factor: ArrayLike) -> str:
+    """Multiply by numbers that are rounded to the half type."""
+    stored = numpy_helper.from_array(half.rounded(np.asarray(factor, np.float32)), "value")
     return steps.add("Mul", value, steps.add("Constant", value=stored))
 
 
