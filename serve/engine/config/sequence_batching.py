@@ -100,6 +100,28 @@ def state_outputs(config: ModelConfig) -> frozenset[str]:
     return frozenset(state.output_name for state in config.sequence_batching.state)
 
 
+def sequence_tensors(config: ModelConfig) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """The inputs and outputs that `sequence_batching` describes itself: controls and states, of a model without a graph.
+
+    A control or state without a datatype is left out; `sequence_plan` then says what is wrong with it.
+    """
+    batch = (ANY_SIZE,) if config.max_batch_size else ()
+    batching = config.sequence_batching
+    inputs, outputs = [], []
+    for entry in batching.control_input:
+        for control in entry.control[:1]:
+            field = next((field for field in FALSE_TRUE if getattr(control, field)), None)
+            datatype = BY_CONFIG.get(control.data_type) if field is None else BY_WIRE[field.split("_")[0].upper()]
+            if datatype is not None:
+                inputs.append(TensorSpec(name=entry.name, datatype=datatype, shape=(*batch, 1)))
+    for state in batching.state:
+        if state.data_type in BY_CONFIG:
+            datatype, shape = BY_CONFIG[state.data_type], (*batch, *state.dims)
+            inputs.append(TensorSpec(name=state.input_name, datatype=datatype, shape=shape))
+            outputs.append(TensorSpec(name=state.output_name, datatype=datatype, shape=shape))
+    return inputs, outputs
+
+
 def is_aligned(config: ModelConfig) -> bool:
     """Whether each sequence has its own row in the batches."""
     batching = config.sequence_batching
