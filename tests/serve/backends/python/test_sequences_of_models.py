@@ -100,3 +100,34 @@ def test_a_decoupled_model_answers_the_requests_of_a_sequence(tmp_path: Path) ->
         got = [stream.next()[:2] for _ in range(6)]
         client.stop_stream()
     assert got == [("0", 1), ("0", 5), ("1", 0), ("1", 5), ("2", 2), ("2", 5)]
+
+
+# Answers x, x - 1, ... 0, each in an execution of its own; START says which is the first.
+COUNTS_DOWN = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.left = {}
+
+    def execute(self, requests):
+        for request in requests:
+            given = {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in request.inputs()}
+            left = self.left[given["ID"]] = int(given["x"]) if given["START"] else self.left[given["ID"]] - 1
+            answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([left], np.float32))])
+            if left:
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            request.get_response_sender().send(answer, 0 if left else pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+def test_each_request_of_an_iterative_model_is_a_sequence(tmp_path: Path) -> None:
+    controls = CONTROLS.replace("STRATEGY", "iterative_sequence: true")
+    decoupled = "model_transaction_policy { decoupled: true }"
+    save_python_model(tmp_path, "counts_down", COUNTS_DOWN, controls + decoupled)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        stream = Stream(client)
+        for name in "ab":
+            stream.ask("counts_down", 5, request_id=name)
+        got = [stream.next() for _ in range(12)]
+        client.stop_stream()
+    for name in "ab":
+        assert [one for one in got if one[0] == name] == [(name, float(left), left == 0) for left in reversed(range(6))]
