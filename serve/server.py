@@ -378,7 +378,7 @@ async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer
     except TimeoutError:
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(core.close(), CLOSE_S)
+            await asyncio.wait_for(core.clean_up(), CLOSE_S)
     # Health watchers never end by themselves: they get FLUSH_S. Answers on their way to the client keep the rest of drain_s.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)

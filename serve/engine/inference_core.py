@@ -243,6 +243,7 @@ class InferenceCore:
             for instance in model.batcher.instances:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
+            cache_answers(model, self.response_cache)
             if not model.backends:  # it computes by other models
                 continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
@@ -251,7 +252,6 @@ class InferenceCore:
                 reason = "it does not compute on the CPU" if self.slots else "the server has no --compute-slots"
                 label = f"{model.name}/{model.version}"
                 logger.warning("%s: halfserve.compute_weight has no effect, as %s", label, reason, extra={"model": label})
-            cache_answers(model, self.response_cache)
         gone = [model for model in before.values() if model not in models]
         leaving = [self._let_go(model) for model in gone]
         self.notify()
@@ -286,7 +286,7 @@ class InferenceCore:
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
         await asyncio.gather(*self._finishing)
 
-    async def close(self) -> None:
+    async def clean_up(self) -> None:
         """Have every model clean up whose requests have not ended when `drain` was given up."""
         instances = [instance for model in [*self.models(), *self._leaving] for instance in model.batcher.instances]
         for instance in instances:

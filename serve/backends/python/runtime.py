@@ -21,6 +21,7 @@ from halfserve.serve.backends.python.thread import ModelThread
 from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterface
 from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.sequence_batching import sequence_tensors
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import MAX_TEXT, InstanceLostError, ModelLoadError, cut
 from halfserve.serve.engine.model_calls import ModelCalls
@@ -95,9 +96,12 @@ class PythonRuntime:
                 f'{COMPLETES}, e.g. output {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }}'
             )
         batched = config.max_batch_size > 0
+        inputs = [_spec(entry, f"{source}: input {entry.name!r}", batched=batched) for entry in config.input]
+        outputs = [_spec(entry, f"{source}: output {entry.name!r}", batched=batched) for entry in config.output]
+        added_inputs, added_outputs = sequence_tensors(config)
         return ModelInterface(
-            inputs=tuple(_spec(entry, f"{source}: input {entry.name!r}", batched=batched) for entry in config.input),
-            outputs=tuple(_spec(entry, f"{source}: output {entry.name!r}", batched=batched) for entry in config.output),
+            inputs=tuple({spec.name: spec for spec in (*added_inputs, *inputs)}.values()),
+            outputs=tuple({spec.name: spec for spec in (*added_outputs, *outputs)}.values()),
             batched=batched,
             kind=PYTHON,
             open_ended=True,

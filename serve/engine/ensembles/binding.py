@@ -187,12 +187,14 @@ class Binding:
 
     def _bound(self, index: int, max_batch_size: int) -> BoundStep:
         step, model = self._graph.steps[index], self.models[index]
-        links = [self._link(spec, step.inputs[spec.name], step.label) for spec in model.inputs.values()]
-        own, taken = self._graph.inputs, tuple(model.inputs.values())
+        taken = tuple(spec for spec in model.inputs.values() if spec.name in step.inputs)
+        links = [self._link(spec, step.inputs[spec.name], step.label) for spec in taken]
+        own = self._graph.inputs
         # The ensemble's request is then the model's.
         is_direct = (
             all(step.inputs[spec.name] == spec.name for spec in taken)
-            and [(spec.name, spec.shape) for spec in own] == [(spec.name, spec.shape) for spec in taken]
+            and [(spec.name, spec.shape, spec.optional) for spec in own]
+            == [(spec.name, spec.shape, spec.optional) for spec in taken]
             and all(spec.model_shape is None for spec in taken)
             and (model.max_batch_size > 0) == (max_batch_size > 0)
         )
