@@ -166,9 +166,9 @@ def translated(flags: Sequence[str]) -> Translation:
     _keep_responses(made, given)
     _configure_backends(made, given)
     _trace(made, given)
-    for name, value in switches.items():
-        if name not in TRANSLATED_SWITCHES and value is not SWITCHES[name]:
-            made.remarks.append(f"--{name}={str(value).lower()} is ignored")
+    for name, is_on in switches.items():
+        if name not in TRANSLATED_SWITCHES and is_on is not SWITCHES[name]:
+            made.remarks.append(f"--{name}={str(is_on).lower()} is ignored")
     made.remarks += [f"--{name} is ignored: {reason}" for name, reason in IGNORED.items() if name in given]
     return made
 
