@@ -21,6 +21,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.inference import (
+    Buffer,
     inference_entry,
     joined,
     named,
@@ -229,7 +230,7 @@ def read_request(body: bytes, inputs: Inputs, model: str, version: str) -> bytes
     given = {name: value for name, value in content.items() if name not in {"id", PARAMETERS}}
     for name in given.keys() & nested.keys():
         raise InvalidArgumentError(f"the request has {name!r:.40} beside {PARAMETERS} and in it, expected it once")
-    raw = []
+    raw: list[Buffer] = []
     for name, value in (*given.items(), *nested.items()):
         if name in inputs:
             tensor = inputs[name]

@@ -51,6 +51,11 @@ def json_text_response(content: str, status: int = 200, headers: dict[str, str] 
     return Response(content.encode(), status, {"cache-control": "no-store", **(headers or {})}, JSON_TYPE)
 
 
+def empty_response() -> Response:
+    """200 without a body."""
+    return Response(None, 200, {"cache-control": "no-store"})
+
+
 def json_in_pieces(pieces: Iterator[bytes]) -> Response:
     """A response of JSON that is written while the client reads it; the event loop gets a turn after each piece."""
 

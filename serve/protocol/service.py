@@ -39,10 +39,10 @@ INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 LOAD = "RepositoryModelLoad"
 SERVER_NAME = "halfserve"
-# Triton's names. "parameters" is missing: models here do not read request parameters.
+# Triton's names.
 EXTENSIONS = (
-    *("binary_tensor_data", "classification", "logging", "model_configuration"),
-    *("model_repository", "model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
+    *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
+    *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
 )
 SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]

@@ -41,6 +41,7 @@ class TritonPythonModel:
         for time in range(asked.get("times", 1)):
             if time and asked.get("waits"):
                 self.go.wait()
+                self.go.clear()
             words = [word.upper() if shout[0, 0] else word] * (time + 1 if asked.get("grows") else 1)
             count = pb_utils.Tensor("count", np.array([sum(each.size for each in ids)], np.int32))
             told = pb_utils.Tensor("told", np.array([words], object))

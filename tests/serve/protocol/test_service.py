@@ -35,9 +35,8 @@ def extensions(*, shared_memory: bool) -> set[str]:
 def test_the_metadata_lists_what_is_served() -> None:
     assert extensions(shared_memory=False) >= {
         *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
-        *("model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
+        *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
     }
-    assert not extensions(shared_memory=False) & {"sequence", "parameters"}
 
 
 @pytest.mark.parametrize(
