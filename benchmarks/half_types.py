@@ -5,7 +5,8 @@
 The models are those of `tests/export/architectures.py`, small and with random weights of the size that training gives, and two
 of full size: BERT with 6 layers of 384, as MiniLM-L6, and ResNet-50. An error is the largest difference from float32, as a
 share of the output's largest number (or of its kind of columns), with every node rounded; the worst output counts. The search
-for nodes that need float32 is off, and so is every limit, so that all errors are shown. With `--openvino` (`pip install
+for nodes that need float32 is off, and so is every limit, so that all errors are shown. The float16 file is also judged as if
+it were computed in bfloat16 (`verify --precisions`). With `--openvino` (`pip install
 openvino`; a processor with AVX512-BF16 or AMX), OpenVINO computes the bfloat16 model as it is typed, which shows whether the
 simulation is right.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -27,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from halfserve.export.certificate.budget import MAX_SCALED_ERROR, Budget
-from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.certificate.budget import MAX_SCALED_ERROR, Budget, Figures
+from halfserve.export.certificate.certificate import BudgetExceeded, PrecisionVerdict
 from halfserve.export.errors import ExportError
 from halfserve.export.half_types import HALF_TYPES
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
@@ -74,12 +76,17 @@ MODELS: dict[str, Architecture] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The largest error and the least cosine of one model in one type, and its error in OpenVINO; or the problem."""
+    """The largest error and the least cosine of one model in one type, and its error in OpenVINO; or the problem.
+
+    Attributes:
+        in_bfloat16: The error of a float16 file that is computed in bfloat16.
+    """
 
     error: float = float("nan")
     cosine: float = float("nan")
     problem: str = ""
     on_hardware: float = float("nan")
+    in_bfloat16: float = float("nan")
 
 
 def main(
@@ -103,9 +110,9 @@ def main(
 
 
 def _told(cost: Cost) -> str:
-    return (
-        f"{cost.error:.4f} (OpenVINO {cost.on_hardware:.4f})" if cost.on_hardware == cost.on_hardware else f"{cost.error:.4f}"
-    )
+    further = {"OpenVINO": cost.on_hardware, "computed in bfloat16": cost.in_bfloat16}
+    told = ", ".join(f"{name} {error:.4f}" for name, error in further.items() if not math.isnan(error))
+    return f"{cost.error:.4f} ({told})" if told else f"{cost.error:.4f}"
 
 
 def exported(architecture: Architecture) -> tuple[onnx.ModelProto, Arrays]:
@@ -135,17 +142,27 @@ def _costs(architecture: Architecture, *, openvino: bool) -> Iterator[tuple[str,
 def _cost(wide: onnx.ModelProto, half: Any, arrays: Arrays, *, openvino: bool) -> Cost:
     try:
         narrow = convert_float_to_float16(wide, dtype=half, upgrade_opset=True)
-        certificate = verify(wide, narrow, arrays, budget=NO_LIMIT, adversarial=False, cuda=False)
+        precisions = dict.fromkeys((half, "bfloat16"))
+        certificate = verify(wide, narrow, arrays, budget=NO_LIMIT, adversarial=False, cuda=False, precisions=list(precisions))
     except BudgetExceeded as error:
         certificate = error.certificate
     except ExportError as error:
         return Cost(problem=str(error).splitlines()[0])
-    figures = [verdict.figures for verdict in certificate.outputs if verdict.execution == "rounded"]
+    figures = _figures(certificate)
     return Cost(
-        error=max(each.max_scaled_error for each in figures if each.floating),
-        cosine=min(each.cosine for each in figures if each.floating),
+        error=max(each.max_scaled_error for each in figures),
+        cosine=min(each.cosine for each in figures),
+        in_bfloat16=max(
+            (each.max_scaled_error for other in certificate.precisions.values() for each in _figures(other)),
+            default=float("nan"),
+        ),
         on_hardware=_error_in_openvino(wide, narrow, arrays) if openvino else float("nan"),
     )
+
+
+def _figures(verdict: PrecisionVerdict) -> list[Figures]:
+    """The figures of every floating output where each node rounds."""
+    return [each.figures for each in verdict.outputs if each.execution == "rounded" and each.figures.floating]
 
 
 def _error_in_openvino(wide: onnx.ModelProto, narrow: onnx.ModelProto, arrays: Arrays) -> float:
@@ -159,13 +176,18 @@ def _error_in_openvino(wide: onnx.ModelProto, narrow: onnx.ModelProto, arrays: A
 
 def _table(found: dict[str, dict[str, Cost]]) -> Table:
     table = Table(
-        "model", *(f"{half} error" for half in HALF_TYPES), *(f"{half} cosine" for half in HALF_TYPES), "in OpenVINO", "problem"
+        "model",
+        *(f"{half} error" for half in HALF_TYPES),
+        *(f"{half} cosine" for half in HALF_TYPES),
+        "in OpenVINO",
+        "float16 file in bfloat16",
+        "problem",
     )
     for name, costs in found.items():
         errors = [f"{cost.error:.4f}{' !' if cost.error > MAX_SCALED_ERROR[half] else ''}" for half, cost in costs.items()]  # type: ignore[index]
         cosines = [f"{cost.cosine:.6f}" for cost in costs.values()]
-        hardware = f"{costs['bfloat16'].on_hardware:.4f}"
-        table.add_row(name, *errors, *cosines, hardware, next((cost.problem for cost in costs.values() if cost.problem), ""))
+        others = (f"{costs['bfloat16'].on_hardware:.4f}", f"{costs['float16'].in_bfloat16:.4f}")
+        table.add_row(name, *errors, *cosines, *others, next((cost.problem for cost in costs.values() if cost.problem), ""))
     return table
 
 

@@ -24,6 +24,8 @@ from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Measurement, measure
 from halfserve.serve.benchmark.request_inputs import parse_shapes
 
+HEADINGS = ("load", "server", "requests/s", "p50 ms", "p99 ms", "mean batch", "rate ratio", "p99 ratio")
+
 
 def main(
     servers: Annotated[list[str], typer.Argument(metavar="NAME=HOST:PORT/MODEL", help="The peer last.")],
@@ -37,22 +39,22 @@ def main(
     """Measure the servers in turn and print medians over the rounds."""
     options = RequestSettings(shapes=parse_shapes(shape or []), shared_memory="system" if shared_memory else None)
     how = Measurement(seconds=seconds, warmup_s=0.3)
-    headings = ("in flight", "server", "requests/s", "p50 ms", "p99 ms", "mean batch", "rate ratio", "p99 ratio")
-    table = Table(*headings)
+    table = Table(*HEADINGS)
     with ExitStack() as stack:
-        names, contestants = zip(*(_contestant(text, options, stack) for text in servers), strict=True)
+        names, targets = zip(*(contestant(text, options, stack) for text in servers), strict=True)
 
         def measured(number: int, load: Load) -> Level:
-            contestant: LoadTarget = contestants[number]
-            return measure(contestant.bench, load, how)
+            target: LoadTarget = targets[number]
+            return measure(target.bench, load, how)
 
         for number in track(parse_concurrencies(concurrency), description="measuring", console=Console(stderr=True)):
             for line in compare(names, Load(concurrency=number), rounds, measured, base=-1):
-                table.add_row(*_cells(line))
+                table.add_row(*cells(line))
     Console().print(table)
 
 
-def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
+def contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
+    """The name and the running server of NAME=HOST:PORT/MODEL."""
     name, _, rest = text.partition("=")
     address, _, model = rest.partition("/")
     if not (name and address and model):
@@ -60,7 +62,8 @@ def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[
     return name, stack.enter_context(LoadTarget(address, [model], options))
 
 
-def _cells(line: ComparedLevel) -> list[str]:
+def cells(line: ComparedLevel) -> list[str]:
+    """A row of the table, in the order of HEADINGS."""
     return [
         line.load.text,
         line.name,

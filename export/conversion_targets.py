@@ -27,6 +27,7 @@ from halfserve.protos.object_storage import is_url
 if TYPE_CHECKING:
     from halfserve.export.certificate.certificate import Certificate
     from halfserve.export.repository.stored_repository import StoredRepository
+    from halfserve.export.verification.samples import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,15 @@ class ConversionTarget(Protocol):
     def file(self) -> Iterator[Path]:
         """The file that the model is staged for."""
 
-    def bound_files(self, source: ModelFile) -> dict[str, str]:
+    def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:
+        """Samples to write beside the model, with their float32 answers (`recorded_samples`); empty for none."""
+
+    def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:
         """Hashes of the files that are written beside the model, for its certificate (`Certificate.files`)."""
 
-    def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
+    def publish(
+        self, source: ModelFile, staged: StagedModel, certificate: Certificate | None, recorded: bytes
+    ) -> PublishedModel:
         """Publish a staged model.
 
         Raises:
@@ -96,10 +102,19 @@ class FileTarget:
     def file(self) -> Iterator[Path]:
         yield self.path
 
-    def bound_files(self, source: ModelFile) -> dict[str, str]:  # noqa: ARG002  (a file has none beside it)
+    def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:  # noqa: ARG002  (a file has none beside it)
+        return b""
+
+    def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:  # noqa: ARG002  (a file has none beside it)
         return {}
 
-    def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:  # noqa: ARG002  (a file needs none)
+    def publish(
+        self,
+        source: ModelFile,
+        staged: StagedModel,
+        certificate: Certificate | None,  # noqa: ARG002  (a file needs none)
+        recorded: bytes,  # noqa: ARG002  (a file has none beside it)
+    ) -> PublishedModel:
         try:
             superseded = superseded_files(open_model(staged.target), staged)
         except ExportError:  # no model lies there yet
@@ -177,10 +192,17 @@ class RepositoryTarget:
     def _place(self) -> str:
         return str(self.repository) if self._stored is None else self._stored.url
 
-    def bound_files(self, source: ModelFile) -> dict[str, str]:
-        return bound_files(source if self.fp32_twin else None, self.task)
+    def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:
+        from halfserve.export.repository.recorded_samples import recorded_samples  # noqa: PLC0415  (slow to import)
 
-    def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
+        return recorded_samples(source, inputs)
+
+    def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:
+        return bound_files(source if self.fp32_twin else None, self.task, recorded)
+
+    def publish(
+        self, source: ModelFile, staged: StagedModel, certificate: Certificate | None, recorded: bytes
+    ) -> PublishedModel:
         if certificate is None:
             raise ExportError("a version in a repository needs a certificate; verify the model")
         while True:
@@ -194,6 +216,7 @@ class RepositoryTarget:
                     max_batch_size=self.max_batch_size,
                     fp32_twin=source if self.fp32_twin else None,
                     task=self.task,
+                    recorded=recorded,
                 )
                 if self._stored is None:
                     return PublishedModel(path=written)

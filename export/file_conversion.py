@@ -14,7 +14,7 @@ from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
 from halfserve.export.errors import ExportError, UsageError
-from halfserve.export.half_types import FP16, DtypeChoice, HalfName, half_named
+from halfserve.export.half_types import FP16, HALF_TYPES, DtypeChoice, HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
@@ -75,6 +75,7 @@ class Verification:
         notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
+        precisions: Types to judge the converted model in beside its own; see `export.verify`.
     """
 
     samples: Callable[[ModelFile], SampleSet]
@@ -89,6 +90,7 @@ class Verification:
     notes: tuple[str, ...] = ()
     task: Judge | None = None
     key: SigningKey | None = None
+    precisions: Collection[HalfName] = ()
 
     def budget_of(self, dtype: HalfName) -> Budget:
         """The limits for a model of this type."""
@@ -167,6 +169,7 @@ def convert(
     keep_io_types: bool | Collection[str] = True,
     upgrade_opset: bool = False,
     dtype: DtypeChoice = "float16",
+    precisions: Collection[HalfName] = (),
     search: bool = True,
     limits: SearchLimits | None = None,
     adversarial: bool = True,
@@ -190,6 +193,8 @@ def convert(
         dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
             such numbers.
+        precisions: Types to judge the file in beside its own. A server may compute it in each that passed; one that did not
+            is recorded in the certificate (`not_proved`), and the file is written all the same.
         search: Whether to search for nodes that must stay float32.
         limits: When the search ends although a smaller set may be found.
         adversarial: Whether to also verify on samples at the edge of the given ones.
@@ -219,6 +224,7 @@ def convert(
         search=search,
         limits=limits or SearchLimits(),
         key=signing_key(certificate_key),
+        precisions=precisions,
     )
     options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset, dtype=dtype)
     place = FileTarget(path=Path(target), overwrite=overwrite)
@@ -298,10 +304,10 @@ def _converted(
     samples = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
         attempt = _attempt(stack, opened, file, options, progress)
-        certificate, found = None, None
+        certificate, found, recorded = None, None, b""
         if verification is not None and samples is not None:
             try:
-                certificate = _verified(attempt, samples, verification, target, progress)
+                certificate, recorded = _verified(attempt, samples, verification, target, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
@@ -311,13 +317,13 @@ def _converted(
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
                 attempt = _attempt(stack, opened, file, blocked, progress)
                 try:
-                    certificate = _verified(attempt, samples, verification, target, progress)
+                    certificate, recorded = _verified(attempt, samples, verification, target, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
             files = () if certificate is None else beside(certificate)
             writes = [waiting.enter_context(waiting_file(path, content)) for path, content in files]
-            converted = _publish(target, attempt, certificate, found)
+            converted = _publish(target, attempt, certificate, found, recorded)
             for write in writes:
                 write()
         return converted
@@ -357,7 +363,8 @@ def _verified(
     verification: Verification,
     target: ConversionTarget,
     progress: Callable[[str], None],
-) -> Certificate:
+) -> tuple[Certificate, bytes]:
+    """The certificate, and the samples that travel with the model."""
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
 
@@ -367,7 +374,8 @@ def _verified(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
         samples.inputs,
-        budget=samples.budget(verification.budget_of(done.conversion.report.dtype)),
+        budget={name: samples.budget(verification.budget_of(name)) for name in HALF_TYPES},
+        precisions=(done.conversion.report.dtype, *verification.precisions),
         labels=verification.labels,
         name=target.model_name,
         reference_bytes=done.source.size_bytes,
@@ -379,8 +387,10 @@ def _verified(
         notes=(*samples.notes, *verification.notes),
         task=verification.task,
     )
-    certificate = embed_in_file(done.staged.path, replace(certificate, files=target.bound_files(done.source)))
-    return certificate if verification.key is None else certificate.signed(verification.key)
+    recorded = target.recorded(done.source, samples.inputs)
+    files = target.bound_files(done.source, recorded)
+    certificate = embed_in_file(done.staged.path, replace(certificate, files=files))
+    return (certificate if verification.key is None else certificate.signed(verification.key)), recorded
 
 
 def _searched(
@@ -421,13 +431,17 @@ def _searched(
 
 
 def _publish(
-    target: ConversionTarget, attempt: _Attempt, certificate: Certificate | None, found: SearchResult | None
+    target: ConversionTarget,
+    attempt: _Attempt,
+    certificate: Certificate | None,
+    found: SearchResult | None,
+    recorded: bytes,
 ) -> Converted:
     done, placement = attempt
     source, staged = done.source, done.staged
     written = open_model(staged.path)
     size_bytes, why = written.size_bytes, growth(source, written)
-    published = target.publish(source, staged, certificate)
+    published = target.publish(source, staged, certificate, recorded)
     return Converted(
         path=published.path,
         source_bytes=source.size_bytes,

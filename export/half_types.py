@@ -44,6 +44,11 @@ class HalfType:
         return 1 << self.significant_bits
 
     @property
+    def overflow_from(self) -> float:
+        """From this magnitude on, halfway from the largest number to the next power of two, rounding gives infinity."""
+        return self.largest / (2 - 2.0 ** (1 - self.significant_bits)) * (2 - 2.0**-self.significant_bits)
+
+    @property
     def largest_flushed(self) -> float:
         """The largest number that rounds to 0: the tie between 0 and the smallest subnormal goes to the even one, 0."""
         return self.smallest_subnormal / 2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from halfserve.amp_core.calling import arguments_of, described_call
 from halfserve.amp_core.policy import Policy
@@ -30,6 +31,7 @@ from halfserve.export.file_conversion import (
     nothing_beside,
 )
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
+from halfserve.export.half_module.tensors import detached_copy
 from halfserve.export.half_types import FP16, DtypeChoice, HalfName, HalfType, half_named
 from halfserve.export.samples import Samples
 from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = 2
+HALVES = (torch.float16, torch.bfloat16)
 
 KEEP = "halfserve.keep"
 
@@ -67,6 +70,7 @@ class ExportOptions:
         accumulators: In which type the target runtime sums.
         beside: More files made of the certificate.
         key: Signs the certificate; None leaves it unsigned.
+        precisions: Types to judge the converted model in beside its own.
     """
 
     budget: Budget | Mapping[HalfName, Budget] | None = None
@@ -80,6 +84,7 @@ class ExportOptions:
     accumulators: Accumulators = "float32"
     beside: Beside = nothing_beside
     key: SigningKey | None = None
+    precisions: Collection[HalfName] = ()
 
 
 def export_module(
@@ -91,6 +96,7 @@ def export_module(
     labels: Tensor | None = None,
     budget: Budget | None = None,
     dtype: DtypeChoice = "float16",
+    precisions: Collection[HalfName] = (),
     keep_fp32: Sequence[str] = (),
     keep_io_types: bool | Collection[str] = True,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
@@ -113,13 +119,15 @@ def export_module(
     searched for. What a training policy added to float32, and what a training record shows over float16's range, stays float32.
 
     Args:
-        module: The float32 module, in evaluation mode and on the CPU; it stays as it is.
+        module: The module, in evaluation mode and on the CPU; it stays as it is. One that holds half-precision weights is
+            compared with a copy in float32, which keeps every weight's value.
         samples: Inputs, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of tensors.
         repository: The model repository's folder, made if missing; or its URL in object storage.
         name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the converted model may differ; the usual budget of its type by default.
         dtype: The type to convert to, "float16" or "bfloat16", or "auto": see `halfserve.convert`.
+        precisions: Types to judge the file in beside its own: see `halfserve.convert`.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
             that stay, such as an output over 65504.
@@ -160,6 +168,7 @@ def export_module(
         adversarial=adversarial,
         accumulators=accumulators,
         key=signing_key(certificate_key),
+        precisions=precisions,
     )
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
     return export_verified(
@@ -181,7 +190,7 @@ def export_verified(
     """Export a module to a repository target; see `export_module`.
 
     Args:
-        module: The float32 module.
+        module: The module; a copy in float32 takes the place of one that holds half-precision weights.
         samples: The samples to verify on.
         target: The repository version to write.
         options: How to convert and verify.
@@ -196,10 +205,14 @@ def export_verified(
     """
     require_python(module)
     _require_on_cpu(module)
-    args, named = arguments_of(module, samples.inputs)
+    inputs = samples.inputs
+    if any(parameter.dtype in HALVES for parameter in module.parameters()):
+        module = detached_copy(module).float()
+        inputs = pytree.tree_map_only(Tensor, _widened, inputs)
+    args, named = arguments_of(module, inputs)
     call = call_of(module, args, kwargs=named)
-    _require_float32(module, call)
-    _require_run(module, samples.inputs, call)
+    _require_numpy(call)
+    _require_run(module, inputs, call)
     sizes = _sizes(call, options.dynamic)
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
@@ -230,6 +243,7 @@ def export_verified(
             record=record,
             task=None if target.task is None else target.task.judge,
             key=options.key,
+            precisions=options.precisions,
         )
         done = convert_verified(
             source,
@@ -249,11 +263,11 @@ def _require_on_cpu(module: nn.Module) -> None:
         raise ExportError(f"the model is on {elsewhere}; call .cpu() first")
 
 
-def _require_float32(module: nn.Module, call: ForwardCall) -> None:
-    small = (torch.float16, torch.bfloat16)
-    weights = next((parameter.dtype for parameter in module.parameters() if parameter.dtype in small), None)
-    if weights is not None:
-        raise ExportError(f"the model holds {str(weights)[6:]} weights; expected float32, to compare with: call .float() first")
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def _require_numpy(call: ForwardCall) -> None:
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.dtype == torch.bfloat16:  # which numpy does not have
             raise ExportError(f"the samples of input {name!r} are bfloat16; expected float32")

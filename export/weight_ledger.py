@@ -10,7 +10,7 @@ import numpy as np
 from halfserve.export.half_types import FP16, HalfType
 
 FP16_MAX = FP16.largest
-FP16_OVERFLOW = 65520.0  # halfway to the next power of two: from here on, rounding gives infinity
+FP16_OVERFLOW = FP16.overflow_from
 FP16_SMALLEST_NORMAL = FP16.smallest_normal
 FP16_LARGEST_FLUSHED = FP16.largest_flushed
 

@@ -87,6 +87,9 @@ STAGES = {
     "serve": Stage(
         module="halfserve.serve.cli", function="serve", help="Serve models over gRPC in batches.", configurable=True
     ),
+    "triton": Stage(
+        module="halfserve.serve.triton_flags", function="triton", help="Serve models with the flags of tritonserver."
+    ),
     "cluster": Stage(
         module="halfserve.serve.cluster.on_ray.cli",
         function="cluster",

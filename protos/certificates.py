@@ -20,6 +20,10 @@ from halfserve.protos.varint import encoded_varint, length_delimited
 
 CERTIFICATE = "certificate.json"
 SCHEMA = "halfserve.certificate"
+# Beside a version's model: a few inputs and their float32 answers, as numpy.savez writes them. An array's name is one of these
+# prefixes with the name of the input or output behind. `files` of the certificate holds the hash.
+SAMPLES = "samples.npz"
+RECORDED_INPUT, RECORDED_OUTPUT = "input/", "output/"
 NAME = "halfserve.certificate_sha256"  # the key in the model's metadata
 PIECE_BYTES = 1 << 20
 

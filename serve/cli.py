@@ -27,8 +27,10 @@ from halfserve.serve.members.process_count import check_room, process_count
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
-from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
+from halfserve.serve.security.options import ClientLimits, RestrictedGroup, SecurityError, SecurityOptions, TlsOptions
+from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup
 from halfserve.serve.storage.options import DEFAULT_GIB, ObjectStorage, default_folder
@@ -94,6 +96,13 @@ def serve(
             help="An origin such as https://app.example whose pages may send inference requests, or '*'; may be repeated."
         ),
     ] = None,
+    grpc_header_forward_pattern: Annotated[
+        str | None,
+        _listening(
+            help="Regular expression: headers of gRPC calls with such names become parameters of their inference requests."
+        ),
+    ] = None,
+    http_header_forward_pattern: Annotated[str | None, _listening(help="The same for HTTP requests.")] = None,
     transport: Annotated[
         TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
     ] = ServerOptions.transport,
@@ -275,6 +284,17 @@ def serve(
             "`halfserve export --certificate-key` does."
         ),
     ] = ControlOptions.certificate_key,
+    grpc_restricted_protocol: Annotated[
+        list[str] | None,
+        _security(
+            hide_input=True,
+            help="APIS:KEY=VALUE, such as inference,metadata:key=secret: calls of these need the header "
+            f"{GRPC_PREFIX}KEY with this value; may be repeated. APIs: {', '.join(APIS)}.",
+        ),
+    ] = None,
+    http_restricted_api: Annotated[
+        list[str] | None, _security(hide_input=True, help="The same for HTTP requests, by the header KEY; may be repeated.")
+    ] = None,
     admin_port: Annotated[
         int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
     ] = SecurityOptions.admin_port,
@@ -369,6 +389,10 @@ def serve(
         transport=transport,
         shared_memory=shared_memory,
         response_cache_mib=response_cache_mib,
+        forwarded=ForwardedHeaders(
+            grpc=_pattern("--grpc-header-forward-pattern", grpc_header_forward_pattern),
+            http=_pattern("--http-header-forward-pattern", http_header_forward_pattern),
+        ),
         processes=count,
         http=rest if http else None,
         security=SecurityOptions(
@@ -385,6 +409,8 @@ def serve(
             admin_port=admin_port,
             admin_socket=admin_socket,
             client_limits=None if limits == ClientLimits() else limits,
+            grpc_restricted=_restricted("--grpc-restricted-protocol", grpc_restricted_protocol, GRPC_PREFIX),
+            http_restricted=_restricted("--http-restricted-api", http_restricted_api),
         ),
     )
     ignore_hang_up()
@@ -424,6 +450,20 @@ def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path |
             raise typer.BadParameter(f"--storage-folder is for object storage, and {path} is on this disk; leave it out")
         return Path(path)
     return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
+
+
+def _restricted(option: str, texts: list[str] | None, prefix: str = "") -> tuple[RestrictedGroup, ...]:
+    try:
+        return tuple(restricted_group(text, prefix) for text in texts or ())
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}") from None
+
+
+def _pattern(option: str, text: str | None) -> HeaderPattern | None:
+    try:
+        return HeaderPattern(text) if text else None
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}") from None
 
 
 def _origin(text: str) -> str:

@@ -28,6 +28,7 @@ from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
 from halfserve.serve.observability.settings import ObserveOptions
 from halfserve.serve.process import infrequent_collection, stop_on_signal
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
+CLOSE_S = 5.0  # for Python models to finalize, where requests have not ended in time
 ADMIN_CONNECTIONS = 8  # of the admin port, besides the limit of the other ports
 BUFFERED_PART = 16  # clients' messages get this part of the process's memory
 HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
@@ -76,6 +78,7 @@ class ServerOptions:
         http: the REST interface, the page and the metrics; None serves none of them.
         security: who may talk to the server, and how.
         response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
+        forwarded: which headers become parameters of inference requests.
         processes: how many servers with these options share the machine, the buffers and the answers kept.
     """
 
@@ -94,6 +97,7 @@ class ServerOptions:
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
     response_cache_mib: int = DEFAULT_MIB
+    forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
 
 
@@ -185,7 +189,11 @@ async def serve(
         if not await _finished_before(stop, control.start()):
             return
         service = Service(
-            core, server_version=version("halfserve"), shared_memory=options.shared_memory, observe=options.observe
+            core,
+            server_version=version("halfserve"),
+            shared_memory=options.shared_memory,
+            observe=options.observe,
+            forwarded=options.forwarded,
         )
         listening: list[Transport | RestServer] = []
         try:
@@ -369,6 +377,8 @@ async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer
         await asyncio.wait_for(core.drain(), drain_s)
     except TimeoutError:
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(core.clean_up(), CLOSE_S)
     # Health watchers never end by themselves: they get FLUSH_S. Answers on their way to the client keep the rest of drain_s.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import typer
 
@@ -60,6 +61,8 @@ def print_text(report: StartupReport, scheme: str) -> None:
     for model in report.models:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
         typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
+        if model.measured:
+            typer.echo(f"  measured: {model.measured}")
         for line in () if model.composition is None else model.composition.parts:
             typer.echo(f"  {line}")
     if report.http_port is not None:
@@ -82,8 +85,10 @@ def log_restart(report: StartupReport, restarts: int) -> None:
     logger.warning("serving again, ready in %.2f s; restarts: %d", report.seconds, restarts)
 
 
-def _parts(model: Model) -> dict[str, list[str]]:
-    return {} if model.composition is None else {"steps": list(model.composition.parts)}
+def _details(model: Model) -> dict[str, Any]:
+    """What only some models have: the steps of an ensemble, and what a trial has measured."""
+    parts = {} if model.composition is None else {"steps": list(model.composition.parts)}
+    return {**parts, "measured": model.measured} if model.measured else parts
 
 
 def print_json(report: StartupReport) -> None:
@@ -103,6 +108,6 @@ def print_json(report: StartupReport) -> None:
         "admin_port": report.admin_port,
         "processes": report.processes,
         "seconds": round(report.seconds, 3),
-        "models": [{field: getattr(model, field) for field in fields} | _parts(model) for model in report.models],
+        "models": [{field: getattr(model, field) for field in fields} | _details(model) for model in report.models],
     }
     typer.echo(json.dumps(content))

@@ -51,7 +51,13 @@ def options_of_all_commands() -> set[str]:
 # Of docker, torchrun, aws and ray.
 OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
 OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom", "--head", "--redis-password"}
-OTHERS |= {"--cache-config", "--model-repository", "--model-control-mode"}  # tritonserver's
+OTHERS |= {
+    "--cache-config",
+    "--model-repository",
+    "--model-control-mode",
+    "--exit-timeout-secs",
+    "--log-verbose",
+}  # tritonserver's
 
 
 def test_options_that_documents_name_are_there() -> None:

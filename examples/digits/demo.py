@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
@@ -17,10 +18,12 @@ import typer
 from rich.console import Console
 
 from halfserve.serve.benchmark import BenchmarkArgumentError
-from halfserve.serve.benchmark.level import parse_concurrencies
+from halfserve.serve.benchmark.level import Load, parse_concurrencies
 
 MODEL, DATA, NAME = "halfserve.examples.digits.model:model", "halfserve.examples.digits.data:data", "digits"
 ROWS_PER_REQUEST = 16
+COMPARED_IN_FLIGHT = 16
+ROUNDS = 5
 
 
 def ask_held_out(address: str, model: str, data: str) -> float:
@@ -64,6 +67,11 @@ class DemoFiles:
         self.training, self.repository = folder / "training", folder / "repository"
         self.bench, self.bench_plot, self.report = folder / "bench.json", folder / "bench.png", folder / "report.html"
 
+    @property
+    def version(self) -> Path:
+        """The folder of the model's latest version."""
+        return max((self.repository / NAME).glob("*/certificate.json"), key=lambda path: int(path.parent.name)).parent
+
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to write to. A second demo there adds a version of the model.")] = Path(
@@ -75,7 +83,7 @@ def demo(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train a digits classifier in fp16, export it with proof, serve it over gRPC, ask it and measure it.
+    """Train a digits classifier in fp16, export it with proof, serve it over gRPC, ask it, and measure it in each precision.
 
     Example: halfserve demo --out runs/demo
     """
@@ -85,22 +93,31 @@ def demo(
     parse_concurrencies(concurrency)  # before the work, not after it
     # Imported late: torch and matplotlib take seconds to load, and `--help` and usage errors do not need them.
     from halfserve.examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
+    from halfserve.serve.backends.openvino.processor import computed_halves, processor_name  # noqa: PLC0415  (see above)
 
     files = DemoFiles(out)
     files.folder.mkdir(parents=True, exist_ok=True)
-    _step(console, "1/4", "train in fp16", _train(files, epochs))
-    _step(console, "2/4", "convert to fp16, compare with fp32, write the repository", _export(files))
-    with _server(console, files) as address:
+    _step(console, "1/5", "train in fp16", _train(files, epochs))
+    _step(console, "2/5", "convert to fp16, compare fp16 and bf16 with fp32, write the repository", _export(files))
+    console.print("\n[bold]\\[3/5] serve and ask[/bold]")
+    with _server(console, str(files.repository)) as (address, _):
         served_accuracy = ask_held_out(address, NAME, DATA)
         bench = ["bench", NAME, "--address", address, "--concurrency", concurrency, "--seconds", str(seconds)]
         bench += ["--output", str(files.bench), "--plot", str(files.bench_plot)]
-        _step(console, "4/4", "measure throughput and latency", bench)
+        _step(console, "4/5", "measure throughput and latency", bench)
+    console.print(f"\n[bold]\\[5/5] serve it in each precision, {COMPARED_IN_FLIGHT} requests in flight[/bold]")
+    served = {"fp32": [str(files.version / "fp32" / "model.onnx"), "--cpu-precision", "float32"]}
+    served["fp16"] = [str(files.repository), "--cpu-precision", "float32"]
+    if "bf16" in computed_halves() and find_spec("openvino") is not None:
+        served["fp16, bf16 proved"] = [str(files.repository), "--cpu", "--cpu-precision", "bfloat16"]
     result = DemoResult.read(
         training=files.training,
-        certificate=_certificate(files.repository),
+        certificate=files.version / "certificate.json",
         bench=files.bench,
         bench_plot=files.bench_plot,
         served_accuracy=served_accuracy,
+        processor=processor_name(),
+        precisions=_compared(console, served, seconds),
     )
     write_report(files.report, result)
     if as_json:
@@ -115,12 +132,55 @@ def _train(files: DemoFiles, epochs: int) -> list[str]:
 
 
 def _export(files: DemoFiles) -> list[str]:
-    return ["export", str(files.training / "checkpoint.pt"), "--repository", str(files.repository), "--name", NAME]
+    return [
+        "export",
+        str(files.training / "checkpoint.pt"),
+        "--repository",
+        str(files.repository),
+        "--name",
+        NAME,
+        "--precisions",
+        "float16,bfloat16",
+        "--fp32-twin",
+    ]
 
 
-def _certificate(repository: Path) -> Path:
-    versions = sorted((repository / NAME).glob("*/certificate.json"), key=lambda path: int(path.parent.name))
-    return versions[-1]
+def _compared(console: Console, served: Mapping[str, Sequence[str]], seconds: float) -> list[dict[str, Any]]:
+    """Accuracy, rate and latency of servers, which are loaded in turns, so that noise falls on all of them.
+
+    Args:
+        console: where the commands are shown.
+        served: by what is served, options of `halfserve serve`; the first is compared with.
+        seconds: of measuring each.
+    """
+    from halfserve.serve.benchmark.comparison import compare  # noqa: PLC0415  (as in `ask_held_out`)
+    from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings  # noqa: PLC0415
+    from halfserve.serve.benchmark.measurement import Measurement, measure  # noqa: PLC0415
+
+    how = Measurement(seconds=seconds / ROUNDS, warmup_s=0.2)
+    with ExitStack() as stack:
+        running = [stack.enter_context(_server(console, *options)) for options in served.values()]
+        models = [ready["models"][0] for _, ready in running]
+        pairs = [(address, model["name"]) for (address, _), model in zip(running, models, strict=True)]
+        accuracies = [ask_held_out(*pair, DATA) for pair in pairs]
+        targets = [stack.enter_context(LoadTarget(address, [name], RequestSettings())) for address, name in pairs]
+        lines = compare(
+            list(served),
+            Load(concurrency=COMPARED_IN_FLIGHT),
+            ROUNDS,
+            lambda number, load: measure(targets[number].bench, load, how),
+        )
+        return [
+            {
+                "file": line.name,
+                "computed_in": model["precision"],
+                "accuracy": accuracy,
+                "requests_per_second": line.per_second.median,
+                "rate_ratio": line.rate_ratio.median,
+                "p99_ms": line.p99_ms.median,
+            }
+            for line, model, accuracy in zip(lines, models, accuracies, strict=True)
+        ]
 
 
 def _step(console: Console, number: str, what: str, arguments: Sequence[str]) -> None:
@@ -131,15 +191,16 @@ def _step(console: Console, number: str, what: str, arguments: Sequence[str]) ->
 
 
 @contextmanager
-def _server(console: Console, files: DemoFiles) -> Iterator[str]:
-    arguments = ["serve", str(files.repository), "--grpc-port", "0", "--json"]
-    console.print(f"\n[bold]\\[3/4] serve and ask[/bold]\n$ halfserve {shlex.join(arguments)}")
+def _server(console: Console, *options: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Address and ready line of a server."""
+    arguments = ["serve", *options, "--grpc-port", "0", "--http-port", "0", "--json"]
+    console.print(f"$ halfserve {shlex.join(arguments)}")
     with subprocess.Popen(_command(arguments), stdout=subprocess.PIPE, text=True, env=_environment()) as process:
         try:
             ready = _ready_line(cast("IO[str]", process.stdout))
             models = ", ".join(f"{m['name']}/{m['version']} on {m['provider']}, {m['precision']}" for m in ready["models"])
             console.print(f"{models}; gRPC on port {ready['grpc_port']}, ready in {ready['seconds']:.2f} s")
-            yield f"{ready['host']}:{ready['grpc_port']}"
+            yield f"{ready['host']}:{ready['grpc_port']}", ready
         finally:
             process.terminate()
 

@@ -82,6 +82,9 @@ class DemoResult:
         bench: bench.json.
         bench_plot: the load test's picture, PNG.
         served_accuracy: of the answers over gRPC, a fraction.
+        processor: its name.
+        precisions: for each precision that was served: "file", "computed_in", "accuracy", "requests_per_second",
+            "rate_ratio", "p99_ms".
     """
 
     steps: list[dict[str, Any]]
@@ -90,10 +93,12 @@ class DemoResult:
     bench: dict[str, Any]
     bench_plot: bytes
     served_accuracy: float
+    processor: str
+    precisions: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, *, training: Path, certificate: Path, bench: Path, bench_plot: Path, served_accuracy: float) -> DemoResult:
-        """Read the files of the stages."""
+    def read(cls, *, training: Path, certificate: Path, bench: Path, bench_plot: Path, **figures: Any) -> DemoResult:
+        """Read the files of the stages; `figures` are the other attributes."""
         lines = [json.loads(line) for line in (training / "train.jsonl").read_text().splitlines()]
         return cls(
             steps=[line for line in lines if "step" in line],
@@ -101,7 +106,7 @@ class DemoResult:
             certificate=json.loads(certificate.read_text()),
             bench=json.loads(bench.read_text()),
             bench_plot=bench_plot.read_bytes(),
-            served_accuracy=served_accuracy,
+            **figures,
         )
 
     def summary(self) -> dict[str, Any]:
@@ -114,6 +119,8 @@ class DemoResult:
             "non_finite": max(f["non_finite"] for f in figures),
             "samples": self.certificate["samples"],
             "model_bytes": {"fp32": self.certificate["reference_bytes"], "fp16": self.certificate["onnx_bytes"]},
+            "processor": self.processor,
+            "precisions": self.precisions,
             "skipped_steps": sum(step["skipped"] for step in self.steps),
             "levels": [
                 {key: level[key] for key in ("concurrency", "requests_per_second", "latency_ms", "mean_batch_size")}
@@ -155,6 +162,24 @@ def level_rows(result: DemoResult) -> list[tuple[str, ...]]:
     ]
 
 
+PRECISION_HEADINGS = ("model file", "computed in", "accuracy", "requests/s", "", "p99 ms")
+
+
+def served_rows(result: DemoResult) -> list[tuple[str, ...]]:
+    """The figures of each served precision, in the order of PRECISION_HEADINGS."""
+    return [
+        (
+            served["file"],
+            served["computed_in"],
+            f"{served['accuracy']:.2%}",
+            f"{served['requests_per_second']:,.0f}",
+            f"{served['rate_ratio']:.2f}x",
+            f"{served['p99_ms']:.2f}",
+        )
+        for served in result.precisions
+    ]
+
+
 def result_tables(result: DemoResult) -> Group:
     """The result for a terminal."""
     precision = Table(box=box.SIMPLE_HEAD, show_header=False, title="digits, end to end", title_justify="left")
@@ -165,7 +190,16 @@ def result_tables(result: DemoResult) -> Group:
         load.add_column(heading, justify="right")
     for cells in level_rows(result):
         load.add_row(*cells)
-    return Group(precision, load)
+    served = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"in each precision, {result.processor}; the server takes the fastest by itself",
+        title_justify="left",
+    )
+    for heading in PRECISION_HEADINGS:
+        served.add_column(heading, justify="left" if heading in PRECISION_HEADINGS[:2] else "right")
+    for cells in served_rows(result):
+        served.add_row(*cells)
+    return Group(precision, load, served)
 
 
 def write_report(path: Path, result: DemoResult) -> None:
@@ -182,6 +216,8 @@ def write_report(path: Path, result: DemoResult) -> None:
         precision_rows=precision_rows(result),
         level_headings=LEVEL_HEADINGS,
         level_rows=level_rows(result),
+        precision_headings=PRECISION_HEADINGS,
+        served_rows=served_rows(result),
         training_plot=_data_url(training_plot(result.steps, result.epochs)),
         bench_plot=_data_url(result.bench_plot),
     )

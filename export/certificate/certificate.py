@@ -18,8 +18,8 @@ from halfserve.export.weight_ledger import FP16_MAX
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
 from halfserve.protos.certificates import SCHEMA, certificate_sha256
 
-SCHEMA_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, 4)
+SCHEMA_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,63 +170,29 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """The verdict on one ONNX file.
+class PrecisionVerdict:
+    """The verdict on a model that computes in one half-precision type.
 
     Attributes:
-        model: The model's name.
-        precision: The type in which the model was judged, "float16" or "bfloat16". Certificates without it are about float16.
-        onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
-            files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
-        onnx_bytes: Size of the file and its data files in bytes.
-        content_sha256: SHA-256 of the file without the entry of its metadata that names the certificate, where it has one.
-        graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
-        files: SHA-256 of the other files of the model's version that its answers depend on, such as the float32 twin, by path
-            in the version's folder.
-        reference_bytes: Size of the float32 model as ONNX, where known.
-        samples: Count of compared samples.
         budget: The limits.
         outputs: Verdicts on every output in every execution.
         accuracy: Present where labels were given.
-        probe: The optimisation level at which ONNX Runtime runs the file.
-        versions: Versions of the libraries, by name.
-        created_utc: Time of the verification in ISO 8601.
-        conversion: The conversion's report (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
-        levels: Verdicts on the optimisation levels.
         adversarial: Verdicts on the adversarial samples.
         headroom: Largest tested factor by which inputs may exceed the user's samples; None where it was not measured: the
             model has no floating input, or no larger input could be judged.
         accumulators: Accumulator type of the target runtime: "float32", or "float16", where `risks` are over budget.
         risks: Nodes whose inner sums exceed float16's range although their results do not.
         notes: What could not be compared, and why.
-        placement: Which provider runs which node (`Placement.to_json`), where known.
-        signature: Of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without one.
     """
 
-    model: str
-    precision: HalfName = "float16"
-    onnx_sha256: str
-    onnx_bytes: int
-    content_sha256: str = ""
-    graph_sha256: str = ""
-    files: dict[str, str] = field(default_factory=dict)
-    reference_bytes: int | None = None
-    samples: int
     budget: Budget
     outputs: tuple[OutputVerdict, ...]
     accuracy: Accuracy | None = None
-    probe: Probe
-    versions: dict[str, str] = field(default_factory=dict)
-    created_utc: str
-    conversion: dict[str, Any] | None = None
-    levels: tuple[LevelVerdict, ...] = ()
     adversarial: tuple[AdversarialVerdict, ...] = ()
     headroom: float | None = None
     accumulators: str = "float32"
     risks: tuple[Risk, ...] = ()
     notes: tuple[str, ...] = ()
-    placement: dict[str, Any] | None = None
-    signature: str = ""
 
     @property
     def violations(self) -> list[str]:
@@ -244,13 +210,74 @@ class Certificate:
         return found
 
     @property
+    def worst_violation(self) -> str:
+        """The first violation, and how many more there are; or that nothing was compared."""
+        found = self.violations
+        if not found:
+            return "no output holds a number that was compared, so nothing is proved; give samples with such answers"
+        return found[0] + (f" (and {len(found) - 1} more over budget)" if len(found) > 1 else "")
+
+    @property
     def passed(self) -> bool:
         """Whether outputs were compared and all are within the budget."""
         return anything_compared(self.outputs) and not self.violations
 
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(PrecisionVerdict):
+    """The verdicts on one ONNX file: its own, and those in further precisions.
+
+    Attributes:
+        model: The model's name.
+        precision: The type that the certificate's own verdict is about, "float16" or "bfloat16": that of the file, where the
+            file was judged in it. Certificates without it are about float16.
+        precisions: The verdicts on the same file where its half-precision nodes and weights are computed in other types.
+        onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
+            files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
+        onnx_bytes: Size of the file and its data files in bytes.
+        content_sha256: SHA-256 of the file without the entry of its metadata that names the certificate, where it has one.
+        graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
+        files: SHA-256 of the other files of the model's version that its answers depend on, such as the float32 twin, by path
+            in the version's folder.
+        reference_bytes: Size of the float32 model as ONNX, where known.
+        samples: Count of compared samples.
+        probe: The optimisation level at which ONNX Runtime runs the file.
+        versions: Versions of the libraries, by name.
+        created_utc: Time of the verification in ISO 8601.
+        conversion: The conversion's report (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
+        levels: Verdicts on the optimisation levels.
+        placement: Which provider runs which node (`Placement.to_json`), where known.
+        signature: Of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without one.
+    """
+
+    model: str
+    precision: HalfName = "float16"
+    precisions: dict[HalfName, PrecisionVerdict] = field(default_factory=dict)
+    onnx_sha256: str
+    onnx_bytes: int
+    content_sha256: str = ""
+    graph_sha256: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    reference_bytes: int | None = None
+    samples: int
+    probe: Probe
+    versions: dict[str, str] = field(default_factory=dict)
+    created_utc: str
+    conversion: dict[str, Any] | None = None
+    levels: tuple[LevelVerdict, ...] = ()
+    placement: dict[str, Any] | None = None
+    signature: str = ""
+
+    @property
+    def not_proved(self) -> dict[HalfName, PrecisionVerdict]:
+        """The verdicts in further precisions that did not pass."""
+        return {name: verdict for name, verdict in self.precisions.items() if not verdict.passed}
+
     def to_json(self) -> dict[str, Any]:
         """The certificate as JSON types; NaN and infinities become strings."""
-        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
+        about = {"model": self.model, "precision": self.precision}  # first, for people
+        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **about, **asdict(self)}
+        content["precisions"] = {name: {"passed": each.passed, **asdict(each)} for name, each in self.precisions.items()}
         plain: dict[str, Any] = json_values(content)
         return plain
 
@@ -317,8 +344,8 @@ def read_certificate(content: bytes | str) -> Certificate:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ExportError("this is not a halfserve certificate; expected a certificate.json that `halfserve export` wrote")
     if data.get("schema_version") not in READABLE_VERSIONS:
-        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 4")
-    values = {name: value for name, value in data.items() if name not in ("schema", "schema_version", "passed")}
+        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 5")
+    values = {name: value for name, value in data.items() if name not in ("schema", "schema_version")}
     try:
         certificate: Certificate = _decoded(Certificate, values)
     except (AttributeError, TypeError, ValueError) as error:
@@ -338,9 +365,11 @@ def _decoded(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         each = repeat(arguments[0], len(value)) if arguments[-1] is Ellipsis else arguments
         return tuple(_decoded(*pair) for pair in zip(each, value, strict=True))
+    if get_origin(kind) is dict:
+        return {name: _decoded(arguments[1], entry) for name, entry in value.items()}
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{name: _decoded(hints.get(name), entry) for name, entry in value.items()})
+        return kind(**{name: _decoded(hints.get(name), entry) for name, entry in value.items() if name != "passed"})
     return float(value) if kind is float and isinstance(value, str) else value
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from halfserve.export.certificate.budget import unit_of
-from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Plot
+from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Plot, PrecisionVerdict
 from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, worst_verdicts
 from halfserve.export.half_types import HALF_TYPES
 
@@ -64,14 +64,23 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield _section("Optimisation levels of ONNX Runtime", _levels(certificate))
     yield _section("Sums that outgrow float16", _risks(certificate))
     yield _section("Notes", _list(certificate.notes))
+    for precision, verdict in certificate.precisions.items():
+        parts = (
+            _verdict(verdict),
+            _outputs(verdict.outputs),
+            _list([*kind_lines(verdict)]),
+            _edges(verdict),
+            _list(verdict.notes),
+        )
+        yield _section(f"Computed in {precision}", "".join(parts))
     yield from _conversion(certificate.conversion or {})
     yield _section("Model and libraries", _facts(certificate))
 
 
-def _verdict(certificate: Certificate) -> str:
-    if certificate.passed:
+def _verdict(verdict: PrecisionVerdict) -> str:
+    if verdict.passed:
         return '<p class="verdict passed">Within budget</p>'
-    return f'<div class="verdict failed">Over budget{_list(certificate.violations or ["nothing was compared"])}</div>'
+    return f'<div class="verdict failed">Over budget{_list(verdict.violations or ["nothing was compared"])}</div>'
 
 
 def _outputs(outputs: Sequence[OutputVerdict]) -> str:
@@ -99,16 +108,16 @@ def _plots(certificate: Certificate) -> str:
     return f'<div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
-def _edges(certificate: Certificate) -> str:
+def _edges(verdict: PrecisionVerdict) -> str:
     rows = []
-    for line in worst_verdicts(certificate):
+    for line in worst_verdicts(verdict):
         error = "" if line.figures is None else f"{line.figures.max_abs_error:.3g}"
         outcome = line.note or "; ".join(line.violations) or "within budget"
         rows.append(((line.case, line.execution, line.output, outcome, error), bool(line.violations) and line.factor is None))
     table = _table(("samples", "run", "output", "outcome", "max error"), rows, text_columns=4)
-    if certificate.headroom is None:
+    if verdict.headroom is None:
         return table
-    return table + f"<p>Headroom: holds up to {certificate.headroom:g} times the samples' magnitude.</p>"
+    return table + f"<p>Headroom: holds up to {verdict.headroom:g} times the samples' magnitude.</p>"
 
 
 def _levels(certificate: Certificate) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +15,13 @@ from halfserve.export.half_types import HALF_TYPES
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.budget import ColumnKind, Figures
-    from halfserve.export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, OutputVerdict
+    from halfserve.export.certificate.certificate import (
+        Accuracy,
+        AdversarialVerdict,
+        Certificate,
+        OutputVerdict,
+        PrecisionVerdict,
+    )
 
 KEPT_SHOWN = 5
 RANGES_SHOWN = 4
@@ -23,16 +29,29 @@ RISKS_SHOWN = 3
 
 
 def certificate_table(certificate: Certificate) -> Group:
-    """Render the figures of every output, and below them sizes, accuracy, conversion, adversarial samples and the verdict."""
-    half = HALF_TYPES[certificate.precision]
-    title = f"{certificate.model}: {half.short} against its float32 reference, {certificate.samples} samples"
+    """Render the figures of every output, and below them sizes, accuracy, conversion, adversarial samples and the verdict.
+
+    Figures and verdicts in further precisions follow.
+    """
+    behind = f"against its float32 reference, {certificate.samples} samples"
+    title = f"{certificate.model}: {HALF_TYPES[certificate.precision].short} {behind}"
+    parts: list[RenderableType] = [_figures(title, certificate)]
+    parts += [*(Text(line) for line in _facts(certificate)), _verdict(certificate)]
+    for precision, verdict in certificate.precisions.items():
+        title = f"{certificate.model}: computed in {HALF_TYPES[precision].short} {behind}"
+        parts.append(_figures(title, verdict))
+        parts += [*(Text(line) for line in (*_results(verdict), *_doubts(verdict))), _verdict(verdict)]
+    return Group(*parts)
+
+
+def _figures(title: str, verdict: PrecisionVerdict) -> Table:
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("output (run)", overflow="fold")
     for heading in ("error", "of\nscale", "ulp", "cosine", "NaN/inf", "agrees"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for verdict in certificate.outputs:
-        table.add_row(*(Text(cell) for cell in _row(verdict)), style="red" if verdict.violations else None)
-    return Group(table, *(Text(line) for line in _facts(certificate)), _verdict(certificate))
+    for output in verdict.outputs:
+        table.add_row(*(Text(cell) for cell in _row(output)), style="red" if output.violations else None)
+    return table
 
 
 def _row(verdict: OutputVerdict) -> list[str]:
@@ -60,10 +79,10 @@ def accuracy_text(accuracy: Accuracy) -> str:
     return f"{accuracy.rounded:.2%}, float32 {accuracy.reference:.2%}"
 
 
-def kind_lines(certificate: Certificate) -> Iterator[str]:
+def kind_lines(verdict: PrecisionVerdict) -> Iterator[str]:
     """One line for each kind of columns: its columns, its scale and its largest error."""
-    for verdict in certificate.outputs:
-        yield from (f"{verdict.name} ({verdict.execution}): {_kind_line(verdict.figures, k)}" for k in verdict.figures.kinds)
+    for output in verdict.outputs:
+        yield from (f"{output.name} ({output.execution}): {_kind_line(output.figures, k)}" for k in output.figures.kinds)
 
 
 def _kind_line(figures: Figures, kind: ColumnKind) -> str:
@@ -79,22 +98,30 @@ def _facts(certificate: Certificate) -> Iterator[str]:
     if certificate.reference_bytes:
         share = certificate.onnx_bytes / certificate.reference_bytes
         yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
-    if certificate.accuracy is not None:
-        yield f"accuracy  {accuracy_text(certificate.accuracy)}"
-    for verdict in certificate.outputs:
-        for figure in verdict.task:
-            yield f"task      {figure.name} {figure.value:.6f} ({verdict.execution}; least {figure.least:g})"
-    yield from (f"kinds     {line}" for line in kind_lines(certificate))
+    yield from _results(certificate)
     yield from _conversion(certificate)
-    yield from _edges(certificate)
-    for risk in certificate.risks[:RISKS_SHOWN]:
-        yield f"sums      {risk}; safe where sums are float32"
-    if len(certificate.risks) > RISKS_SHOWN:
-        yield f"sums      and {len(certificate.risks) - RISKS_SHOWN} more"
-    for note in certificate.notes:
-        yield f"note      {note}"
+    yield from _doubts(certificate)
     for crash in certificate.probe.crashes:
         yield f"runtime   {crash}"
+
+
+def _results(verdict: PrecisionVerdict) -> Iterator[str]:
+    if verdict.accuracy is not None:
+        yield f"accuracy  {accuracy_text(verdict.accuracy)}"
+    for output in verdict.outputs:
+        for figure in output.task:
+            yield f"task      {figure.name} {figure.value:.6f} ({output.execution}; least {figure.least:g})"
+    yield from (f"kinds     {line}" for line in kind_lines(verdict))
+
+
+def _doubts(verdict: PrecisionVerdict) -> Iterator[str]:
+    yield from _edges(verdict)
+    for risk in verdict.risks[:RISKS_SHOWN]:
+        yield f"sums      {risk}; safe where sums are float32"
+    if len(verdict.risks) > RISKS_SHOWN:
+        yield f"sums      and {len(verdict.risks) - RISKS_SHOWN} more"
+    for note in verdict.notes:
+        yield f"note      {note}"
 
 
 def _conversion(certificate: Certificate) -> Iterator[str]:
@@ -107,28 +134,28 @@ def _conversion(certificate: Certificate) -> Iterator[str]:
     yield f"rounding  {', '.join(f'{count} {name}' for name, count in conversion.get('ledger', {}).items())}"
 
 
-def _edges(certificate: Certificate) -> Iterator[str]:
-    lines = worst_verdicts(certificate)
+def _edges(verdict: PrecisionVerdict) -> Iterator[str]:
+    lines = worst_verdicts(verdict)
     within = [line for line in lines if line.factor is None and line.note is None]
     if within:
         broken = [line.case for line in within if line.violations]
         passed = [line.case for line in within if not line.violations]
         yield f"edges     {', '.join(passed) or 'none'} within budget" + (f"; not {', '.join(broken)}" if broken else "")
-    if certificate.headroom is not None:
-        yield f"headroom  holds up to {certificate.headroom:g} times the samples' magnitude"
+    if verdict.headroom is not None:
+        yield f"headroom  holds up to {verdict.headroom:g} times the samples' magnitude"
 
 
-def _verdict(certificate: Certificate) -> Text:
-    if certificate.passed:
+def _verdict(verdict: PrecisionVerdict) -> Text:
+    if verdict.passed:
         return Text("verdict   within budget", style="green")
-    texts = certificate.violations or ["nothing was compared"]
+    texts = verdict.violations or ["nothing was compared"]
     return Text("\n".join(f"verdict   over budget: {text}" for text in texts), style="red")
 
 
-def worst_verdicts(certificate: Certificate) -> list[AdversarialVerdict]:
+def worst_verdicts(verdict: PrecisionVerdict) -> list[AdversarialVerdict]:
     """For each adversarial case in order, the verdict that is over budget, or the one with the largest scaled error."""
     worst: dict[str, AdversarialVerdict] = {}
-    for line in certificate.adversarial:
+    for line in verdict.adversarial:
         if line.case not in worst or _rank(line) > _rank(worst[line.case]):
             worst[line.case] = line
     return list(worst.values())

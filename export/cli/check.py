@@ -1,4 +1,4 @@
-"""`halfserve check`: the lines at which a model would leave float16, before anything is converted."""
+"""`halfserve check`: the lines at which a model would leave float16 or bfloat16, before anything is converted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from halfserve.export.cli.options import AsJson
 from halfserve.export.dtype_check.findings import leak_table, totals
 from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.half_types import HalfName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,12 +41,13 @@ def check(
     data: Annotated[
         str | None, typer.Option(help="MODULE:FACTORY of the data, as for `halfserve train`: its first samples.")
     ] = None,
+    dtype: Annotated[HalfName, typer.Option(help="The half-precision type to check.")] = "float16",
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Find the lines of a model that leave float16, hold numbers it cannot, or crash in it.
+    """Find the lines of a model that leave half precision, hold numbers that it cannot, or crash in it.
 
-    Runs the model in float32 and in float16 on example inputs, captures it with torch.export, and names for each leak the
+    Runs the model in float32 and in --dtype on example inputs, captures it with torch.export, and names for each leak the
     file and line, what happens, and the word to write instead. Exit code 0: no errors or warnings; 4: some; 1: it could not be
     checked.
 
@@ -57,8 +59,8 @@ def check(
     from halfserve.export.dtype_check.finder import find_dtype_leaks  # noqa: PLC0415  (see above)
 
     module, given = _prepared(model, inputs or [], data)
-    with Console(stderr=True).status("running the model in float32 and float16"):
-        report = find_dtype_leaks(module, *given.args, **given.kwargs)
+    with Console(stderr=True).status(f"running the model in float32 and {dtype}"):
+        report = find_dtype_leaks(module, *given.args, dtype=dtype, **given.kwargs)
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:

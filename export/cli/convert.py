@@ -30,10 +30,12 @@ from halfserve.export.cli.options import (
     MaxScaledError,
     MinAgreement,
     ModelVersion,
+    Precisions,
     Search,
     conversion,
     hint_for_synthetic_inputs,
     page_beside,
+    precisions_of,
     report,
     repository_version,
     sizes_of,
@@ -89,6 +91,7 @@ def convert(
     min_agreement: MinAgreement = 0.995,
     adversarial: Adversarial = True,
     accumulators: AccumulatorType = "float32",
+    precisions: Precisions = "",
     search: Search = True,
     max_runs: MaxRuns = MAX_RUNS,
     max_minutes: MaxMinutes = None,
@@ -125,17 +128,25 @@ def convert(
 
     Example: halfserve convert model.onnx model.bf16.onnx --dtype bfloat16 --upgrade-opset
 
-    Example: halfserve convert model.onnx --repository models --fp32-twin
+    Example: halfserve convert model.onnx --repository models --precisions float16,bfloat16 --fp32-twin
     """
     budget = usual_budgets(max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
     place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)
     needing = [
-        option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value
+        option
+        for option, value in (
+            ("samples", samples),
+            ("certificate", certificate),
+            ("repository", repository),
+            ("precisions", precisions),
+        )
+        if value
     ]
     if not verify and needing:
         raise UsageError(f"--{needing[0]} needs verification; leave --no-verify out")
     if certificate_key is not None and repository is None and certificate is None:
         raise UsageError("--certificate-key signs the certificate; give --certificate or --repository too")
+    judged_in = precisions_of(precisions)
     page = page_beside(certificate, html=html, others=(source, target, samples))
     inputs = _inputs(samples, sizes_of(dim or ()))
     work = partial(
@@ -159,6 +170,7 @@ def convert(
             search=search,
             limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
             key=signing_key(certificate_key),
+            precisions=judged_in,
         )
         if verify
         else None,

@@ -28,11 +28,13 @@ from halfserve.export.cli.options import (
     MaxRuns,
     MinAgreement,
     ModelVersion,
+    Precisions,
     Search,
     budget_limit,
     conversion,
     dynamic_sizes,
     page_beside,
+    precisions_of,
     repository_version,
     verification,
 )
@@ -113,6 +115,7 @@ def export(
     max_minutes: MaxMinutes = None,
     adversarial: Adversarial = True,
     accumulators: AccumulatorType = "float32",
+    precisions: Precisions = "",
     fp32_twin: Fp32Twin = False,
     certificate: CertificateFile = None,
     html: HtmlPage = False,
@@ -187,6 +190,7 @@ def export(
         accumulators=accumulators,
         beside=verdict_files(certificate, page),
         key=signing_key(certificate_key),
+        precisions=precisions_of(precisions),
     )
     done = run_explained(work)
     if as_json:

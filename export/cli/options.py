@@ -16,7 +16,7 @@ import typer
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.file_conversion import Accumulators
-from halfserve.export.half_types import DtypeChoice
+from halfserve.export.half_types import DtypeChoice, HalfName, half_named
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
@@ -41,6 +41,14 @@ MaxScaledError: TypeAlias = Annotated[
 Dtype: TypeAlias = Annotated[
     DtypeChoice,
     conversion(help="The type to convert to; auto takes float16 where it passes, else bfloat16, else searches, and says why."),
+]
+Precisions: TypeAlias = Annotated[
+    str,
+    verification(
+        help="Precisions to judge the file in beside its own, such as float16,bfloat16: a server may compute it in each that "
+        "passed.",
+        show_default=False,
+    ),
 ]
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
 Adversarial: TypeAlias = Annotated[
@@ -89,6 +97,15 @@ def sizes_of(entries: Sequence[str]) -> dict[str, int]:
             raise UsageError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
         sizes[name] = int(size)
     return sizes
+
+
+def precisions_of(text: str) -> tuple[HalfName, ...]:
+    """Parse `--precisions`: names of half-precision types with commas between them.
+
+    Raises:
+        UsageError: A name is another one.
+    """
+    return tuple(half_named(name.strip()).name for name in text.split(",")) if text else ()
 
 
 @contextmanager

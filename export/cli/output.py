@@ -33,10 +33,22 @@ def run_explained(work: Callable[..., Converted]) -> Converted:
     stderr = Console(stderr=True)
     try:
         with progress_on(stderr) as progress:
-            return work(progress=progress)
+            done = work(progress=progress)
     except BudgetExceeded as error:
         explain(stderr, error)
         raise
+    if done.certificate is not None:
+        _warn_of_precisions(stderr, done.certificate)
+    return done
+
+
+def _warn_of_precisions(console: Console, certificate: Certificate) -> None:
+    for name, verdict in certificate.not_proved.items():
+        text = (
+            f"warning: the model is written in {certificate.precision} and not proved in {name}: {verdict.worst_violation}. "
+            f"No server computes this file in {name}; --dtype {name} makes one for that."
+        )
+        console.print(Text(text, style="bold red"), soft_wrap=True)
 
 
 def explain(console: Console, error: BudgetExceeded) -> None:

@@ -21,13 +21,14 @@ from halfserve.export.cli.options import (
     MinAgreement,
     budget_limit,
     hint_for_synthetic_inputs,
+    precisions_of,
     report,
     require_output,
     sizes_of,
 )
+from halfserve.export.half_types import HALF_TYPES
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_files.model_writer import write_atomically
-from halfserve.export.onnx_files.proto_graphs import half_type_of
 from halfserve.export.verification.generated_samples import synthetic_samples
 from halfserve.export.verification.samples import SampleSet, load_labels, load_samples
 from halfserve.export.verification.verify import verify as verify_models
@@ -71,6 +72,14 @@ def verify(
         Literal["auto", "cpu", "cuda"],
         _target(help="Where to run beside the simulation: auto takes a GPU where there is one."),
     ] = "auto",
+    precisions: Annotated[
+        str,
+        _target(
+            help="Precisions to judge the file in, such as float16,bfloat16; by default its own. In another one its "
+            "half-precision nodes and weights are rounded to that.",
+            show_default=False,
+        ),
+    ] = "",
     html: Annotated[Path | None, report(help="Write the verdict as an HTML page with plots.")] = None,
     certificate: Annotated[Path | None, report(help="Write the verdict as JSON.")] = None,
     *,
@@ -80,25 +89,31 @@ def verify(
 
     Both run in child processes, the converted one at every optimisation level of ONNX Runtime and simulated as hardware
     computes it in its type.
-    The exit code is 0 within the budget, 3 over it, 1 where they cannot be compared; --html and --certificate are written
-    either way.
+    The exit code is 0 within the budget, 3 over it in a precision, 1 where they cannot be compared; --html and --certificate
+    are written either way.
 
     Example: halfserve verify model.onnx model.fp16.onnx --samples samples.npz --html verdict.html
+
+    Example: halfserve verify model.onnx model.fp16.onnx --precisions float16,bfloat16
     """
     stderr = Console(stderr=True)
     given = (reference, candidate, samples, labels)
     require_output(certificate, "the certificate", others=given)
     require_output(html, "the page", others=(*given, certificate))
     sizes = sizes_of(dim or ())
+    judged_in = precisions_of(precisions)
     wide, half = open_model(reference), open_model(candidate)
-    budget = usual_budget(
-        half_type_of(half.outline).name,
-        max_abs_error=max_abs_error,
-        max_scaled_error=max_scaled_error,
-        min_agreement=min_agreement,
-        max_non_finite=max_non_finite,
-        min_headroom=min_headroom,
-    )
+    budgets = {
+        name: usual_budget(
+            name,
+            max_abs_error=max_abs_error,
+            max_scaled_error=max_scaled_error,
+            min_agreement=min_agreement,
+            max_non_finite=max_non_finite,
+            min_headroom=min_headroom,
+        )
+        for name in HALF_TYPES
+    }
     judged_on = synthetic_samples(wide, dims=sizes) if samples is None else SampleSet(inputs=load_samples(samples, wide))
     try:
         with hint_for_synthetic_inputs(synthetic=samples is None), stderr.status("verifying"):
@@ -106,7 +121,8 @@ def verify(
                 wide,
                 half,
                 judged_on.inputs,
-                budget=judged_on.budget(budget),
+                budget={name: judged_on.budget(budget) for name, budget in budgets.items()},
+                precisions=judged_in,
                 labels=None if labels is None else load_labels(labels),
                 batch_size=batch_size,
                 name=candidate.stem,
@@ -120,6 +136,8 @@ def verify(
         _show(error.certificate, html, certificate, as_json=as_json)
         raise
     _show(verdict, html, certificate, as_json=as_json)
+    for name, further in verdict.not_proved.items():
+        raise BudgetExceeded(f"computed in {name}: {further.worst_violation}", verdict)
 
 
 def _show(verdict: Certificate, html: Path | None, certificate: Path | None, *, as_json: bool) -> None:

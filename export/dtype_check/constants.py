@@ -1,4 +1,4 @@
-"""Numbers in the source that float16 cannot hold, in lines that ran and in lines that did not."""
+"""Numbers in the source that the half type cannot hold, in lines that ran and in lines that did not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfserve.export.dtype_check.findings import FindingLog
 from halfserve.export.dtype_check.inherit_dtype import HELPERS
 from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, parsed
-from halfserve.export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
-from halfserve.export.weight_ledger import FP16_LARGEST_FLUSHED, FP16_MAX, FP16_OVERFLOW, FP16_SMALLEST_NORMAL
+from halfserve.export.dtype_check.watched_run import Operation, results_of
+from halfserve.export.half_types import HalfType
 
 NOTABLE_ERROR = 0.01  # 1e-5 is subnormal too and off by 0.1 %, which does not matter for an epsilon
 
@@ -35,7 +35,7 @@ FLOAT_FACTORIES = frozenset({"zeros", "ones", "empty", "eye", "rand", "randn", "
 
 @dataclass
 class ConstantCheck:
-    """Checks the numbers that operations on float16 tensors take."""
+    """Checks the numbers that operations on half-precision tensors take."""
 
     log: FindingLog
     _scalars: Any = field(default_factory=WeakTensorKeyDictionary)
@@ -44,7 +44,7 @@ class ConstantCheck:
         """Log the constants that do not fit.
 
         Returns:
-            Whether one of them is beyond float16's range, so that the kernel may refuse it.
+            Whether one of them is beyond the half type's range, so that the kernel may refuse it.
         """
         if operation.name not in WATCHED or not _is_half(operation):
             return False
@@ -52,17 +52,17 @@ class ConstantCheck:
         return any(beyond)
 
     def beyond_wide(self, operation: Operation) -> list[float]:
-        """The finite numbers beyond float16's range that an operation writes into a tensor of another dtype."""
+        """The finite numbers beyond the half type's range that an operation writes into a tensor of another dtype."""
         if operation.name not in FILLS | SCALES or _is_half(operation):
             return []
-        return [number for number in self._numbers(operation) if FP16_OVERFLOW <= abs(number) < math.inf]
+        return [number for number in self._numbers(operation) if operation.half.overflow_from <= abs(number) < math.inf]
 
     def after(self, operation: Operation, result: Any) -> None:
         """Remember tensors that hold one constant (`torch.tensor(1e-8)`), and check masks that turn infinite when rounded."""
         for made in results_of(result):
-            if made.dtype in WIDE and not made.dim() and not made.is_complex() and not _computed(operation):
+            if made.dtype in operation.wide and not made.dim() and not made.is_complex() and not _computed(operation):
                 self._scalars[made] = float(made)
-            if operation.name == "_to_copy" and made.dtype == HALF:
+            if operation.name == "_to_copy" and made.dtype == operation.dtype:
                 self._check_rounding(operation, operation.tensors[0], made)
 
     def _numbers(self, operation: Operation) -> Iterator[float]:
@@ -74,39 +74,41 @@ class ConstantCheck:
                 yield float(value)
 
     def _check(self, operation: Operation, number: float) -> bool:
-        size = abs(number)
+        size, half = abs(number), operation.half
         if math.isinf(number):
             if number < 0 and operation.name in FILLS and operation.place is not None:
                 text = "-inf hides, but a row that is hidden whole is NaN after softmax, and so is 0 * -inf"
                 self._log(operation, "infinite_mask", "note", text, "mask_value(x)")
-        elif size >= FP16_OVERFLOW:
+        elif size >= half.overflow_from:
             self._log(operation, "constant", "error", _beyond(operation, number), _fix_beyond(operation, number))
             return True
-        elif 0 < size < FP16_SMALLEST_NORMAL:
+        elif 0 < size < half.smallest_normal:
             self._check_small(operation, number)
         return False
 
     def _check_small(self, operation: Operation, number: float) -> None:
-        fix = "finfo(x).tiny" if operation.name in SUMS | BOUNDS | FILLS else "rescale"
-        if abs(number) <= FP16_LARGEST_FLUSHED:
-            text = f"{number:g} is 0 in float16 (nothing between 0 and 6e-08): {_consequence(operation)}"
+        half, fix = operation.half, "finfo(x).tiny" if operation.name in SUMS | BOUNDS | FILLS else "rescale"
+        if abs(number) <= half.largest_flushed:
+            least = f"{half.smallest_subnormal:.1g}"
+            text = f"{number:g} is 0 in {half.name} (nothing between 0 and {least}): {_consequence(operation)}"
             self._log(operation, "epsilon", "error", text, fix)
             return
-        held = float(torch.tensor(number, dtype=torch.float64).half())
+        held = float(torch.tensor(number, dtype=torch.float64).to(operation.dtype))
         off = abs(held - number) / abs(number)
         severity = "warning" if off > NOTABLE_ERROR else "note"
-        text = f"{number:g} is subnormal in float16: {held:g}, off by {off:.2%}, and 0 where subnormals are flushed"
+        text = f"{number:g} is subnormal in {half.name}: {held:g}, off by {off:.2%}, and 0 where subnormals are flushed"
         self._log(operation, "epsilon", severity, text, fix)
 
     def _check_rounding(self, operation: Operation, wide: Tensor, made: Tensor) -> None:
-        if wide.dtype == HALF or not wide.is_floating_point():
+        if wide.dtype == operation.dtype or not wide.is_floating_point():
             return
         lost = wide.isfinite() & made.isinf()
         if lost.any():
             worst = wide[lost].abs().max().item()
             sign = "-" if bool((wide[lost] < 0).all()) else ""
             text = (
-                f"{int(lost.sum())} of {wide.numel()} values, up to {sign}{worst:g}, become {sign}inf when rounded to float16"
+                f"{int(lost.sum())} of {wide.numel()} values, up to {sign}{worst:g}, become {sign}inf when rounded to "
+                f"{operation.half.name}"
             )
             self._log(operation, "constant", "error", text, "mask_value(x)" if sign else "rescale")
 
@@ -115,10 +117,10 @@ class ConstantCheck:
 
 
 def _is_half(operation: Operation) -> bool:
-    if operation.kwargs.get("dtype") == HALF:
+    if operation.kwargs.get("dtype") == operation.dtype:
         return True
-    values = [t for t in operation.tensors if t.dtype in WIDE and t.dim()]
-    return not values and any(tensor.dtype == HALF for tensor in operation.tensors)
+    values = [t for t in operation.tensors if t.dtype in operation.wide and t.dim()]
+    return not values and any(tensor.dtype == operation.dtype for tensor in operation.tensors)
 
 
 def _computed(operation: Operation) -> bool:
@@ -126,16 +128,14 @@ def _computed(operation: Operation) -> bool:
 
 
 def _beyond(operation: Operation, number: float) -> str:
-    infinite = "-inf" if number < 0 else "inf"
+    infinite, half = "-inf" if number < 0 else "inf", operation.half
+    largest = f"(largest {half.largest:g})"
     if operation.name in FILLS:
-        return (
-            f"{number:g} does not fit float16 (largest 65504): torch refuses to write it, an exported graph writes {infinite}"
-        )
+        return f"{number:g} does not fit {half.name} {largest}: torch refuses to write it, an exported graph writes {infinite}"
     if operation.name in SCALES:
-        return (
-            f"{number:g} is {infinite} in a float16 graph (largest {FP16_MAX:g}), and 0 * {infinite} is NaN where eager gives 0"
-        )
-    return f"{number:g} is {infinite} in float16 (largest {FP16_MAX:g})"
+        graph = f"{number:g} is {infinite} in a {half.name} graph {largest}"
+        return f"{graph}, and 0 * {infinite} is NaN where eager gives 0"
+    return f"{number:g} is {infinite} in {half.name} {largest}"
 
 
 def _fix_beyond(operation: Operation, number: float) -> str:
@@ -150,7 +150,7 @@ def _consequence(operation: Operation) -> str:
     return "a division, log or rsqrt behind it gives inf or NaN where the tensor is 0"
 
 
-def check_unexecuted(locator: SourceLocator, log: FindingLog) -> None:
+def check_unexecuted(locator: SourceLocator, log: FindingLog, half: HalfType) -> None:
     """Log factories without dtype and constants that do not fit, in the lines that did not run of functions that ran.
 
     Only the user's own files are read, not installed ones.
@@ -161,7 +161,7 @@ def check_unexecuted(locator: SourceLocator, log: FindingLog) -> None:
             continue
         ran = locator.lines_of(code.co_filename)
         for node in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-            symptom = _symptom(node)
+            symptom = _symptom(node, half)
             if symptom is not None and not ran.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)):
                 text, fix = symptom
                 place = SourceLine(code.co_filename, node.lineno)
@@ -174,7 +174,7 @@ def _function(code: CodeType) -> ast.AST | None:
     return starts.get(code.co_firstlineno)
 
 
-def _symptom(node: ast.Call) -> tuple[str, str] | None:
+def _symptom(node: ast.Call, half: HalfType) -> tuple[str, str] | None:
     if not isinstance(node.func, ast.Attribute):
         return None
     name = node.func.attr
@@ -182,9 +182,9 @@ def _symptom(node: ast.Call) -> tuple[str, str] | None:
         if not any(keyword.arg in ("dtype", "out", None) for keyword in node.keywords):
             return f"torch.{name} without dtype makes float32", HELPERS.get(name, "dtype=x.dtype")
     elif name in ("masked_fill", "masked_fill_", "clamp", "clamp_min", "add"):
-        number = next((value for value in map(_number, node.args) if value is not None and _unfit(value)), None)
+        number = next((value for value in map(_number, node.args) if value is not None and _unfit(value, half)), None)
         if number is not None:
-            return f"{number:g} does not fit float16", "mask_value(x)" if abs(number) > 1 else "finfo(x).tiny"
+            return f"{number:g} does not fit {half.name}", "mask_value(x)" if abs(number) > 1 else "finfo(x).tiny"
     return None
 
 
@@ -196,5 +196,5 @@ def _number(node: ast.expr) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _unfit(number: float) -> bool:
-    return FP16_OVERFLOW <= abs(number) < math.inf or 0 < abs(number) <= FP16_LARGEST_FLUSHED
+def _unfit(number: float, half: HalfType) -> bool:
+    return half.overflow_from <= abs(number) < math.inf or 0 < abs(number) <= half.largest_flushed

@@ -1,4 +1,4 @@
-"""The dtype check: finds the lines at which a model leaves float16."""
+"""The dtype check: finds the lines at which a model leaves float16 or bfloat16."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from halfserve.export.dtype_check.findings import FindingLog, LeakReport
 from halfserve.export.dtype_check.half_copy import cast_inputs, declare_wide_tensors, half_copy
 from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, run_watched
 from halfserve.export.dtype_check.watched_run import (
-    HALF,
-    WIDE,
     WatchedRun,
     own_compilations,
     results_of,
     short,
+    wide_beside,
     without_autocast,
 )
 from halfserve.export.dtype_check.watchers import HalfWatcher, ReferenceWatcher
 from halfserve.export.dtype_check.wide_tensors import described, first_line
 from halfserve.export.errors import ExportError
-from halfserve.export.half_module.tensors import detached_copy
+from halfserve.export.half_module.tensors import detached_copy, torch_dtype
+from halfserve.export.half_types import HalfName, HalfType, half_named
 from halfserve.export.to_onnx.capture import silenced
 from halfserve.export.to_onnx.forward_call import require_python
 
@@ -38,17 +38,18 @@ LONGEST = 160  # characters of another program's message
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakReport:
-    """Find where a float32 model would leave float16, get numbers that float16 cannot hold, or crash.
+def find_dtype_leaks(module: nn.Module, *inputs: Any, dtype: HalfName = "float16", **kwargs: Any) -> LeakReport:
+    """Find where a float32 model would leave half precision, get numbers that the half type cannot hold, or crash.
 
-    Copies of the model run in float32 and as `to_half` converts it, and the float16 copy is captured with `torch.export`; every
-    operation of the float16 run is checked. An operation that fails on mixed dtypes is logged and repeated in the form that
-    its fix would give, so one call finds everything on the path that these inputs take. Lines that they do not reach are read,
-    and give notes.
+    Copies of the model run in float32 and as `to_half` converts it, and the half copy is captured with `torch.export`; every
+    operation of the half-precision run is checked. An operation that fails on mixed dtypes is logged and repeated in the form
+    that its fix would give, so one call finds everything on the path that these inputs take. Lines that they do not reach are
+    read, and give notes.
 
     Args:
         module: A module whose floating tensors are float32; it is not changed.
         *inputs: Example inputs, as `module(*inputs)` takes them; their values matter for overflow.
+        dtype: The type to check, "float16" or "bfloat16".
         **kwargs: Named inputs.
 
     Returns:
@@ -56,32 +57,34 @@ def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakRepo
 
     Raises:
         ExportError: The model fails in float32 on these inputs, cannot be copied, or holds NaN.
+        UsageError: `dtype` is another type.
     """
+    half = half_named(dtype)
     module = _unwrapped(module)
     locator = SourceLocator.of(module)
     log = FindingLog()
     with warnings.catch_warnings(), without_autocast(), without_fast_path(), own_compilations():
         warnings.simplefilter("ignore")  # the findings replace them
         reference = ReferenceWatcher()
-        expected = _run_reference(module, WatchedRun(reference, locator), (inputs, kwargs))
-        half = half_copy(module, log)
+        expected = _run_reference(module, WatchedRun(reference, locator, half), (inputs, kwargs))
+        copied = half_copy(module, log, half)
         watcher = HalfWatcher(log, reference.overflow.expected, locator)
-        run = WatchedRun(watcher, locator)
-        given = cast("Inputs", cast_inputs((inputs, kwargs), torch.float16))
-        declare_wide_tensors(half, watcher.wide_tensors)
+        run = WatchedRun(watcher, locator, half)
+        given = cast("Inputs", cast_inputs((inputs, kwargs), torch_dtype(half)))
+        declare_wide_tensors(copied, watcher.wide_tensors, half)
         try:
-            with run.watching(half):
-                result = run_watched(half, *given)
+            with run.watching(copied):
+                result = run_watched(copied, *given)
         except Exception as error:  # noqa: BLE001  (the user's model may raise anything)
             _log_crash(log, run, error)
         else:
-            _record_outputs(watcher, expected, result)
+            _record_outputs(watcher, expected, result, half)
             if not watcher.recovered:  # the graph of a model that fails shows nothing more
-                _compare_with_export(half, given, result, watcher, log)
+                _compare_with_export(copied, given, result, watcher, log, half)
     for origin in watcher.wide_tensors.origins.values():
-        origin.report(log)
-    check_unexecuted(locator, log)
-    return LeakReport(model=type(module).__name__, findings=log.sorted())
+        origin.report(log, half)
+    check_unexecuted(locator, log, half)
+    return LeakReport(model=type(module).__name__, dtype=half.name, findings=log.sorted())
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -113,15 +116,15 @@ def _log_crash(log: FindingLog, run: WatchedRun, error: Exception) -> None:
     while step is not None:
         frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
         step = step.tb_next
-    text = f"the float16 model fails where the float32 one does not: {_one_line(error)}"
+    text = f"the {run.half.name} model fails where the float32 one does not: {_one_line(error)}"
     log.add("crash", "error", run.locator.from_texts(iter(frames)), run.modules.failed, text, "dtype=x.dtype")
 
 
-def _record_outputs(watcher: HalfWatcher, expected: object, result: object) -> None:
+def _record_outputs(watcher: HalfWatcher, expected: object, result: object, half: HalfType) -> None:
     references = _labelled(expected)
     for label, output in _labelled(result).items():
         reference = references.get(label)
-        if output.dtype in WIDE and (reference is None or reference.dtype in (torch.float32, torch.float16)):
+        if output.dtype in wide_beside(half) and (reference is None or reference.dtype in (torch.float32, torch_dtype(half))):
             watcher.wide_tensors.returned(output, label)
 
 
@@ -138,18 +141,20 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _compare_with_export(half: nn.Module, given: Inputs, result: object, watcher: HalfWatcher, log: FindingLog) -> None:
-    """Capture a float16 model, and log where its dtypes differ from those of the eager run."""
+def _compare_with_export(
+    copied: nn.Module, given: Inputs, result: object, watcher: HalfWatcher, log: FindingLog, half: HalfType
+) -> None:
+    """Capture a half-precision model, and log where its dtypes differ from those of the eager run."""
     try:
         with silenced(), torch.no_grad():
-            program = torch.export.export(_TensorOutputs(half), *given, strict=False)
+            program = torch.export.export(_TensorOutputs(copied), *given, strict=False)
     except Exception as error:  # noqa: BLE001  (capturing runs the user's code, which may raise anything)
-        text = f"torch.export cannot capture the float16 model: {type(error).__name__}: {first_line(error)[:LONGEST]}"
+        text = f"torch.export cannot capture the {half.name} model: {type(error).__name__}: {first_line(error)[:LONGEST]}"
         log.add("export", "note", None, "", text, "torch.export")
         return
     for node in program.graph.nodes:
-        dtype = _dtype(node)
-        if node.op == "call_function" and dtype in WIDE and not any(_dtype(source) in WIDE for source in node.all_input_nodes):
+        dtype, wide = _dtype(node), wide_beside(half)
+        if node.op == "call_function" and dtype in wide and not any(_dtype(source) in wide for source in node.all_input_nodes):
             frames = FRAME.findall(str(node.meta.get("stack_trace", "")))
             place: SourceLine | None = watcher.locator.from_texts((path, int(line)) for path, line in frames)
             # The graph names lines of `forward` alone; `dtypes` holds what each made in the functions it called, too.
@@ -157,10 +162,10 @@ def _compare_with_export(half: nn.Module, given: Inputs, result: object, watcher
                 text = f"the exported graph computes {node.name} in {short(dtype)}, which eager mode does not do on this line"
                 log.add("export_dtype", "warning", place, _module(node), text, "dtype=x.dtype")
                 break  # later differences follow from this one
-    _compare_outputs(program, result, log)
+    _compare_outputs(program, result, log, half)
 
 
-def _compare_outputs(program: torch.export.ExportedProgram, result: object, log: FindingLog) -> None:
+def _compare_outputs(program: torch.export.ExportedProgram, result: object, log: FindingLog, half: HalfType) -> None:
     eager = [leaf.dtype for leaf in results_of(result)]
     node = next(node for node in program.graph.nodes if node.op == "output")
     names = set(program.graph_signature.user_outputs)
@@ -169,7 +174,7 @@ def _compare_outputs(program: torch.export.ExportedProgram, result: object, log:
     if len(eager) != len(graph):
         return
     for index, (ours, theirs) in enumerate(zip(eager, graph, strict=True)):
-        if ours != theirs and HALF in (ours, theirs):
+        if ours != theirs and torch_dtype(half) in (ours, theirs):
             text = f"output {index} is {short(ours)} in eager mode and {short(theirs)} in the exported graph"
             log.add("export_dtype", "error", None, f"output {index}", text, "dtype=x.dtype")
 

@@ -11,6 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from halfserve.export.half_types import HalfName
+
 if TYPE_CHECKING:  # source_lines imports torch, which takes seconds
     from halfserve.export.dtype_check.source_lines import SourceLine
 
@@ -56,7 +58,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line where the model's dtype or its numbers are at risk in float16.
+    """One line where the model's dtype or its numbers are at risk in half precision.
 
     Attributes:
         kind: A key of `KINDS`.
@@ -66,7 +68,7 @@ class Finding:
         line: The line in it, from 1; None with `file`.
         source: The line's text, without its indentation.
         module: Dotted name of the module that was running, the first one if several ("" is the outermost).
-        symptom: What happens in float16, with the number.
+        symptom: What happens in the half type, with the number.
         fix: What to write instead.
         times: How many times the line did it in one run.
     """
@@ -93,10 +95,12 @@ class LeakReport:
 
     Attributes:
         model: The class of the outermost module.
+        dtype: The type that it was checked in.
         findings: One for each kind and line.
     """
 
     model: str
+    dtype: HalfName = "float16"
     findings: tuple[Finding, ...]
 
     @property
@@ -124,6 +128,7 @@ class LeakReport:
         counts = Counter(finding.severity for finding in self.findings)
         return {
             "model": self.model,
+            "dtype": self.dtype,
             "clean": self.clean,
             "counts": {severity: counts[severity] for severity in SEVERITIES},
             "findings": [asdict(finding) for finding in self.findings],
@@ -178,7 +183,7 @@ class FindingLog:
 
 def leak_table(report: LeakReport) -> Group:
     """One table for each severity that occurs, and a line with the totals."""
-    tables = [_table(severity, findings) for severity in SEVERITIES if (findings := report._of(severity))]  # noqa: SLF001  (the same module)
+    tables = [_table(severity, findings, report.dtype) for severity in SEVERITIES if (findings := report._of(severity))]  # noqa: SLF001  (the same module)
     return Group(*tables, Text(f"{report.model}: {totals(report)}"))
 
 
@@ -189,11 +194,11 @@ def totals(report: LeakReport) -> str:
     return ", ".join(parts) if not report.clean else ", ".join(["no dtype leaks", *parts])
 
 
-def _table(severity: Severity, findings: tuple[Finding, ...]) -> Table:
+def _table(severity: Severity, findings: tuple[Finding, ...], dtype: HalfName) -> Table:
     meaning, colour = SEVERITIES[severity]
     title = Text(f"{severity}s ({meaning})", style=colour)
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_lines=False, pad_edge=False)
-    table.add_column("where, what happens in float16, and the fix", overflow="fold")
+    table.add_column(f"where, what happens in {dtype}, and the fix", overflow="fold")
     for finding in findings:
         where = Text(finding.where)
         if finding.source:

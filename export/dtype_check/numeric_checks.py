@@ -1,4 +1,4 @@
-"""Numeric failures of float16 arithmetic: overflow, positions beyond 2048, sums of squares."""
+"""Numeric failures of half-precision arithmetic: overflow, positions beyond 2048 or 256, sums of squares."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfserve.export.dtype_check.findings import FindingLog, Key
 from halfserve.export.dtype_check.source_lines import SourceLine
-from halfserve.export.dtype_check.watched_run import HALF, Operation, results_of
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.dtype_check.watched_run import Operation, results_of
 
 # These return, beside the result, what the backward pass needs: 1 / deviation is infinite for a constant row.
 SAVING = ("native_", "_native", "_batch_norm", "_fused", "_scaled_dot_product", "cudnn")
 UNDEFINED = ("empty", "new_empty", "_to_copy", "copy_", "_empty")
 
-EXACT_UP_TO = 2048
-SQUARES_LIMIT = 256  # 256**2 is 65536
+SQUARES_LIMIT = 256  # 256**2 is 65536, over float16's range
 
 # Keep values: what holds of their argument holds of their result.
 SHAPES = frozenset(
@@ -62,14 +60,15 @@ class OverflowCheck:
             return
         if self.log is None:
             self.expected.add(operation.place)
-        elif operation.place not in self.expected and infinite[0].dtype == HALF:
+        elif operation.place not in self.expected and infinite[0].dtype == operation.dtype:
             name = operation.call.name if operation.call else operation.name
+            half = operation.half
             count = f"{int((~infinite[0].isfinite()).sum())} of {infinite[0].numel()} values"
             true = _largest_in_float32(operation)
             if true is None:
-                text = f"{name} gives inf or NaN from finite float16 numbers ({count})"
+                text = f"{name} gives inf or NaN from finite {half.name} numbers ({count})"
             else:
-                text = f"{name} reaches {true:.4g} and float16 ends at 65504: {count} become inf"
+                text = f"{name} reaches {true:.4g} and {half.name} ends at {half.largest:g}: {count} become inf"
             self.log.add("overflow", "error", operation.place, operation.module, text, ".float()")
 
 
@@ -83,36 +82,35 @@ def _has_infinity(operation: Operation) -> bool:
 
 
 def _largest_in_float32(operation: Operation) -> float | None:
-    """The largest magnitude that the operation gives in float32, if it is finite and over float16's range."""
+    """The largest magnitude that the operation gives in float32, if it is finite and over the half type's range."""
     if operation.in_place:
         return None  # the operand is overwritten
-    args, kwargs = pytree.tree_map_only(Tensor, _widened, (operation.args, operation.kwargs))
-    if kwargs.get("dtype") == HALF:
+    half = operation.dtype
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.float() if tensor.dtype == half else tensor, (operation.args, operation.kwargs)
+    )
+    if kwargs.get("dtype") == half:
         kwargs = {**kwargs, "dtype": torch.float32}
     try:
         made = results_of(operation.func(*args, **kwargs))
     except (RuntimeError, TypeError):
         return None
     largest = made[0].abs().max().item() if made and made[0].is_floating_point() else float("nan")
-    return largest if FP16_MAX < largest < float("inf") else None
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == HALF else tensor
+    return largest if operation.half.largest < largest < float("inf") else None
 
 
 @dataclass
 class PositionCheck:
-    """Finds whole numbers that float16 cannot tell apart, and angles that it cannot resolve."""
+    """Finds whole numbers that the half type cannot tell apart, and angles that it cannot resolve."""
 
     log: FindingLog
     _counts: Any = field(default_factory=WeakTensorKeyDictionary)
 
     def after(self, operation: Operation, result: Any) -> None:
-        """Follow positions through an operation, and check its float16 results."""
+        """Follow positions through an operation, and check its half-precision results."""
         carries = any(tensor in self._counts for tensor in operation.tensors)
         for made in results_of(result):
-            if made.dtype != HALF:
+            if made.dtype != operation.dtype:
                 continue
             if operation.name in ("sin", "cos") and carries:
                 self._check_angles(operation, made)
@@ -129,8 +127,8 @@ class PositionCheck:
             first = exact.reshape(-1)[off][0].item()
             became = made.double().reshape(-1)[off][0].item()
             text = (
-                f"{int(off.sum())} of {made.numel()} whole numbers change when they become float16, which is exact up to "
-                f"{EXACT_UP_TO}: {first:.0f} becomes {became:.0f}"
+                f"{int(off.sum())} of {made.numel()} whole numbers change when they become {operation.half.name}, which is "
+                f"exact up to {operation.half.whole_numbers}: {first:.0f} becomes {became:.0f}"
             )
             self.log.add("position", "warning", operation.place, operation.module, text, ".float()")
 
@@ -138,9 +136,10 @@ class PositionCheck:
         largest = operation.tensors[0].abs().max().item() if made.numel() else 0.0
         if largest < 1:
             return
+        step = 2.0**-operation.half.significant_bits
         text = (
-            f"angles up to {largest:.4g} are float16 and off by up to {largest * 2**-11:.2g} rad; the error grows with the "
-            "position, to 0.5 rad at 1000"
+            f"angles up to {largest:.4g} are {operation.half.name} and off by up to {largest * step:.2g} rad; the error grows "
+            f"with the position, to {1000 * step:.1g} rad at 1000"
         )
         self.log.add("position", "warning", operation.place, operation.module, text, ".float()")
 
@@ -176,9 +175,9 @@ class SquareCheck:
     _means: Any = field(default_factory=WeakTensorKeyDictionary)
 
     def after(self, operation: Operation, result: Any) -> None:
-        """Follow squares through an operation, and check its float16 results."""
+        """Follow squares through an operation, and check its half-precision results."""
         for made in results_of(result):
-            if made.dtype == HALF:
+            if made.dtype == operation.dtype:
                 self._follow(operation, made)
 
     def _follow(self, operation: Operation, made: Tensor) -> None:
@@ -196,17 +195,20 @@ class SquareCheck:
 
     def _log_sum(self, operation: Operation, squared: Tensor) -> Key:
         largest = squared.abs().max().item() if squared.numel() else 0.0
+        half = operation.half
+        limit = "" if half.has_float32_range else f", and from {SQUARES_LIMIT} on its square is inf"
         text = (
-            f"squares are added up in float16: |x| reaches {largest:.4g} here, and from {SQUARES_LIMIT} on its square is inf; "
-            "each partial result keeps 11 bits"
+            f"squares are added up in {half.name}: |x| reaches {largest:.4g} here{limit}; "
+            f"each partial result keeps {half.significant_bits} bits"
         )
         return self.log.add("squares", "warning", operation.place, operation.module, text, "x.float()")
 
     def _log_variance(self, operation: Operation, made: Tensor, mean: Key) -> None:
         self.log.remove(mean)
         minuend = operation.tensors[0].abs().max().item() if made.numel() else 0.0
+        off = minuend * 2.0**-operation.half.significant_bits
         text = (
-            f"E[x^2] - E[x]^2 in float16 cancels: E[x^2] reaches {minuend:.4g} and is off by up to {minuend * 2**-11:.2g}, in "
+            f"E[x^2] - E[x]^2 in {operation.half.name} cancels: E[x^2] reaches {minuend:.4g} and is off by up to {off:.2g}, in "
             f"which a small variance drowns (least here {made.min().item():.2g})"
         )
         self.log.add("variance", "warning", operation.place, operation.module, text, "torch.var")

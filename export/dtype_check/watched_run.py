@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator
+from halfserve.export.half_module.tensors import torch_dtype
+from halfserve.export.half_types import HalfType
 
-HALF = torch.float16
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
-# Promotion with one of these takes a float16 tensor to their dtype.
-WIDE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
+
+@cache
+def wide_beside(half: HalfType) -> frozenset[torch.dtype]:
+    """The dtypes to which promotion takes a tensor of this type."""
+    return _FLOATS - {torch_dtype(half)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ class Operation:
         writer: Dotted name of the innermost running module that is not torch's own.
         call: The user's call that it belongs to; None outside of torch's functions (`torch.from_numpy`).
         locate: Finds the user's line, while it runs.
+        half: The half-precision type that the model is checked in.
     """
 
     func: Any
@@ -59,6 +65,7 @@ class Operation:
     writer: str
     call: FunctionCall | None
     locate: Callable[[], SourceLine | None]
+    half: HalfType
 
     @cached_property
     def name(self) -> str:
@@ -75,15 +82,25 @@ class Operation:
         """Every tensor among the arguments."""
         return results_of((self.args, self.kwargs))
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of `half`."""
+        return torch_dtype(self.half)
+
+    @cached_property
+    def wide(self) -> frozenset[torch.dtype]:
+        """See `wide_beside`."""
+        return wide_beside(self.half)
+
     @property
     def halves(self) -> list[Tensor]:
-        """The float16 tensors among the arguments that have a dimension: only these take part in promotion."""
-        return [tensor for tensor in self.tensors if tensor.dtype == HALF and tensor.dim()]
+        """The half-precision tensors among the arguments that have a dimension: only these take part in promotion."""
+        return [tensor for tensor in self.tensors if tensor.dtype == self.dtype and tensor.dim()]
 
     @property
     def wides(self) -> list[Tensor]:
-        """The float32, float64, bfloat16 and complex tensors among the arguments."""
-        return [tensor for tensor in self.tensors if tensor.dtype in WIDE]
+        """The tensors of other floating dtypes among the arguments, complex ones included."""
+        return [tensor for tensor in self.tensors if tensor.dtype in self.wide]
 
     @property
     def in_place(self) -> bool:
@@ -161,12 +178,14 @@ class WatchedRun:
     Attributes:
         watcher: Executes and inspects the operations.
         locator: Finds the user's lines.
+        half: The half-precision type that the model is checked in.
         modules: The modules that are running.
         call: The user's call that is running.
     """
 
     watcher: RunWatcher
     locator: SourceLocator
+    half: HalfType
     modules: ModuleStack = field(default_factory=ModuleStack)
     call: FunctionCall | None = None
 
@@ -185,6 +204,7 @@ class WatchedRun:
             writer=self.modules.writer,
             call=self.call,
             locate=self.locator.here,
+            half=self.half,
         )
 
 

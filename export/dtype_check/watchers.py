@@ -1,10 +1,11 @@
-"""Watchers of the float32 run and of the float16 run."""
+"""Watchers of the float32 run and of the half-precision run."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from halfserve.export.dtype_check.constants import ConstantCheck
 from halfserve.export.dtype_check.findings import FindingLog, Severity
 from halfserve.export.dtype_check.numeric_checks import OverflowCheck, PositionCheck, SquareCheck
 from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, autocast_region
-from halfserve.export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
+from halfserve.export.dtype_check.watched_run import Operation, results_of
 from halfserve.export.dtype_check.wide_tensors import WideTensorTracker
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.half_types import HalfType
 
 _CONSTANT = "leaves torch: an exported graph keeps the example's values as constants"
 _NUMBER = "leaves torch: a tensor made of it again is float32, and fixed in an exported graph"
@@ -29,7 +30,9 @@ LEAVES_TORCH: dict[str, tuple[Severity, str]] = {
     "__float__": ("note", _NUMBER),
 }
 
-NO_KERNEL = re.compile(r"not implemented for 'Half'|unsupported dtype Half|Half\b.* not supported", re.IGNORECASE)
+NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16)'|unsupported dtype (Half|BFloat16)|(Half|BFloat16)\b.* not supported", re.IGNORECASE
+)
 
 
 @dataclass
@@ -49,12 +52,12 @@ class ReferenceWatcher:
 
 
 class HalfWatcher:
-    """Executes the float16 run; an operation that refuses its arguments is repeated as its fixed form would run.
+    """Executes the half-precision run; an operation that refuses its arguments is repeated as its fixed form would run.
 
     Attributes:
         wide_tensors: The wide tensors and their origins.
         recovered: Whether an operation failed and was repeated.
-        dtypes: The floating dtypes other than float16 that each of the user's lines made, itself or in what it called.
+        dtypes: The other floating dtypes that each of the user's lines made, itself or in what it called.
     """
 
     def __init__(self, log: FindingLog, expected: set[SourceLine | None], locator: SourceLocator) -> None:
@@ -68,7 +71,7 @@ class HalfWatcher:
         self.value_checks = (PositionCheck(log), SquareCheck(log))
 
     def call(self, operation: Operation) -> Any:
-        """Make the call; if it mixes dtypes and fails before its first operation, repeat it in float16."""
+        """Make the call; if it mixes dtypes and fails before its first operation, repeat it in half precision."""
         self._check_call(operation)
         try:
             result = operation.func(*operation.args, **operation.kwargs)
@@ -101,7 +104,7 @@ class HalfWatcher:
         for check in self.value_checks:
             check.after(operation, result)
         made = {tensor.dtype for tensor in results_of(result) if tensor.is_floating_point()}
-        if made - {HALF}:
+        if made - {operation.dtype}:
             for place in self.locator.callers():
                 self.dtypes[place] |= made
         return result
@@ -131,48 +134,50 @@ class HalfWatcher:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             around = map(autocast_region, self.locator.callers())
             region = next((found for found in around if found is not None), place)  # a decorator has no `with`
-            text = "autocast inside forward chooses a dtype for each operation, and a float16 graph keeps its casts"
+            text = (
+                f"autocast inside forward chooses a dtype for each operation, and a {operation.half.name} graph keeps its casts"
+            )
             self.log.add("autocast", "warning", region, operation.writer, text, "to_half")
 
 
 def _mixes_dtypes(operation: Operation) -> bool:
     dtypes = {tensor.dtype for tensor in operation.tensors}
-    return HALF in dtypes and bool(dtypes & WIDE)
+    return operation.dtype in dtypes and bool(dtypes & operation.wide)
 
 
 def _with_half(operation: Operation) -> Any:
-    """Repeat with every wide floating tensor rounded to float16."""
-    args, kwargs = pytree.tree_map_only(Tensor, _rounded, (operation.args, operation.kwargs))
+    """Repeat with every wide floating tensor rounded to half precision."""
+    args, kwargs = pytree.tree_map_only(Tensor, partial(_rounded, operation), (operation.args, operation.kwargs))
     return operation.func(*args, **kwargs)
 
 
 def _with_bounded_numbers(operation: Operation) -> Any:
-    """Repeat with every finite number moved into float16's range."""
-    args, kwargs = pytree.tree_map_only((int, float), _bounded, (operation.args, operation.kwargs))
+    """Repeat with every finite number moved into the half type's range."""
+    args, kwargs = pytree.tree_map_only((int, float), partial(_bounded, operation.half), (operation.args, operation.kwargs))
     return operation.func(*args, **kwargs)
 
 
 def _with_float32(operation: Operation) -> Any:
-    """Repeat in float32 and round the results: for operations without a float16 kernel on this machine.
+    """Repeat in float32 and round the results: for operations without a kernel in half precision on this machine.
 
     An in-place operation writes into a copy, which is then copied back.
     """
-    args, kwargs = pytree.tree_map_only(Tensor, _raised, (operation.args, operation.kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, partial(_raised, operation), (operation.args, operation.kwargs))
     result, given = operation.func(*args, **kwargs), operation.args
     if given and isinstance(given[0], Tensor) and result is args[0] and result is not given[0]:
         return given[0].copy_(result)
-    return pytree.tree_map_only(Tensor, _rounded, result)
+    return pytree.tree_map_only(Tensor, partial(_rounded, operation), result)
 
 
-def _rounded(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.dtype in WIDE and tensor.is_floating_point() else tensor
+def _rounded(operation: Operation, tensor: Tensor) -> Tensor:
+    return tensor.to(operation.dtype) if tensor.dtype in operation.wide and tensor.is_floating_point() else tensor
 
 
-def _raised(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32) if tensor.dtype == HALF else tensor
+def _raised(operation: Operation, tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype == operation.dtype else tensor
 
 
-def _bounded(number: float) -> float:
-    if isinstance(number, bool) or abs(number) <= FP16_MAX or number in (float("inf"), float("-inf")):
+def _bounded(half: HalfType, number: float) -> float:
+    if isinstance(number, bool) or abs(number) <= half.largest or number in (float("inf"), float("-inf")):
         return number
-    return FP16_MAX if number > 0 else -FP16_MAX
+    return half.largest if number > 0 else -half.largest

@@ -1,4 +1,4 @@
-"""Tensors wider than float16 in a float16 run: where each comes from and what it does."""
+"""Tensors wider than the half type in a half-precision run: where each comes from and what it does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfserve.export.dtype_check.findings import FindingLog
 from halfserve.export.dtype_check.inherit_dtype import FACTORIES, HELPERS
 from halfserve.export.dtype_check.source_lines import SourceLine
-from halfserve.export.dtype_check.watched_run import HALF, WIDE, Operation, results_of, short
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.dtype_check.watched_run import Operation, results_of, short
+from halfserve.export.half_types import HalfType
 
 Kind = Literal["factory", "hard_coded_dtype", "integer_promotion", "numbers", "upcast", "attribute", "numpy", "outside", "kept"]
 OriginKey = tuple[str, SourceLine | None, str]
@@ -43,7 +43,7 @@ STRICT_ON_CUDA = (
 
 
 class WrittenNumber(NamedTuple):
-    """A number beyond float16's range that was written into a wide tensor, at a line, in a module's forward."""
+    """A number beyond the half type's range that was written into a wide tensor, at a line, in a module's forward."""
 
     number: float
     place: SourceLine | None
@@ -52,7 +52,7 @@ class WrittenNumber(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Origin:
-    """What made a tensor wider than float16, and the effects of that tensor.
+    """What made a tensor wider than the half type, and the effects of that tensor.
 
     Attributes:
         kind: How the tensor was made.
@@ -60,14 +60,14 @@ class Origin:
         place: The user's line.
         module: Dotted name of the module that was running, or that owns the tensor.
         fix: What to write instead.
-        crash: The operation that refused to mix it with float16, and torch's error.
-        refused_on_cuda: The operation that mixes it with float16 on the CPU alone.
-        met: The first operation in which it made a float16 tensor wide.
-        rounded_into: The first in-place operation that rounded it into a float16 tensor.
-        joined: The first operation where, having no dimensions, it took float16's dtype.
+        crash: The operation that refused to mix it with half precision, and torch's error.
+        refused_on_cuda: The operation that mixes it with half precision on the CPU alone.
+        met: The first operation in which it made a half-precision tensor wide.
+        rounded_into: The first in-place operation that rounded it into a half-precision tensor.
+        joined: The first operation where, having no dimensions, it took the half dtype.
         outputs: Labels of the outputs that are wide because of it.
-        met_before_output: Whether an operation with a float16 tensor lies between it and an output.
-        beyond: Numbers written into it that float16 cannot hold: they will not fit once its dtype is fixed.
+        met_before_output: Whether an operation with a half-precision tensor lies between it and an output.
+        beyond: Numbers written into it that the half type cannot hold: they will not fit once its dtype is fixed.
     """
 
     kind: Kind
@@ -84,12 +84,12 @@ class Origin:
     met_before_output: bool = False
     beyond: list[WrittenNumber] = field(default_factory=list)
 
-    def report(self, log: FindingLog) -> None:
+    def report(self, log: FindingLog, half: HalfType) -> None:
         """Log the worst effect; a tensor without effect is not mentioned."""
         harmless = self.kind in ("upcast", "kept")
         if not harmless and (self.crash or self.refused_on_cuda or self.outputs or self.rounded_into or self.met):
             for number, place, module in self.beyond:
-                text = f"{number:g} does not fit float16 (largest {FP16_MAX:g}), which this tensor becomes once fixed"
+                text = f"{number:g} does not fit {half.name} (largest {half.largest:g}), which this tensor becomes once fixed"
                 log.add("constant", "error", place, module, text, "mask_value(x)" if number < 0 else "finfo(x).max")
         outputs = ", ".join(dict.fromkeys(self.outputs))
         severity: Literal["error", "warning", "note"] = "note"
@@ -97,26 +97,28 @@ class Origin:
             severity, text = "error", self.crash
         elif self.refused_on_cuda:
             severity = "error"
-            text = f"{self.refused_on_cuda} takes it beside float16 on the CPU, but CUDA's kernels want one dtype"
+            text = f"{self.refused_on_cuda} takes it beside {half.name} on the CPU, but CUDA's kernels want one dtype"
         elif self.outputs and self.met_before_output:
             severity = "warning"
-            text = f"it meets float16 in {self.met}, and everything from there to {outputs} is float32"
+            text = f"it meets {half.name} in {self.met}, and everything from there to {outputs} is float32"
         elif self.outputs:
             severity = "note" if harmless else "warning"
-            text = f"{outputs} is float32 in a float16 model"
+            text = f"{outputs} is float32 in a {half.name} model"
         elif self.rounded_into and not harmless:
-            text = f"{self.rounded_into} computes in float32 and rounds into a float16 tensor in place"
+            text = f"{self.rounded_into} computes in float32 and rounds into a {half.name} tensor in place"
         elif self.met and not harmless:
             text = f"from {self.met} on this is computed in float32, until it is rounded back or dropped"
         elif self.joined and self.kind in ("factory", "hard_coded_dtype", "attribute"):
-            text = f"it has no dimensions, so that {self.joined} takes float16's dtype; with a dimension it would be float32"
+            text = (
+                f"it has no dimensions, so that {self.joined} takes {half.name}'s dtype; with a dimension it would be float32"
+            )
         else:
             return
         log.add(self.kind, severity, self.place, self.module, f"{self.what}; {text}", self.fix)
 
 
 class Lineage(NamedTuple):
-    """A wide tensor's origin, and whether a float16 tensor took part since."""
+    """A wide tensor's origin, and whether a half-precision tensor took part since."""
 
     origin: Origin
     met: bool = False
@@ -142,13 +144,13 @@ class WideTensorTracker:
     def after(self, operation: Operation, result: Any) -> None:
         """Trace an operation's results to the wide tensors among its arguments."""
         for made in results_of(result):
-            if made.dtype in WIDE:
+            if made.dtype in operation.wide:
                 self._lineages[made] = self._traced(operation, made)
-            elif made.dtype == HALF:
+            elif made.dtype == operation.dtype:
                 self._settle(operation, made)
 
     def wrote(self, operation: Operation, result: Any, numbers: list[float]) -> None:
-        """Record numbers beyond float16's range that an operation wrote into a wide result."""
+        """Record numbers beyond the half type's range that an operation wrote into a wide result."""
         for made in results_of(result):
             if made in self._lineages:
                 written = [WrittenNumber(number, operation.place, operation.module) for number in numbers]
@@ -156,23 +158,23 @@ class WideTensorTracker:
 
     def refused(self, operation: Operation, error: Exception) -> bool:
         """Attribute a failed operation to the wide tensor in it, if it mixes dtypes."""
-        if not operation.wides or not any(tensor.dtype == HALF for tensor in operation.tensors):
+        if not operation.wides or not any(tensor.dtype == operation.dtype for tensor in operation.tensors):
             return False
         origin = self._chosen(operation).origin
         origin.crash = origin.crash or f"{operation} fails: {first_line(error)}"
         return True
 
     def after_call(self, operation: Operation, result: Any) -> None:
-        """Check attention with a wide mask beside float16: the CPU's fallback adds the mask in float32, CUDA refuses it."""
+        """Check attention with a wide mask beside halves: the CPU's fallback adds the mask in float32, CUDA refuses it."""
         if operation.call is None or operation.call.name != "scaled_dot_product_attention":
             return
         masks = [tensor for tensor in operation.wides if tensor.dim()]
-        if masks and operation.halves and any(made.dtype == HALF for made in results_of(result)):
+        if masks and operation.halves and any(made.dtype == operation.dtype for made in results_of(result)):
             origin = self._known(operation, masks[0]).origin
             origin.refused_on_cuda = origin.refused_on_cuda or str(operation)
 
     def returned(self, tensor: Tensor, label: str) -> None:
-        """Record an output that should be float16 and is wide."""
+        """Record an output that should be half precision and is wide."""
         lineage = self._lineages.get(tensor)
         if lineage is not None:
             lineage.origin.outputs.append(label)
@@ -233,15 +235,17 @@ def _making(operation: Operation, made: Tensor) -> tuple[Kind, str, str]:
     call = operation.call
     name = call.name if call else operation.name
     whole = [tensor for tensor in operation.tensors if not tensor.is_floating_point() and not tensor.is_complex()]
-    if any(tensor.dtype == HALF for tensor in operation.tensors):
-        kind, what = "upcast", f"{name} raises float16 to {described(made)}"
+    if any(tensor.dtype == operation.dtype for tensor in operation.tensors):
+        kind, what = "upcast", f"{name} raises {operation.half.name} to {described(made)}"
     elif operation.name == "lift_fresh" and (call is None or call.function not in FACTORIES or _from_array(call.args)):
         kind, what = "numpy", f"an array enters as {described(made)}"
     elif whole and operation.name != "lift_fresh":
-        chosen = call is not None and (call.kwargs.get("dtype") in WIDE or name in ("float", "double", "to", "type", "type_as"))
+        chosen = call is not None and (
+            call.kwargs.get("dtype") in operation.wide or name in ("float", "double", "to", "type", "type_as")
+        )
         kind = "hard_coded_dtype" if chosen else "integer_promotion"
         what = f"{name} turns {short(whole[0].dtype)} into {described(made)}"
-    elif call is not None and call.kwargs.get("dtype") in WIDE:
+    elif call is not None and call.kwargs.get("dtype") in operation.wide:
         kind, what = "hard_coded_dtype", f"{name} with dtype={short(made.dtype)} makes {described(made)}"
     elif call is not None and call.function not in FACTORIES:
         kind, what = "numbers", f"{name} makes {short(made.dtype)} of Python's numbers"

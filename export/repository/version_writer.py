@@ -28,7 +28,7 @@ from halfserve.export.repository.model_config import (
 from halfserve.export.tasks.task import Task
 from halfserve.protos.atomic_files import sync_folder, write_and_sync
 from halfserve.protos.certificate_signature import SigningKey
-from halfserve.protos.certificates import CERTIFICATE
+from halfserve.protos.certificates import CERTIFICATE, SAMPLES
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 MODEL = "model.onnx"
@@ -48,6 +48,7 @@ class VersionFiles:
         twin: The float32 model, if the version has one.
         certificate: The certificate of the fp16 model.
         task: The model's task, whose files lie beside the model and whose labels beside config.pbtxt.
+        recorded: Samples with their float32 answers (`recorded_samples`); empty for none.
         key: Signs a certificate that has to be changed.
     """
 
@@ -55,6 +56,7 @@ class VersionFiles:
     twin: ModelFile | None
     certificate: Certificate
     task: Task | None = None
+    recorded: bytes = b""
     key: SigningKey | None = None
 
     @property
@@ -81,12 +83,14 @@ class VersionFiles:
             sync_folder((folder / FP32_TWIN).parent)
         for name, content in self.task.files.items() if self.task is not None else ():
             write_and_sync(folder / name, content)
+        if self.recorded:
+            write_and_sync(folder / SAMPLES, self.recorded)
         write_and_sync(folder / CERTIFICATE, self._bound(folder / MODEL).to_bytes())
         sync_folder(folder)
 
     def _bound(self, model: Path) -> Certificate:
         """The certificate that names all files of the version, which the written model names."""
-        files = bound_files(self.twin, self.task)
+        files = bound_files(self.twin, self.task, self.recorded)
         certificate = self.certificate
         if certificate.files == files and certificate.sha256 == name_of_certificate(open_model(model)):
             return certificate
@@ -94,9 +98,11 @@ class VersionFiles:
         return bound if self.key is None else bound.signed(self.key)
 
 
-def bound_files(twin: ModelFile | None, task: Task | None) -> dict[str, str]:
+def bound_files(twin: ModelFile | None, task: Task | None, recorded: bytes = b"") -> dict[str, str]:
     """SHA-256 in hexadecimal of the files that a version's answers depend on besides the model, by path in its folder."""
     contents = {} if task is None else dict(task.files)
+    if recorded:
+        contents[SAMPLES] = recorded
     if labels := labels_file(task):
         contents[f"../{LABELS}"] = labels  # beside config.pbtxt
     found = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
@@ -125,7 +131,7 @@ def place_model(model: ModelFile, place: Path) -> None:
     _copy(model.path, place)
     for location, file in zip(model.locations, model.data_files, strict=True):
         copied = place.parent / location
-        if Path(location).parts[0] in (MODEL, CERTIFICATE, Path(FP32_TWIN).parts[0]):
+        if Path(location).parts[0] in (MODEL, CERTIFICATE, SAMPLES, Path(FP32_TWIN).parts[0]):
             raise ExportError(f"{model.name} keeps weights in {location!r}, a name that the repository needs; rename that file")
         copied.parent.mkdir(parents=True, exist_ok=True)
         _copy(file, copied)
@@ -151,6 +157,7 @@ def write_model_version(
     max_batch_size: int = 32,
     fp32_twin: ModelSource | ModelFile | None = None,
     task: Task | None = None,
+    recorded: bytes = b"",
     certificate_key: Path | str | None = None,
 ) -> Path:
     """Add a version to a model repository in Triton's layout.
@@ -175,6 +182,7 @@ def write_model_version(
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
         fp32_twin: The original float32 model, for a server that answers from it where float16 fails.
         task: The model's task: config.pbtxt names it and its labels, and its files lie in the version's folder.
+        recorded: What `recorded_samples` returned, for `NAME/VERSION/samples.npz`: a server checks its answers with it.
         certificate_key: PEM file of an Ed25519 private key, which signs a certificate that is changed.
 
     Returns:
@@ -203,7 +211,7 @@ def write_model_version(
         if task.labels:
             config.output[0].label_filename = LABELS
     signing = signing_key(certificate_key)
-    files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task, key=signing)
+    files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task, recorded=recorded, key=signing)
     folder = Path(repository) / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,8 @@ class Comparison:
 
     Attributes:
         candidate: The half-precision model.
-        half: Its type.
+        half: The type that it is computed in.
+        written: The type in which it is written.
         source: The float32 ONNX model: the reference itself, or the model that the candidate was converted from, where known.
         sandbox: Runs the models.
         staged: All batches, as files.
@@ -71,8 +72,9 @@ class Comparison:
         source: ModelFile | None = None,
         task: Judge | None = None,
         half: HalfType = FP16,
+        written: HalfType | None = None,
     ) -> None:
-        self.candidate, self._task, self.half = candidate, task, half
+        self.candidate, self._task, self.half, self.written = candidate, task, half, written or half
         self._reference: nn.Module | ModelFile = (
             open_model(reference) if isinstance(reference, onnx.ModelProto | bytes | str | Path) else reference
         )
@@ -95,6 +97,13 @@ class Comparison:
         other = copy(self)
         other.candidate = candidate
         vars(other).pop("path", None)
+        return other
+
+    def in_precision(self, half: HalfType) -> Comparison:
+        """A comparison of the same candidate computed in another type."""
+        other = copy(self)
+        other.half = half
+        other.output_units = units_by_output(self.outputs, self.expected, half)
         return other
 
     @cached_property
@@ -338,7 +347,7 @@ def reference_sensitivity(comparison: Comparison, verdicts: Sequence[OutputVerdi
     except ExportError:  # a batch without an answer says nothing about sensitivity
         return ReferenceSensitivity()
     types = [value.elem_type for value in inputs_of(comparison.candidate.outline)]
-    return ReferenceSensitivity(violations=texts, half_inputs=comparison.half.elem_type in types, half=comparison.half)
+    return ReferenceSensitivity(violations=texts, half_inputs=comparison.written.elem_type in types, half=comparison.half)
 
 
 def _violations_by_output(

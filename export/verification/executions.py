@@ -68,6 +68,7 @@ def run_simulated(
     user_batches: int,
     products: bool,
     half: HalfType = FP16,
+    written: HalfType | None = None,
 ) -> SimulatedRun:
     """Run the candidate with every node rounded (see `halfserve.export.verification.simulation`).
 
@@ -80,14 +81,17 @@ def run_simulated(
         batches: The batches, the user's first.
         user_batches: Count of the user's batches; sums on others say nothing about the model in use.
         products: Whether to bound sums inside matrix products and convolutions too.
-        half: Its type; sums are bounded where it has less range than float32.
+        half: The type to compute in; sums are bounded where it has less range than float32.
+        written: The type in which the model is written; `half` by default.
 
     Raises:
         ExportError: The model cannot be simulated.
     """
-    rounded = round_every_node(_simulable(candidate), half)
+    rounded = round_every_node(_simulable(candidate), half, written)
     if not rounds(rounded.graph):
-        path, weights = (on_disk(candidate, sandbox), []) if half is FP16 else _staged_model(rounded, candidate, sandbox)
+        path, weights = (
+            (on_disk(candidate, sandbox), []) if BF16 not in (half, written) else _staged_model(rounded, candidate, sandbox)
+        )
         answer = at_first_level(path, sandbox, batches, weights=weights)
         return SimulatedRun(answer=answer, risks=(), unchecked=())
     own = len(rounded.graph.output)
@@ -211,15 +215,16 @@ def run_levels(comparison: Comparison, budget: Budget, *, below: bool = True) ->
 
 
 def for_cpu(comparison: Comparison) -> tuple[Path, list[dict[str, Any]]]:
-    """The file that the CPU provider runs, and its mapped weights: the candidate, or the float32 copy of a bfloat16 one.
+    """The file that the CPU provider runs, and its mapped weights: the candidate, or a float32 copy of one with bfloat16.
 
-    The server makes the same copy where it computes a bfloat16 model in float32.
+    The server makes the same copy where it computes a bfloat16 model in float32. A copy of a model that is written in one half
+    type and computed in the other has its weights rounded to the second.
     """
-    if comparison.half is FP16:
+    if BF16 not in (comparison.half, comparison.written):
         return comparison.path, []
     model = onnx.ModelProto()
     model.CopyFrom(inliner.inline_local_functions(_simulable(comparison.candidate)))
-    hold_in_float32(model, comparison.half, rounded=False)
+    hold_in_float32(model, comparison.half, rounded=False, written=comparison.written)
     return _staged_model(model, comparison.candidate, comparison.sandbox)
 
 

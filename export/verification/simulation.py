@@ -30,7 +30,7 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from halfserve.export.certificate.certificate import Risk
 from halfserve.export.errors import ExportError
-from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
@@ -73,28 +73,35 @@ _UNBOUNDED = """
 UNBOUNDED = frozenset(_UNBOUNDED.split())
 
 
-def round_every_node(model: onnx.ModelProto, half: HalfType = FP16) -> onnx.ModelProto:
+def round_every_node(model: onnx.ModelProto, half: HalfType = FP16, written: HalfType | None = None) -> onnx.ModelProto:
     """Copy a half-precision model so that its nodes compute in float32 and round each result.
 
-    Inputs and outputs stay; those of a bfloat16 model become float32, and hold numbers of bfloat16.
+    Inputs and outputs stay, except where `half` or `written` is bfloat16: there those of a half type become float32, and hold
+    numbers of that type.
 
     Functions are inlined, and bodies of If, Loop and Scan round too. Nodes of other types stay unchanged. Types of values come
     from shape inference, else from value_info, else from operator signatures (see `ElementTypes`).
 
+    Args:
+        model: The model.
+        half: The type that results are rounded to.
+        written: The type in which the model is written; `half` by default. Another one's weights are rounded to `half` too.
+
     Raises:
         ExportError: Functions cannot be inlined, or types are inconsistent.
     """
+    written = written or half
     try:
         inlined = inliner.inline_local_functions(model)
         typed = shape_inference.infer_shapes(inlined)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}
-    _rewrite(typed.graph, ElementTypes(opsets, half), {}, {}, count())
+    _rewrite(typed.graph, ElementTypes(opsets, written), {}, {}, count())
     if not opsets.keys() & {"", "ai.onnx"}:
         typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # for the casts
-    if half is not FP16:
-        hold_in_float32(typed, half, rounded=True)
+    if BF16 in (half, written):
+        hold_in_float32(typed, half, rounded=True, written=written)
     return typed
 
 
@@ -189,7 +196,7 @@ class ElementTypes:
 
     Args:
         opsets: The model's opsets by domain.
-        half: The half-precision type that is simulated.
+        half: The half-precision type in which the model is written.
         outer: Types of outer values, by name.
     """
 

@@ -187,7 +187,9 @@ def _run_candidate(choices: Sequence[_Choice], number: int, execution: str, comp
     exposed, sandbox = open_model(model), comparison.sandbox
     staged = [comparison.staged[len(comparison.batches) + number]]
     if execution == "rounded":
-        batches = run_simulated(exposed, sandbox, staged, user_batches=0, products=False, half=comparison.half).answer.batches
+        half, written = comparison.half, comparison.written
+        simulated = run_simulated(exposed, sandbox, staged, user_batches=0, products=False, half=half, written=written)
+        batches = simulated.answer.batches
     elif execution == "cuda":
         batches = sandbox.run(on_disk(exposed, sandbox), staged, level=LEVELS[0], provider=CUDA).batches
     else:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from halfserve.protos.atomic_files import atomic_file
+from halfserve.serve.backends.recorded_samples import RecordedSamples
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
+SHORT_MS = 999.5  # below, three digits are shown
 MOST_ROWS = 8  # of a trial's batch
 FREE_SIZES = (16, 1)  # in place of sizes that the model leaves open, the first that it can compute
 RUNS = 5  # of each way at most
@@ -33,11 +35,14 @@ class TrialResult:
         half_ms: the shortest run in half precision.
         float32_ms: the shortest run in float32.
         error: the largest difference of the answers, divided by the output's largest value; infinite where one is not finite.
+        recorded: whether the answers were those to recorded samples, which were recorded in float32; otherwise to a made-up
+            batch.
     """
 
     half_ms: float
     float32_ms: float
     error: float
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class TrialCache:
             return None
         try:
             known = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-            return TrialResult(*(float(known[name]) for name in ("half_ms", "float32_ms", "error")))
+            half_ms, float32_ms, error = (float(known[name]) for name in ("half_ms", "float32_ms", "error"))
+            return TrialResult(half_ms, float32_ms, error, known["recorded"] is True)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -65,33 +71,53 @@ class TrialCache:
                 file.write(json.dumps(asdict(result)).encode())
 
 
-def compared(half: Backend, float32: Backend, interface: ModelInterface, rows: int) -> TrialResult | None:
-    """Run both on the same made-up batch; None where the model cannot compute one.
+def compared(
+    half: Backend, float32: Backend, interface: ModelInterface, rows: int, samples: RecordedSamples | None = None
+) -> TrialResult | None:
+    """Run both in turns on the same batch; None where the model cannot compute one that is made up.
 
     Args:
         half: the model in half precision.
         float32: the model in float32.
         interface: of its file.
         rows: of the largest batch; 0 for a model without a batch dimension.
+        samples: recorded ones, for which the answers in half precision are compared with the recorded ones.
     """
-    for size in FREE_SIZES:
-        batch = {spec.name: _made_up(spec, min(rows, MOST_ROWS), size) for spec in interface.inputs}
+    batches: Iterable[tuple[Mapping[str, Array], Mapping[str, Array] | None]]
+    if samples is None:
+        made_up = ({spec.name: _made_up(spec, min(rows, MOST_ROWS), size) for spec in interface.inputs} for size in FREE_SIZES)
+        batches = ((batch, None) for batch in made_up)
+    else:
+        batches = [(samples.inputs, samples.answers)]
+    for batch, recorded in batches:
         try:
-            answers, expected = _run(half, batch)[1], _run(float32, batch)[1]
-        except (InferenceError, InstanceLostError) as error:
-            if isinstance(error, InstanceLostError):
-                return TrialResult(math.inf, math.inf, math.inf)
+            answers, computed = _run(half, batch)[1], _run(float32, batch)[1]
+            error = _error(answers, computed if recorded is None else recorded)
+            times = _timed(half, float32, batch if recorded is None else _repeated(batch, min(rows, MOST_ROWS)))
+        except (InferenceError, InstanceLostError) as failure:
+            if isinstance(failure, InstanceLostError) or recorded is not None:
+                return TrialResult(math.inf, math.inf, math.inf, recorded is not None)
             continue  # the model may refuse sizes and values that are made up
-        times: dict[str, list[float]] = {"half": [], "float32": []}
-        until = time.monotonic() + BUDGET_S
-        for _ in range(RUNS):  # in turns: what else the machine does meets both
-            times["half"].append(_run(half, batch)[0])
-            times["float32"].append(_run(float32, batch)[0])
-            pause()
-            if time.monotonic() > until:
-                break
-        return TrialResult(1e3 * min(times["half"]), 1e3 * min(times["float32"]), _error(answers, expected))
+        return TrialResult(*times, error, recorded is not None)
     return None
+
+
+def _timed(half: Backend, float32: Backend, batch: Mapping[str, Array]) -> tuple[float, float]:
+    """The shortest run of each, in milliseconds."""
+    in_half, in_float32 = [], []
+    until = time.monotonic() + BUDGET_S
+    for _ in range(RUNS):  # in turns: what else the machine does meets both
+        in_half.append(_run(half, batch)[0])
+        in_float32.append(_run(float32, batch)[0])
+        pause()
+        if time.monotonic() > until:
+            break
+    return 1e3 * min(in_half), 1e3 * min(in_float32)
+
+
+def _repeated(batch: Mapping[str, Array], rows: int) -> Mapping[str, Array]:
+    """The batch with so many rows; itself where `rows` is 0, as a model without rows may have several sizes."""
+    return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()} if rows else batch
 
 
 def _run(backend: Backend, batch: Mapping[str, Array]) -> tuple[float, Mapping[str, Array]]:
@@ -127,6 +153,10 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
     return worst
 
 
-def describe(result: TrialResult, precision: Any) -> str:
-    """The measurement in words."""
-    return f"OpenVINO in {precision} {result.half_ms:.3g} ms, ONNX Runtime in float32 {result.float32_ms:.3g} ms"
+def describe(result: TrialResult, precision: Any, rows: int) -> str:
+    """The measurement in words. `rows`: of the model's largest batch; 0 for a model without a batch dimension."""
+    batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
+    half, float32 = (f"{ms:.3g}" if ms < SHORT_MS else f"{ms:,.0f}" for ms in (result.half_ms, result.float32_ms))
+    times = f"OpenVINO in {precision} {half} ms, ONNX Runtime in float32 {float32} ms {batch}"
+    answers = "the answers to recorded samples" if result.recorded else "they"
+    return f"{times}; {answers} differ by {result.error:.2g} of the largest value"

@@ -29,6 +29,7 @@ from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettin
 from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
 from halfserve.serve.backends.openvino.processor import computed_halves, fast_halves, processor_name
+from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.backend import (
     OPENVINO_BACKEND,
     Backend,
@@ -37,7 +38,7 @@ from halfserve.serve.engine.backend import (
     ModelInterface,
     OnnxOnOpenVino,
 )
-from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
 PACKAGE = "openvino"
+INSTALL = f"in a checkout of halfserve, pip install '.[{PACKAGE}]'"
 USUAL_ERROR = 0.04  # bfloat16's budget where a certificate has none
 # Made-up inputs are no more like the model's own than a certificate's adversarial samples, for which it allows as much.
 TRIAL_FACTOR = 5.0
@@ -61,18 +63,31 @@ def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
         model: the file.
         named: the hash of the certificate that the model names in its metadata; another one proves nothing.
     """
+    verdicts = _verdicts(_named(model, named))
+    return frozenset(name for name, verdict in verdicts.items() if verdict.get("passed") is True)
+
+
+def _named(model: Path, named: str | None) -> Mapping[str, Any]:
+    """The certificate beside a model file, where the model names its hash; otherwise empty."""
+    certificate = _read(model)
+    return certificate if named == certificate_sha256(certificate) else {}
+
+
+def _read(model: Path) -> Mapping[str, Any]:
+    """The certificate beside a model file; empty where there is none, or none that can be read."""
     try:
         certificate = json.loads(read_regular(model.parent / CERTIFICATE))
     except (OSError, ValueError, RecursionError):
-        return frozenset()
-    if not isinstance(certificate, dict) or named != certificate_sha256(certificate):
-        return frozenset()
-    passed = {str(certificate.get("precision", "float16"))} if certificate.get("passed") is True else set[str]()
+        return {}
+    return certificate if isinstance(certificate, dict) else {}
+
+
+def _verdicts(certificate: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The verdicts of a certificate by precision; the certificate itself is the one in its own."""
     further: Any = certificate.get("precisions")
-    for name, verdict in further.items() if isinstance(further, Mapping) else ():
-        if isinstance(verdict, Mapping) and verdict.get("passed") is True:
-            passed.add(name)
-    return frozenset(passed)
+    named = further.items() if isinstance(further, Mapping) else ()
+    found = {name: verdict for name, verdict in named if isinstance(verdict, Mapping)}
+    return {**found, str(certificate.get("precision", "float16")): certificate}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +121,24 @@ class _Question:
         return chosen
 
     def _best(self) -> CpuPrecision:
-        if not self.written or find_spec(PACKAGE) is None:
+        if not self.written:
             return CpuPrecision.FLOAT32
         able = [precision for precision, short in SHORT.items() if short in fast_halves()]
         passed = passed_precisions(self.path, self.named)
         found = next((precision for precision in able if precision in passed), CpuPrecision.FLOAT32)
+        if find_spec(PACKAGE) is None:
+            if found is not CpuPrecision.FLOAT32:
+                logger.info(
+                    "%s: is computed in float32; this processor computes it faster in %s, which its verdict allows, with "
+                    "the package %r, which is not installed; %s",
+                    *(self.path, found, PACKAGE, INSTALL),
+                )
+            return CpuPrecision.FLOAT32
         if able and found is CpuPrecision.FLOAT32:
             logger.info(
                 "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
                 "faster; %s would find out",
-                *(self.path, able[0], _command(able[0])),
+                *(self.path, able[0], self._command(able[0])),
             )
         return found
 
@@ -123,28 +146,29 @@ class _Question:
         where = f"{self.path}: is to be computed in {asked} on the CPU (--cpu-precision or {PARAMETER})"
         if asked not in passed_precisions(self.path, self.named):
             raise ModelLoadError(
-                f"{where}, and no verdict says that this is accurate enough; {_command(asked)} finds out, or ask for 'auto'"
+                f"{where}, and no verdict says that this is accurate enough; {self._command(asked)} finds out, "
+                "or ask for 'auto'"
             )
         if SHORT[asked] not in computed_halves():
             raise ModelLoadError(f"{where}, and this processor has no arithmetic in {asked}; ask for 'auto' or 'float32'")
         if find_spec(PACKAGE) is None:
-            raise ModelLoadError(
-                f"{where}, and the package {PACKAGE!r} is not installed; in a checkout of halfserve, pip install '.[openvino]'"
-            )
+            raise ModelLoadError(f"{where}, and the package {PACKAGE!r} is not installed; {INSTALL}")
         return asked
 
+    def _command(self, wanted: CpuPrecision) -> str:
+        """The command that proves the precision: for a file of another half-precision type, beside that."""
+        own = [precision for precision, short in SHORT.items() if short in self.written]
+        types = f"--dtype {wanted}" if wanted in own or not own else f"--dtype {own[0]} --precisions {wanted}"
+        return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME {types}`"
 
-def _largest_error(path: Path) -> float:
-    """The scaled error that the certificate's budget allows."""
+
+def _largest_error(path: Path, precision: CpuPrecision) -> float:
+    """The scaled error that the certificate's budget for a precision allows."""
     try:
-        allowed = json.loads(read_regular(path.parent / CERTIFICATE))["budget"]["max_scaled_error"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        allowed = _verdicts(_read(path))[precision]["budget"]["max_scaled_error"]
+    except (KeyError, TypeError):
         return USUAL_ERROR
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else USUAL_ERROR
-
-
-def _command(precision: CpuPrecision) -> str:
-    return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME --dtype {precision}`"
 
 
 class OnnxModels:
@@ -175,7 +199,7 @@ class OnnxModels:
             return self._onnx.load(path, interface, placement, config)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
-        precision = asked
+        precision, named = asked, None
         if asked is not CpuPrecision.FLOAT32:
             with open_onnx(path) as file:
                 written = frozenset(HALF_TYPES[number] for number in half_types(file.model))
@@ -187,7 +211,8 @@ class OnnxModels:
         if precision is CpuPrecision.FLOAT32:
             return self._onnx.load(path, interface, placement, config)
         try:
-            return self._tried(path, interface, placement, config, precision, measure=asked is CpuPrecision.AUTO)
+            samples = read_samples(path, _named(path, named), interface)
+            return self._tried(path, interface, placement, config, precision, samples, measure=asked is CpuPrecision.AUTO)
         except _NotInHalfError as reason:
             logger.log(reason.level, "%s: is computed in float32 by ONNX Runtime: %s", path, reason)
         return self._onnx.load(path, interface, placement, config)
@@ -199,12 +224,13 @@ class OnnxModels:
         placement: DevicePlacement,
         config: ModelConfig,
         precision: CpuPrecision,
+        samples: RecordedSamples | None,
         *,
         measure: bool,
     ) -> Backend:
         """The model in half precision, where a trial has not shown that it is slower so, or that its answers are wrong.
 
-        `measure`: whether the faster one is wanted.
+        `samples` are tried, or else a made-up batch. `measure`: whether the faster one is wanted.
 
         Raises:
             _NotInHalfError: it is to be computed in float32.
@@ -214,7 +240,7 @@ class OnnxModels:
         key = verdict_key(path, [*circumstances, *settings])
         result = self._trials.find(key)
         if result is not None:
-            said = _judged(result, path, precision, measure=measure)
+            said = _judged(result, path, config, precision, measure=measure)
         try:
             half = self._openvino(path).load_onnx(path, interface, placement, config, precision)
         except ModelLoadError as error:
@@ -222,12 +248,13 @@ class OnnxModels:
         if result is None:
             scratch = ModelConfig()
             scratch.CopyFrom(config)
-            result = compared(half, self._onnx.load(path, interface, placement, scratch), interface, config.max_batch_size)
+            float32 = self._onnx.load(path, interface, placement, scratch)
+            result = compared(half, float32, interface, config.max_batch_size, samples)
             if result is None:
                 logger.info("%s: is computed in %s; no batch could be made up to measure it", path, precision)
                 return half
             self._trials.keep(key, result)
-            said = _judged(result, path, precision, measure=measure)
+            said = _judged(result, path, config, precision, measure=measure)
         logger.info("%s: is computed in %s (%s)", path, precision, said)
         return half
 
@@ -240,14 +267,14 @@ class _NotInHalfError(Exception):
         self.level = level
 
 
-def _judged(result: TrialResult, path: Path, precision: CpuPrecision, *, measure: bool) -> str:
-    """What was measured, in words.
+def _judged(result: TrialResult, path: Path, config: ModelConfig, precision: CpuPrecision, *, measure: bool) -> str:
+    """What was measured, in words; the configuration's parameters get it too.
 
     Raises:
         _NotInHalfError: the answers in half precision are wrong, or slower where the faster ones are wanted.
     """
-    allowed = TRIAL_FACTOR * _largest_error(path)
-    said = f"{describe(result, precision)}; they differ by {result.error:.2g} of the largest value"
+    allowed = _largest_error(path, precision) * (1 if result.recorded else TRIAL_FACTOR)
+    config.parameters[MEASURED].string_value = said = describe(result, precision, config.max_batch_size)
     if result.error > allowed:
         raise _NotInHalfError(f"OpenVINO's answers are wrong here ({said}, {allowed:.2g} allowed)", logging.WARNING)
     if measure and result.float32_ms < result.half_ms:

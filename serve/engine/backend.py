@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, Done, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 OPENVINO_BACKEND = "openvino"
@@ -211,6 +211,37 @@ class BackendView:
         self._backend.give_up()
 
 
+class LaterAnswer:
+    """The answer of a request that its model gives when its batch has ended. Used on the event loop only."""
+
+    __slots__ = ("_done", "_result")
+
+    def __init__(self) -> None:
+        self._result: Tensors | InferenceError | None = None
+        self._done: Done | None = None
+
+    def give(self, result: Tensors | InferenceError) -> None:
+        """The answer is here. Called once."""
+        self._result = result
+        if self._done is not None:
+            self._done(result)
+
+    def then(self, done: Done) -> None:
+        """Call `done` with the answer, at once if it is here. Called once."""
+        self._done = done
+        if self._result is not None:
+            done(self._result)
+
+
+class Again:
+    """In place of an answer: the model wants the request once more."""
+
+
+AGAIN: Final = Again()
+# What a backend says of a request; None: its responses come later, through `respond` and `done`.
+Outcome: TypeAlias = Tensors | InferenceError | LaterAnswer | Again | None
+
+
 class RequestBackend:
     """A loaded copy that takes whole requests, and not one batch of their inputs. A `Backend` too, for one thread at a time."""
 
@@ -226,8 +257,8 @@ class RequestBackend:
         """See `Backend`."""
         raise NotImplementedError(name)
 
-    def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
-        """Answer requests, each by its outputs or its error; None: its responses come later, through `respond` and `done`.
+    def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
+        """Answer requests, each by its outputs or its error, or say what becomes of it.
 
         Raises:
             InstanceLostError: this copy is broken.

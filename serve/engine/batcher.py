@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from halfserve.serve.engine.backend import LaterAnswer
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
+from halfserve.serve.engine.execution.request_batch import Begun, Rescheduled
 from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
@@ -24,6 +26,7 @@ from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeS
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
 
 ALONE_AFTER_S: Final = 1.0  # since another model has computed
 # A turn of the event loop computes short batches for TURN_S, or for as long as the loop has handled other events since the last
@@ -53,9 +56,18 @@ class LoopOccupancy:
 
 
 class Delivery:
-    """Gives one model's requests their answers, in the order in which their batches were computed."""
+    """Gives one model's requests their answers, in the order in which their batches were computed.
+
+    Attributes:
+        awaited: requests whose answers come after the end of their batch.
+        on_late_answer: called after each of these answers.
+        on_reschedule: called with each request that the model wants once more, before it is queued.
+    """
 
     def __init__(self, queue: BatchQueue, statistics: Statistics) -> None:
+        self.awaited = 0
+        self.on_late_answer: Callable[[], None] = _nothing
+        self.on_reschedule: Callable[[InferRequest], None] = _nothing_with
         self._queue = queue
         self._statistics = statistics
         self._computed: deque[tuple[Results, int]] = deque()  # batches with their rows
@@ -75,6 +87,10 @@ class Delivery:
                     self.fail(result.request, result.error)
                 elif isinstance(result, LostRequests):
                     again |= self._replay(result)
+                elif isinstance(result, Begun):
+                    self._await(result)
+                elif isinstance(result, Rescheduled):
+                    again |= self._reschedule(result)
         return again
 
     def fail(self, request: InferRequest, error: InferenceError) -> None:
@@ -90,6 +106,41 @@ class Delivery:
                 self._statistics.failed(request.arrived_ns)
             else:
                 request.finish(answer)
+
+    def _await(self, begun: Begun) -> None:
+        """Answer requests once their model has."""
+
+        def answer_later(request: InferRequest, later: LaterAnswer) -> None:
+            def answered(result: Tensors | InferenceError) -> None:
+                self.awaited -= 1
+                if isinstance(result, InferenceError):
+                    self.fail(request, result)
+                else:
+                    self._answer(Answered([request], [result], begun.times), request.rows)
+                self.on_late_answer()
+
+            self.awaited += 1
+            later.then(answered)
+
+        for request, later in begun.later:
+            answer_later(request, later)
+
+    def _reschedule(self, rescheduled: Rescheduled) -> bool:
+        """Queue requests once more, as their model wants."""
+        queued = False
+        for request in rescheduled.requests:
+            if request.cancelled:
+                self._statistics.failed(request.arrived_ns)
+                continue
+            request.leave_by = request.patience = None  # they have left the queue in time
+            self.on_reschedule(request)
+            try:
+                self._queue.offer(request)
+            except FullError as full:
+                self.fail(request, full_error(full, len(self._queue), self._statistics))
+            else:
+                queued = True
+        return queued
 
     def _replay(self, lost: LostRequests) -> bool:
         """Queue requests of a lost copy once more; a request that is lost twice fails, as it may be what breaks copies."""
@@ -138,6 +189,7 @@ class Batcher:
         for instance in instances:
             instance.on_change = self._instance_changed
         self._delivery = Delivery(self._queue, statistics)
+        self._delivery.on_late_answer = self._notice_drained
         self._loop: asyncio.AbstractEventLoop | None = None  # kept: get_running_loop() makes a system call
         self._running = 0
         self._away_since = 0.0  # when the last turn on the loop ended
@@ -160,6 +212,10 @@ class Batcher:
     @property
     def waiting(self) -> int:
         return len(self._queue)
+
+    def on_reschedule(self, listener: Callable[[InferRequest], None]) -> None:
+        """Call `listener` with each request that its model wants once more. Call it before the first request."""
+        self._delivery.on_reschedule = listener
 
     def compete(self, slots: ComputeSlots) -> None:
         """Run batches only in these slots, which other models share. Call it before the first request."""
@@ -404,8 +460,16 @@ class Batcher:
             )
 
     def _notice_drained(self) -> None:
-        if self._drained is not None and not self._running and not self._queue:
+        if self._drained is not None and not self._running and not self._queue and not self._delivery.awaited:
             self._drained.set()
+
+
+def _nothing() -> None:
+    """Until somebody listens."""
+
+
+def _nothing_with(_: InferRequest) -> None:
+    """Until somebody listens."""
 
 
 def _loop_limit_s(batch: Batch, *, alone: bool) -> float:

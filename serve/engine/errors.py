@@ -77,6 +77,10 @@ class FailedPreconditionError(InferenceError):
     """The request does not fit the server's state or configuration; a retry cannot help."""
 
 
+class RequestCancelledError(InferenceError):
+    """The model has cancelled this request, or one that it depends on was cancelled."""
+
+
 class QueueFullError(InferenceError):
     """The model's queue has reached its bound; the request was not taken.
 
@@ -139,6 +143,10 @@ class UnsupportedError(InferenceError):
 
 class BackendError(InferenceError):
     """The model failed on this request."""
+
+
+class UnknownError(InferenceError):
+    """The model failed on this request, and says that it does not know why."""
 
 
 class OutOfMemoryError(InferenceError):

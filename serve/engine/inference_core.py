@@ -30,8 +30,8 @@ NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
 class Control(Protocol):
     """Loads and unloads models at run time; implemented in serve/model_control/."""
 
-    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        """Load or reload a model; returns once it serves."""
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes], *, caller: str | None = None) -> None:
+        """Load or reload a model; returns once it serves. For `caller` see `InferenceCore.load`."""
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Take a model out; returns once its accepted requests are answered. For `dependents` see `InferenceCore.unload`."""
@@ -186,20 +186,29 @@ class InferenceCore:
             raise refusal
         model.scheduler.submit(request)
 
-    async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+    async def load(
+        self,
+        name: str,
+        config: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        caller: str | None = None,
+    ) -> None:
         """Load a model from the repository, or reload it; a served one serves until the new one takes over.
 
         Args:
             name: of a folder in the repository.
             config: a ModelConfig as JSON to use in place of its config.pbtxt.
             files: contents of a model folder by path ("1/model.onnx"), in place of the repository's; needs `config`.
+            caller: the model that is being loaded itself, and waits for this load; None without one.
 
         Raises:
             NotFoundError: the repository has no such model.
             InvalidArgumentError: the name, the configuration or a path is wrong.
-            FailedPreconditionError: loading by request is off here, or the model was refused; the text says why.
+            FailedPreconditionError: loading by request is off here, the model was refused, or it waits for `caller`; the text
+                says why.
         """
-        await self._controlled().load(name, config, files or {})
+        await self._controlled().load(name, config, files or {}, caller=caller)
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Take every version of a model out; returns once their accepted requests are answered.
@@ -234,6 +243,7 @@ class InferenceCore:
             for instance in model.batcher.instances:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
+            cache_answers(model, self.response_cache)
             if not model.backends:  # it computes by other models
                 continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
@@ -242,7 +252,6 @@ class InferenceCore:
                 reason = "it does not compute on the CPU" if self.slots else "the server has no --compute-slots"
                 label = f"{model.name}/{model.version}"
                 logger.warning("%s: halfserve.compute_weight has no effect, as %s", label, reason, extra={"model": label})
-            cache_answers(model, self.response_cache)
         gone = [model for model in before.values() if model not in models]
         leaving = [self._let_go(model) for model in gone]
         self.notify()
@@ -276,6 +285,14 @@ class InferenceCore:
         self.retire()
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
         await asyncio.gather(*self._finishing)
+
+    async def clean_up(self) -> None:
+        """Have every model clean up whose requests have not ended when `drain` was given up."""
+        instances = [instance for model in [*self.models(), *self._leaving] for instance in model.batcher.instances]
+        for instance in instances:
+            instance.stop()
+        for instance in instances:
+            await instance.closed()
 
     def _let_go(self, model: Model) -> asyncio.Task[None]:
         version = str(model.version)
@@ -378,11 +395,18 @@ class RestrictedCore(InferenceCore):
     def wait_for(self, task: asyncio.Task[None]) -> None:
         self._core.wait_for(task)
 
-    async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+    async def load(
+        self,
+        name: str,
+        config: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        caller: str | None = None,
+    ) -> None:
         if not self._may_see(name):
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
         with names_hidden(self._may_see):
-            await self._core.load(name, config, files)
+            await self._core.load(name, config, files, caller=caller)
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         if not self._may_see(name):

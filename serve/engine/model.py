@@ -11,7 +11,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
-from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
@@ -186,6 +186,23 @@ class Model:
     def precision(self) -> str:
         """See `Backend.precision`, and `Composition.precision`."""
         return self.backends[0].precision if self.composition is None else self.composition.precision
+
+    def labels_of(self, output: str) -> Sequence[str]:
+        """Class names of an output; those of the step that computes it, where the model is composed and has none of its own."""
+        if output in self.labels or self.composition is None:
+            return self.labels.get(output, ())
+        return self.composition.labels_of(output)
+
+    @property
+    def measured(self) -> str:
+        """How fast it was in each precision that was tried when it was loaded, in words; "" without a trial."""
+        return self.config.parameters[MEASURED].string_value if MEASURED in self.config.parameters else ""
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """What computes it, as clients read it."""
+        found = {"halfserve.provider": self.provider, "halfserve.precision": self.precision}
+        return found | {MEASURED: measured} if (measured := self.measured) else found
 
     @property
     def fault(self) -> str:

@@ -286,11 +286,12 @@ class InferRequest:
             and whether it is the last one; then `done` is called without outputs. None: it takes one, by `done`.
         callers: what waits for the answer, from the model that got a client's request to the one that made this request; empty
             for a client's own and for the steps of an ensemble that a client asked.
+        is_step: an ensemble waits for the answer.
     """
 
     __slots__ = (
-        "arrived_ns", "bucket", "callers", "cancelled", "deadline", "done", "id", "inputs", "leave_by", "line", "outputs",
-        "parameters", "patience", "priority", "replayed", "respond", "response_parameters", "rows", "size",
+        "arrived_ns", "bucket", "callers", "cancelled", "deadline", "done", "id", "inputs", "is_step", "leave_by", "line",
+        "outputs", "parameters", "patience", "priority", "replayed", "respond", "response_parameters", "rows", "size",
     )  # fmt: skip
 
     def __init__(
@@ -329,6 +330,7 @@ class InferRequest:
         self.parameters = parameters
         self.respond: Respond | None = None
         self.callers: tuple[CallingExecution, ...] = ()
+        self.is_step = False
 
     def derived(
         self,
@@ -359,6 +361,7 @@ class InferRequest:
             self.parameters,
         )
         request.callers = self.callers
+        request.is_step = self.is_step
         return request
 
     def finish(self, result: Tensors | InferenceError) -> None:

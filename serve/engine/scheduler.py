@@ -44,6 +44,9 @@ class Composition(Protocol):
     def parts(self) -> Sequence[str]:
         """Each part in a line: its model, where and in which precision it computes, and its certificate's verdict."""
 
+    def labels_of(self, output: str) -> Sequence[str]:
+        """Class names of an output, of the part that computes it."""
+
     @property
     def fault(self) -> str:
         """Why no request can be answered now; "" where they can."""

@@ -9,6 +9,7 @@ from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.requests import CallingExecution, CallQueue, Done, InferRequest, Respond
+from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 
 
@@ -95,7 +96,7 @@ def left_error(caller: CallingExecution) -> InferenceError:
 class DecoupledRequests:
     """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses."""
 
-    def __init__(self, name: str, scheduler: WholeRequests, statistics: Statistics) -> None:
+    def __init__(self, name: str, scheduler: Scheduler, statistics: Statistics) -> None:
         self._name = name
         self._scheduler = scheduler
         self._statistics = statistics

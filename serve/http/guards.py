@@ -140,7 +140,8 @@ class TokenGuard:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"]
         try:
-            grant = self._gate.admit_path(path, _authorization(scope))
+            _check_authorization(scope)
+            grant = self._gate.admit_path(path, scope["headers"])
             grant.charge(peer_of(scope))
         except InferenceError as error:
             status, text, headers = http_status(error)
@@ -160,11 +161,10 @@ class TokenGuard:
         await app(scope, receive if path.endswith("/infer") else _checked(grant, receive), send)
 
 
-def _authorization(scope: Message) -> bytes | None:
-    shown: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(shown) > 1:  # a proxy may have checked another one than this server would
-        raise InvalidArgumentError(f"the request has {len(shown)} authorization headers; expected one")
-    return shown[0] if shown else None
+def _check_authorization(scope: Message) -> None:
+    count = sum(name == b"authorization" for name, _ in scope["headers"])
+    if count > 1:  # a proxy may have checked another one than this server would
+        raise InvalidArgumentError(f"the request has {count} authorization headers; expected one")
 
 
 def _checked(grant: AccessGrant, receive: Receive) -> Receive:

@@ -35,7 +35,7 @@ from halfserve.serve.http.request_body import (
     header_length,
 )
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
+from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
 from halfserve.serve.protocol.service import Service
@@ -66,18 +66,14 @@ class InferRoute:
         try:
             asked = await self._asked(request)
         except InferenceError as error:
-            self._core.figures.refuse(error)
-            name, version = _named(request)
-            inference_entry(self._service, request).failed(
-                ModelInferRequest(model_name=name, model_version=version).SerializeToString(), error
-            )
+            record_refusal(self._service, request, error, *named(request))
             raise
         message = await self._infer(request, asked)
         asked = replace(asked, message=b"")  # frees its bytes
         return await self._response(request, asked, message)
 
     async def _asked(self, request: Request) -> RestRequest:
-        name, version = _named(request)
+        name, version = named(request)
         if self._service.inference_with is None:  # else another server may have it
             self._core.model(name, version)  # fails before the body is read
         body = await self._bodies.read(request)
@@ -146,7 +142,7 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     observer = service.observability.observer
     given: AccessGrant | None = request.scope.get(GRANT)
     headers = dict(request.scope["headers"])
-    inference: WatchableInference = service.inference if service.inference_with is None else service.inference_with(headers)
+    inference = service.inference_of(headers, service.forwarded.http)
     if given is not None:
         inference = given.inference(inference, peer_of(request.scope), is_charged=True)
     if observer is None:
@@ -155,7 +151,15 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     return ObservedInference(inference, observer, peer_of(request.scope), headers, holder)
 
 
-def _named(request: Request) -> tuple[str, str]:
+def record_refusal(service: Service, request: Request, error: InferenceError, name: str, version: str = "") -> None:
+    """Record a request for a model that is refused before it is queued."""
+    service.core.figures.refuse(error)
+    asked = ModelInferRequest(model_name=name, model_version=version)
+    inference_entry(service, request).failed(asked.SerializeToString(), error)
+
+
+def named(request: Request) -> tuple[str, str]:
+    """The model and the version in a request's path; "" where the path has no version."""
     return request.path_params["model"], request.path_params.get("version", "")
 
 
@@ -226,14 +230,14 @@ def read_request(body: bytes, json_bytes: int | None, model: str, version: str) 
     set_parameters(head.parameters, parameters, "the request", skip={ALL_BINARY})
     binary = _read_outputs(head, content)
     raw = _read_inputs(head, content, view[json_end:])
-    return RestRequest(message=_joined(head, raw), binary=binary, binary_default=binary_default)
+    return RestRequest(message=joined(head, raw), binary=binary, binary_default=binary_default)
 
 
 def raw_request(body: bytes, model: str, version: str, name: str, datatype: str, shape: list[int]) -> RestRequest:
     """The request of a body that is only the bytes of a model's only input (Inference-Header-Content-Length: 0)."""
     head = ModelInferRequest(model_name=model, model_version=version)
     head.inputs.add(name=name, datatype=datatype, shape=shape)
-    return RestRequest(message=_joined(head, [body]), binary={}, binary_default=True)
+    return RestRequest(message=joined(head, [body]), binary={}, binary_default=True)
 
 
 def set_parameters(target: Any, given: Mapping[str, Any], where: str, *, skip: set[str]) -> None:
@@ -294,13 +298,18 @@ def _read_inputs(head: ModelInferRequest, content: Fields, behind: memoryview) -
             raw.append(behind[position : position + size])
             position += size
         elif "data" in entry:
-            raw.append(_from_json(entry["data"], datatype, shape, where))
+            raw.append(raw_from_json(entry["data"], datatype, shape, where))
     if position != len(behind):
         raise InvalidArgumentError(f"{len(behind) - position} bytes behind the JSON belong to no input; expected none")
     return raw
 
 
-def _from_json(data: Any, name: str, shape: list[int], where: str) -> bytes:
+def raw_from_json(data: Any, name: str, shape: list[int], where: str) -> bytes:
+    """The wire bytes of a tensor's JSON values.
+
+    Raises:
+        InvalidArgumentError: the values do not fit the datatype of this name or the shape; the text begins with `where`.
+    """
     datatype = BY_WIRE.get(name)
     if datatype is None:
         raise InvalidArgumentError(f"{where} has datatype {name!r:.40}, expected one of {', '.join(BY_WIRE)}")
@@ -310,7 +319,7 @@ def _from_json(data: Any, name: str, shape: list[int], where: str) -> bytes:
         raise InvalidArgumentError(f"{where} {error}") from None
 
 
-def _joined(head: ModelInferRequest, raw: list[Buffer]) -> bytes:
+def joined(head: ModelInferRequest, raw: list[Buffer]) -> bytes:
     """The message, with its raw contents appended by hand, so that they are copied once."""
     parts: list[Buffer] = [head.SerializeToString(deterministic=True)]
     for tensor in raw:
@@ -347,7 +356,7 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     if response.id:
         content["id"] = response.id
     if response.parameters:
-        content["parameters"] = {name: value.string_param for name, value in response.parameters.items()}
+        content["parameters"] = parameter_values(response.parameters)
     behind: list[Buffer] = []
     outputs = [
         _write_output(entry, raw, behind if is_binary(entry.name) else None)
@@ -357,6 +366,11 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     if not any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters):
         return RestResponse(body=text, json_bytes=None)
     return RestResponse(body=b"".join([text, *behind]), json_bytes=len(text))
+
+
+def parameter_values(parameters: Any) -> dict[str, Any]:
+    """The values in a map of InferParameter, by name."""
+    return {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()}
 
 
 def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: memoryview, behind: list[Buffer] | None) -> str:

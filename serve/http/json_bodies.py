@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,21 +39,27 @@ class TooManyValuesError(ValueError):
     """A document has more values than can be read without blocking other requests."""
 
 
-def loads(text: str, *, long: int = LONG, piece: int = PIECE) -> Any:
+class RepeatedNameError(ValueError):
+    """An object has two fields of one name."""
+
+
+def loads(text: str, *, long: int = LONG, piece: int = PIECE, unique: bool = False) -> Any:
     """Parse JSON like json.loads, but long lists of numbers with orjson, in a tenth of the time, and in pieces.
 
     Args:
         text: a JSON document; NaN and infinities become `Named`, and in long lists integers beyond 64 bits become floats.
         long: lists of this number of characters or more are long.
         piece: characters that are read at once.
+        unique: whether the names of an object's fields must differ; otherwise the last field of a name counts.
 
     Raises:
         TooManyValuesError: more than MAX_VALUES besides lists of numbers in fields "data".
+        RepeatedNameError: a name that must be unique is not.
         ValueError: the text is no JSON (positions in the error's text do not count such lists).
         RecursionError: the text is nested too deeply.
     """
     if len(text) < long:
-        return json.loads(text, parse_constant=Named)
+        return json.loads(text, parse_constant=Named, object_pairs_hook=_unique if unique else None)
     lists: list[list[Any]] = []
     mark = secrets.token_hex(16)  # cannot occur in the document
 
@@ -62,13 +69,22 @@ def loads(text: str, *, long: int = LONG, piece: int = PIECE) -> Any:
         lists.append(_numbers(match[2], piece))
         return f'{match[1]}{{"{mark}":{len(lists) - 1}}}'
 
-    def put_back(content: dict[str, Any]) -> Any:
+    def put_back(pairs: list[tuple[str, Any]]) -> Any:
+        content = _unique(pairs) if unique else dict(pairs)
         return lists[content[mark]] if mark in content else content
 
     rest = NUMBERS.sub(take, text)
     if sum(map(rest.count, ",[{")) > MAX_VALUES:  # each value but the first comes after one of these
         raise TooManyValuesError
-    return json.loads(rest, object_hook=put_back, parse_constant=Named)
+    return json.loads(rest, object_pairs_hook=put_back, parse_constant=Named)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise RepeatedNameError(next(name for name, count in counts.items() if count > 1))
+    return content
 
 
 def _numbers(text: str, piece: int) -> list[Any]:
@@ -96,12 +112,13 @@ def _parse_numbers(text: str) -> list[Any]:
     return numbers
 
 
-def parse_object(body: bytes | memoryview, *, empty: bool = False) -> Fields:
+def parse_object(body: bytes | memoryview, *, empty: bool = False, unique: bool = False) -> Fields:
     """Parse a body as a JSON object.
 
     Args:
         body: UTF-8 text.
         empty: whether an empty body stands for {}.
+        unique: whether the names of an object's fields must differ; otherwise the last field of a name counts.
 
     Raises:
         InvalidArgumentError: the body is not JSON, or no object.
@@ -109,7 +126,7 @@ def parse_object(body: bytes | memoryview, *, empty: bool = False) -> Fields:
     if empty and not bytes(body).strip():
         return {}
     try:
-        value = loads(bytes(body).decode())
+        value = loads(bytes(body).decode(), unique=unique)
     except json.JSONDecodeError as error:
         raise InvalidArgumentError(
             f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; expected an object"
@@ -123,6 +140,8 @@ def parse_object(body: bytes | memoryview, *, empty: bool = False) -> Fields:
             f"the body's JSON has more than {MAX_VALUES} values besides flat lists of numbers; send tensors as such lists, "
             "or as bytes behind the JSON (binary_data_size)"
         ) from None
+    except RepeatedNameError as error:
+        raise InvalidArgumentError(f"the body has {_shown(str(error))} twice in one object, expected it once") from None
     except (RecursionError, ValueError):
         raise InvalidArgumentError("the body's JSON is nested too deeply or has too long a number; expected less") from None
     if not isinstance(value, dict):

@@ -158,6 +158,7 @@ def _model(model: Model) -> dict[str, Any]:
         "answers": model.is_ready,
         "provider": model.provider,
         "precision": model.precision,
+        "measured": model.measured,
         "max_batch_size": model.max_batch_size,
         "steps": [] if model.composition is None else list(model.composition.parts),
         "copies": [

@@ -23,6 +23,8 @@ JSON_TYPE = "application/json"
 # By gRPC status, as google.rpc.Code maps them, except that FAILED_PRECONDITION is a conflict:
 # https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 HTTP_STATUSES: dict[int, int] = {
+    1: 499,  # CANCELLED
+    2: 500,  # UNKNOWN
     3: 400,  # INVALID_ARGUMENT
     4: 504,  # DEADLINE_EXCEEDED
     5: 404,  # NOT_FOUND
@@ -47,6 +49,11 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 def json_text_response(content: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response of JSON text; never cached, as the state may change at any time."""
     return Response(content.encode(), status, {"cache-control": "no-store", **(headers or {})}, JSON_TYPE)
+
+
+def empty_response() -> Response:
+    """200 without a body."""
+    return Response(None, 200, {"cache-control": "no-store"})
 
 
 def json_in_pieces(pieces: Iterator[bytes]) -> Response:

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.http.generate import GenerateRoute
 from halfserve.serve.http.guards import App, BrowserGuard, TokenGuard
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.inference import InferRoute
@@ -112,8 +113,11 @@ class RestServer:
         """The routes of the first port, for a service that may be restricted to some models."""
         core = service.core
         infer = InferRoute(core, service, self._bodies, self._options.limits)
+        generate = GenerateRoute(service, self._bodies, self._options.limits)
         routes = [
             *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
+            *(Route(f"{path}/generate", generate.answer, methods=["POST"]) for path in (MODEL, VERSION)),
+            *(Route(f"{path}/generate_stream", generate.stream, methods=["POST"]) for path in (MODEL, VERSION)),
             *RpcRoutes(service, self._bodies).routes(),
             *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
             metrics_route(service),

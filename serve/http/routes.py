@@ -21,7 +21,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError, UnavailableError
 from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.request_body import BodyReader
-from halfserve.serve.http.responses import dump_list, json_response, json_text_response, message_dict
+from halfserve.serve.http.responses import dump_list, empty_response, json_response, json_text_response, message_dict
 from halfserve.serve.protocol.service import SERVICE, Service
 
 MODEL = "/v2/models/{model}"
@@ -77,22 +77,24 @@ class RpcRoutes:
         return json_response(message_dict(await self._call("ServerMetadata", pb.ServerMetadataRequest())))
 
     async def live(self, _: Request) -> Response:
-        return json_response(message_dict(await self._call("ServerLive", pb.ServerLiveRequest())))
+        """200 without a body, as in Triton: scripts print the status behind it, and compare that."""
+        await self._call("ServerLive", pb.ServerLiveRequest())
+        return empty_response()
 
     async def ready(self, _: Request) -> Response:
-        """200 if requests are accepted, 503 otherwise."""
+        """200 without a body if requests are accepted, 503 otherwise."""
         response = await self._call("ServerReady", pb.ServerReadyRequest())
         if not response.ready:
             raise UnavailableError("the server takes no requests now; send them to another replica")
-        return json_response(message_dict(response))
+        return empty_response()
 
     async def model_ready(self, request: Request) -> Response:
-        """200 if the model accepts requests, 503 if not, and 404, which the RPC cannot say, if it is unknown."""
+        """200 without a body if the model accepts requests, 503 if not, and 404, which the RPC cannot say, if it is unknown."""
         name, version = _named(request)
         self._core.is_model_ready(name, version)  # raises what the RPC cannot say
         if not (await self._call("ModelReady", pb.ModelReadyRequest(name=name, version=version))).ready:
             raise UnavailableError(f"model {name!r} takes no requests now; send them to another replica")
-        return json_response({"name": name, "ready": True})
+        return empty_response()
 
     async def model_metadata(self, request: Request) -> Response:
         name, version = _named(request)
@@ -218,13 +220,21 @@ class RpcRoutes:
         return json_response({})
 
     async def _call(self, rpc: str, request: Message) -> Any:
-        """The response message of an RPC; raises its InferenceErrors."""
-        path = f"/{SERVICE}/{rpc}"
-        unary = self._service.unary.get(path)
-        if unary is not None:
-            return unary.answer(request)
-        # RPCs that take time are streams of one message each way.
-        return await anext(self._service.streams[path].answer(_only(request)))
+        return await rpc_response(self._service, rpc, request)
+
+
+async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
+    """The response message of an RPC.
+
+    Raises:
+        InferenceError: as the RPC.
+    """
+    path = f"/{SERVICE}/{rpc}"
+    unary = service.unary.get(path)
+    if unary is not None:
+        return unary.answer(request)
+    # RPCs that take time are streams of one message each way.
+    return await anext(service.streams[path].answer(_only(request)))
 
 
 async def _only(request: Message) -> AsyncIterator[Any]:

@@ -108,6 +108,14 @@ class LoaderThread:
         self._worker.submit(work)
         return await run.done
 
+    def step_aside(self) -> None:
+        """Run the following functions on another thread: the running one waits for one of them.
+
+        Raises:
+            RuntimeError: the process may start no more threads.
+        """
+        self._leave_behind()
+
     def _leave_behind(self) -> None:
         after = Worker(self._name)
         before, self._worker = self._worker, after

@@ -62,6 +62,7 @@ class ModelControl:
         # Weak values: a lock exists while it is in use, as clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
+        self._nested: list[tuple[str, str]] = []  # models that are being loaded, each with one whose load it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # tried again when another model has come, in the mode POLL
@@ -117,12 +118,25 @@ class ModelControl:
         if self._copies is not None:
             self._copies.close()
 
-    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes], *, caller: str | None = None) -> None:
         """Load or reload a model by request; see `InferenceCore.load`."""
         self._require_explicit("loaded")
         check_name(name)
         # A load that has begun is finished even if the client goes.
-        await asyncio.shield(self._task(self._load(name, config, files)))
+        if caller is None:
+            await asyncio.shield(self._task(self._load(name, config, files)))
+            return
+        if caller in self._waited_for_by(name):
+            raise FailedPreconditionError(
+                f"model {caller!r} loads the model {name!r} in its initialize, which waits for {caller!r} itself; remove one "
+                "of the two loads"
+            )
+        self._nested.append((caller, name))
+        try:
+            self._thread.step_aside()
+            await asyncio.shield(self._task(self._load(name, config, files)))
+        finally:
+            self._nested.remove((caller, name))
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Unload a model by request; see `InferenceCore.unload`."""
@@ -275,6 +289,14 @@ class ModelControl:
             )
         if not self._core.is_ready:
             raise UnavailableError("the server is shutting down; send the request to another replica")
+
+    def _waited_for_by(self, name: str) -> set[str]:
+        """A model, and those for whose loads its own load waits."""
+        found, after = set[str](), {name}
+        while after:
+            found |= after
+            after = {loaded for caller, loaded in self._nested if caller in after} - found
+        return found
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

@@ -108,7 +108,7 @@ class AccessLogger:
     def _line(self, answer: AccessLogEntry, epoch_ns: int) -> str:
         request, model, response_bytes, batch, batch_rows, ended = answer
         if model is not self._model:
-            self._model, self._model_text = model, f'"model":{quoted(model.name)},"version":"{model.version}"'
+            self._model, self._model_text = model, _computed_by(model)
         queue = _ms((batch.started - request.arrived_ns) // 1000)
         compute = _ms((batch.split - batch.started) // 1000)
         total = _ms((ended - request.arrived_ns) // 1000)
@@ -134,6 +134,11 @@ class AccessLogger:
                 self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
             self._time = f"{self._stamp}{THOUSANDTHS[rest]}Z"
         return self._time
+
+
+def _computed_by(model: Model) -> str:
+    name, provider, precision = map(quoted, (model.name, model.provider, model.precision))
+    return f'"model":{name},"version":"{model.version}","provider":{provider},"precision":{precision}'
 
 
 def _ms(microseconds: int) -> str:

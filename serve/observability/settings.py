@@ -6,7 +6,7 @@ The environment variables: https://opentelemetry.io/docs/specs/otel/configuratio
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ FIXED_LOG_SETTINGS = {
     "log_file": "messages go to standard error",
     "access_log_file": "it is set when the server starts (--access-log-file)",
 }
+OWN_LOG_SETTINGS = ("access_log", "access_log_every")
 LEVELS = ("OFF", "TIMESTAMPS")
 UNBOUNDED = -1
 LEAST = {"trace_rate": 1, "trace_count": UNBOUNDED, "log_frequency": 0}
@@ -96,6 +97,14 @@ class LogSettings:
     def as_values(self) -> dict[str, Value]:
         """By name, as they go over the wire."""
         return {name: str(value) if isinstance(value, StrEnum) else value for name, value in vars(self).items()}
+
+    def shown(self, asked: Collection[str] = ()) -> dict[str, Value]:
+        """What a client sees, by name: Triton's settings, so that scripts can compare them, and of our own those that are not
+        the default or that it has `asked` for.
+        """
+        default = LogSettings().as_values()
+        values = {n: v for n, v in self.as_values().items() if n not in OWN_LOG_SETTINGS or v != default[n] or n in asked}
+        return {"log_file": "", **values}  # messages go to standard error
 
     def changed(self, changes: Mapping[str, Value]) -> LogSettings:
         """These settings with some changes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,6 +38,9 @@ Cancel = Callable[[], None]
 MANY_TEXTS: Final = 4096  # texts
 LARGE_BYTES: Final = 2**20
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
+TRITONS: Final = "triton_"  # begins the parameters that are for the server, not for models
+# Parameters that mean something to the server.
+RESERVED: Final = re.compile(f"{TRITONS}.*|sequence_(id|start|end)|priority|timeout")
 
 
 class Watch(Protocol):
@@ -304,7 +308,16 @@ class _Cancellation:
 
 
 def _parameters(request: ModelInferRequest) -> Mapping[str, Parameter]:
-    """The request's parameters by name; one without a value is left out."""
+    """The request's parameters by name; one without a value is left out.
+
+    Raises:
+        InvalidArgumentError: the name of one begins as the server's own do.
+    """
+    for name in request.parameters:
+        if name.startswith(TRITONS) and name != EMPTY_FINAL:
+            raise InvalidArgumentError(
+                f"parameter {name!r:.60} begins with {TRITONS!r}, which is reserved for the server; expected another name"
+            )
     given = {name: parameter.WhichOneof("parameter_choice") for name, parameter in request.parameters.items()}
     return {name: getattr(request.parameters[name], kind) for name, kind in given.items() if kind} or NO_PARAMETERS
 

@@ -20,6 +20,7 @@ from halfserve.serve.protocol.status import status_of
 logger = logging.getLogger(__name__)
 
 INFER_RESPONSE = b"\x12"  # the field of a ModelStreamInferResponse
+ENDS_WITH_ERROR = (b"triton_grpc_error", b"true")  # a client's header: the first error ends the stream, with its status
 STATUS = "grpc-status"  # gRPC's own name for the number of a status
 IS_FINAL = "triton_final_response"  # Triton's clients read this to know a request's last response
 
@@ -39,7 +40,7 @@ class _Slot:
 
     Attributes:
         request: as received.
-        answer: that waits for its turn.
+        answer: that waits for its turn; an error where it ends the stream.
         cancel: takes the request back.
         is_many: it gets any number of responses, out of turn.
         wants_empty_final: the client wants a last response without outputs.
@@ -51,7 +52,7 @@ class _Slot:
     def __init__(self, stream: InferenceStream, request: bytes) -> None:
         self._stream = stream
         self.request = request
-        self.answer: bytes | None = None
+        self.answer: bytes | Exception | None = None
         self.cancel: Cancel | None = None
         self.is_many = self.wants_empty_final = self.is_final_sent = False
 
@@ -67,19 +68,27 @@ class _Slot:
 
 
 class InferenceStream:
-    """One streaming call. A failed request gets an error response; the stream continues."""
+    """One streaming call. A failed request gets an error response and the stream continues, unless errors end it."""
 
-    def __init__(self, inference: AnyInference, send: Callable[[bytes], None], ended: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        inference: AnyInference,
+        send: Callable[[bytes], None],
+        ended: Callable[[], None] | None = None,
+        fail: Callable[[Exception], None] | None = None,
+    ) -> None:
         """A stream without requests.
 
         Args:
             inference: answers them.
             send: gets each serialized ModelStreamInferResponse, on the event loop.
             ended: called when a request has ended without a message.
+            fail: ends the stream with the error of a request, once the requests before it are answered; None answers errors.
         """
         self._inference = inference
         self._send = send
         self._ended = ended
+        self._break = fail
         self._slots: deque[_Slot] = deque()
         self._many: set[_Slot] = set()
         self.held_bytes = 0  # of unanswered requests
@@ -103,7 +112,7 @@ class InferenceStream:
 
     def cancel(self) -> None:
         """Cancel all requests and send nothing more."""
-        self._send, self._ended = _discard, None  # breaks a reference cycle
+        self._send, self._ended, self._break = _discard, None, None  # breaks a reference cycle
         for slot in (*self._slots, *self._many):
             cancel, slot.cancel = slot.cancel, None  # breaks a reference cycle
             if cancel is not None and slot.answer is None:
@@ -121,8 +130,12 @@ class InferenceStream:
 
     def respond(self, slot: _Slot, response: bytes | InferenceError, *, final: bool) -> None:
         """Send one of many responses."""
-        if slot in self._many:
-            self._send(_error(slot.request, response, final=final) if isinstance(response, Exception) else _ok(response, final))
+        if slot not in self._many:
+            return
+        if isinstance(response, Exception):
+            self._put(self._answer_of(slot.request, response, final=final))
+        else:
+            self._send(_ok(response, final))
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
         slot.cancel = None  # breaks a reference cycle
@@ -137,31 +150,41 @@ class InferenceStream:
         if not isinstance(error, InferenceError):
             logger.error("a request in a stream failed", exc_info=error)
         self._inference.failed(data, error)
-        answer = _error(data, error, final=True)
+        answer = self._answer_of(data, error, final=True)
         if slot.is_many:
             self._end(slot, answer)
         else:
             self._answer(slot, answer)
 
-    def _end(self, slot: _Slot, last: bytes | None) -> None:
+    def _answer_of(self, data: bytes, error: Exception, *, final: bool) -> bytes | Exception:
+        """The response to a request that failed; the error itself where it ends the stream."""
+        return _error(data, error, final=final) if self._break is None else error
+
+    def _put(self, answer: bytes | Exception) -> None:
+        if not isinstance(answer, Exception):
+            self._send(answer)
+        elif self._break is not None:
+            self._break(answer)
+
+    def _end(self, slot: _Slot, last: bytes | Exception | None) -> None:
         """A request with many responses has ended."""
         if slot not in self._many:
             return
         self._many.remove(slot)
         self.held_bytes -= len(slot.request)
         if last is not None:
-            self._send(last)
+            self._put(last)
         elif self._ended is not None:
             self._ended()
 
-    def _answer(self, slot: _Slot, answer: bytes) -> None:
+    def _answer(self, slot: _Slot, answer: bytes | Exception) -> None:
         slot.answer = answer
         self._send_in_order()
 
     def _send_in_order(self) -> None:
         while self._slots and (first := self._slots[0].answer) is not None:
             self.held_bytes -= len(self._slots.popleft().request)
-            self._send(first)
+            self._put(first)
 
 
 def _ok(response: bytes, final: bool) -> bytes:

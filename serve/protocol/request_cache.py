@@ -219,7 +219,7 @@ class ResponseTemplates:
             tensor, datatype, shared = self._model.outputs[name].to_client(array), self._model.outputs[name].datatype, 0
             special = self._special.get(name)
             if special is not None and special.classes is not None:
-                labels, batched = self._model.labels.get(name, ()), self._model.max_batch_size > 0
+                labels, batched = self._model.labels_of(name), self._model.max_batch_size > 0
                 tensor, datatype = classify(tensor, special.classes, labels, batched=batched), BYTES
             if special is None or special.place is None:
                 raw.append(to_raw(tensor, datatype))

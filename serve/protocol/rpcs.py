@@ -106,8 +106,15 @@ class RepositoryRpcs:
         """Every model version with its state and reason; with `ready`, ready versions only."""
         _require_no_repository(request.repository_name)
         await self._core.refresh()
+        served = {(model.name, str(model.version)): model.properties for model in self._core.models()}
         entries = [
-            pb.RepositoryIndexResponse.ModelIndex(name=s.name, version=s.version, state=s.state.value, reason=s.reason)
+            pb.RepositoryIndexResponse.ModelIndex(
+                name=s.name,
+                version=s.version,
+                state=s.state.value,
+                reason=s.reason,
+                properties=served.get((s.name, s.version)),
+            )
             for s in self._core.index()
             if s.state is VersionState.READY or not request.ready
         ]
@@ -240,7 +247,7 @@ class SettingsRpcs:
         return response
 
     def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        """The log settings after the changes.
+        """The log settings after the changes; see `LogSettings.shown`.
 
         Raises:
             InvalidArgumentError: no such setting or value; nothing has been changed.
@@ -249,7 +256,7 @@ class SettingsRpcs:
         changes = {name: _given(name, setting) for name, setting in request.settings.items()}
         self._observability.update_logs(changes)
         response = pb.LogSettingsResponse()
-        for name, value in self._observability.logs.as_values().items():
+        for name, value in self._observability.logs.shown(changes).items():
             setting = response.settings[name]
             if isinstance(value, bool):
                 setting.bool_param = value
@@ -282,6 +289,7 @@ def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataR
         platform=model.interface.kind.platform,
         inputs=[_tensor(spec) for spec in model.interface.inputs],
         outputs=[_tensor(spec) for spec in model.interface.outputs],
+        properties=model.properties,
     )
 
 

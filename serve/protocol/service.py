@@ -19,7 +19,8 @@ from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.settings import ObserveOptions
-from halfserve.serve.protocol.inference import Inference
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
+from halfserve.serve.protocol.inference import Inference, WatchableInference
 from halfserve.serve.protocol.rpcs import (
     Health,
     RepositoryRpcs,
@@ -38,10 +39,10 @@ INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 LOAD = "RepositoryModelLoad"
 SERVER_NAME = "halfserve"
-# Triton's names. "parameters" is missing: models here do not read request parameters.
+# Triton's names.
 EXTENSIONS = (
-    *("binary_tensor_data", "classification", "logging", "model_configuration"),
-    *("model_repository", "model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
+    *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
+    *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
 )
 SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
@@ -81,6 +82,7 @@ class Service:
         spread: makes a service answer for several servers that serve together; None for a server that serves alone.
         exposition: the answer to a scrape of the metrics, of the service's core; None for the usual one.
         inference_with: the entry for inference requests with these headers; None: `inference`, whatever they are.
+        forwarded: which headers become parameters of inference requests.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Service:
         server_version: str,
         shared_memory: bool = False,
         observe: ObserveOptions | None = None,
+        forwarded: ForwardedHeaders | None = None,
         beside: Service | None = None,
     ) -> None:
         """A service with its own shared memory and observability, or with those of `beside`, a service of the same server.
@@ -102,6 +105,7 @@ class Service:
         self.spread: Callable[[Service], None] | None = None
         self.exposition: Exposition | None = None
         self.inference_with: Callable[[Headers], Inference] | None = None
+        self.forwarded = forwarded or ForwardedHeaders()
         if beside is None:
             self.observability = Observability(observe or ObserveOptions(), core, status_name)
             self.memory = SharedMemory(enabled=shared_memory)
@@ -138,6 +142,11 @@ class Service:
             self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer, is_large=name == LOAD)
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
+
+    def inference_of(self, headers: Headers, forwarded: HeaderPattern | None) -> WatchableInference:
+        """The entry for inference requests with these headers, some of which become parameters."""
+        inference = self.inference if self.inference_with is None else self.inference_with(headers)
+        return inference if forwarded is None else forwarded.forwarding(inference, headers)
 
     def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)
         """Whether the models of this name are visible to the callers of this service."""
@@ -201,7 +210,7 @@ class LimitedService(Service):
         """`may_use` tells by a model's name whether it is visible."""
         self._may_use = may_use
         self._view = RestrictedCore(whole.core, may_use)
-        super().__init__(self._view, server_version=whole.server_version, beside=whole)
+        super().__init__(self._view, server_version=whole.server_version, forwarded=whole.forwarded, beside=whole)
         for name in ("TraceSetting", "LogSettings"):  # before they are spread
             path = f"/{SERVICE}/{name}"
             method = self.unary[path]

@@ -12,6 +12,8 @@ from halfserve.serve.engine.errors import InferenceError, QueueFullError, Unavai
 class Code(IntEnum):
     """Of gRPC, see https://grpc.github.io/grpc/core/md_doc_statuscodes.html for their meaning."""
 
+    CANCELLED = 1
+    UNKNOWN = 2
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
@@ -26,6 +28,8 @@ class Code(IntEnum):
 
 
 CODES: dict[type[InferenceError], Code] = {
+    errors.RequestCancelledError: Code.CANCELLED,
+    errors.UnknownError: Code.UNKNOWN,
     errors.InvalidArgumentError: Code.INVALID_ARGUMENT,
     errors.DeadlineExceededError: Code.DEADLINE_EXCEEDED,
     errors.NotFoundError: Code.NOT_FOUND,

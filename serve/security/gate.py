@@ -13,6 +13,7 @@ from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError,
 from halfserve.serve.protocol.inference import WatchableInference
 from halfserve.serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
+from halfserve.serve.security.restricted_apis import Header, RestrictedApis
 from halfserve.serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, ModelRights, Role, method_role, path_role
 from halfserve.serve.security.tokens import CHANGED_TOKEN, TokenHolder, Tokens
 
@@ -20,6 +21,9 @@ Count = Callable[[InferenceError], None]
 ADMIN_ELSEWHERE = "RPCs that change the server are not served on this port; use its admin port or socket"
 # With several headers a proxy and this server might each check a different one.
 SEVERAL_TOKENS = "the call has several 'authorization' headers, expected one: send 'authorization: Bearer <token>' once"
+
+
+UNRESTRICTED = RestrictedApis((), ())
 
 
 class Gate:
@@ -33,6 +37,7 @@ class Gate:
         admin_elsewhere: bool,
         count: Count,
         shared_memory: bool = True,
+        restricted: RestrictedApis = UNRESTRICTED,
     ) -> None:
         """A gate.
 
@@ -42,7 +47,9 @@ class Gate:
             admin_elsewhere: refuse here what changes the server.
             count: called with each refusal.
             shared_memory: whether the server has any; without it, requests need not be searched for its parameters.
+            restricted: which calls ask for a header.
         """
+        self._restricted = restricted
         self._shared_memory = shared_memory
         self._tokens = tokens
         self._shares = shares
@@ -61,33 +68,33 @@ class Gate:
         for listener in self._listeners:
             listener()
 
-    def admit_method(self, path: str, authorization: Sequence[bytes]) -> AccessGrant:
+    def admit_method(self, path: str, headers: Sequence[Header]) -> AccessGrant:
         """Admit a call of an RPC.
 
         Args:
             path: of the RPC.
-            authorization: the values of its `authorization` headers.
+            headers: of the call, names in lower case.
 
         Raises:
-            UnauthenticatedError: there is no valid token, or there are several such headers.
-            PermissionDeniedError: the token does not carry the role, or the RPC is for another port.
+            UnauthenticatedError: there is no valid token, or there are several `authorization` headers.
+            PermissionDeniedError: the token does not carry the role, the RPC is for another port, or it lacks a header.
         """
-        return self._admit(method_role(path), authorization, is_admin=path in ADMIN_METHODS)
+        is_admin = path in ADMIN_METHODS
+        return self._admit(method_role(path), headers, partial(self._restricted.check_method, path), is_admin=is_admin)
 
-    def admit_path(self, path: str, authorization: bytes | None) -> AccessGrant:
-        """Admit an HTTP request.
+    def admit_path(self, path: str, headers: Sequence[Header]) -> AccessGrant:
+        """Admit an HTTP request, as `admit_method` admits a call."""
+        is_admin = ADMIN_PATHS.fullmatch(path) is not None
+        return self._admit(path_role(path), headers, partial(self._restricted.check_path, path), is_admin=is_admin)
 
-        Raises:
-            UnauthenticatedError: there is no valid token.
-            PermissionDeniedError: the token does not carry the role, or the path is for another port.
-        """
-        shown = () if authorization is None else (authorization,)
-        return self._admit(path_role(path), shown, is_admin=ADMIN_PATHS.fullmatch(path) is not None)
-
-    def _admit(self, role: Role | None, shown: Sequence[bytes], *, is_admin: bool) -> AccessGrant:
-        tokens, authorization = self._tokens, shown[0] if shown else None
+    def _admit(
+        self, role: Role | None, headers: Sequence[Header], check: Callable[[Sequence[Header]], None], *, is_admin: bool
+    ) -> AccessGrant:
+        tokens, shown = self._tokens, [value for name, value in headers if name == b"authorization"]
+        authorization = shown[0] if shown else None
         bearer: Bearer | None = None
         try:
+            check(headers)
             if is_admin and self._admin_elsewhere:
                 raise PermissionDeniedError(ADMIN_ELSEWHERE)
             if tokens is not None:

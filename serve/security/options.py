@@ -52,6 +52,21 @@ class ClientLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestrictedGroup:
+    """APIs that ask for a header with a value.
+
+    Attributes:
+        apis: Triton's names of them; see `restricted_apis`.
+        header: its name, in lower case.
+        value: that it must have.
+    """
+
+    apis: tuple[str, ...]
+    header: str
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SecurityOptions:
     """How a server is guarded.
 
@@ -61,6 +76,8 @@ class SecurityOptions:
         admin_port: the only port with the RPCs that change the server; 0 finds a free one, None has no such port.
         admin_socket: the same as a Unix socket that only the server's own user can open. At most one of the two.
         client_limits: limits of each client; None is no limit.
+        grpc_restricted: APIs of gRPC that ask for a header, beside any token.
+        http_restricted: APIs of HTTP that do.
         watch_s: seconds between two checks of the files.
     """
 
@@ -69,6 +86,8 @@ class SecurityOptions:
     admin_port: int | None = None
     admin_socket: Path | None = None
     client_limits: ClientLimits | None = None
+    grpc_restricted: tuple[RestrictedGroup, ...] = ()
+    http_restricted: tuple[RestrictedGroup, ...] = ()
     watch_s: float = 1.0
 
     @property
@@ -82,6 +101,11 @@ class SecurityOptions:
         Raises:
             SecurityError: two settings contradict each other, or a limit is not positive.
         """
+        for groups in (self.grpc_restricted, self.http_restricted):
+            names = [name for group in groups for name in group.apis]
+            for name in names:
+                if names.count(name) > 1:
+                    raise SecurityError(f"the API {name!r} is restricted twice, expected it in one group")
         if self.admin_port is not None and self.admin_socket is not None:
             raise SecurityError("an admin port and an admin socket are both asked for; expected one of the two")
         limits = self.client_limits or ClientLimits()

@@ -18,6 +18,7 @@ from halfserve.serve.security.client_limits import ClientAllowances
 from halfserve.serve.security.file_reload import ClockWatch, FileWatch
 from halfserve.serve.security.gate import Gate
 from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.restricted_apis import RestrictedApis
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.security.tokens import Tokens
 
@@ -79,8 +80,10 @@ class Security:
         self._has_files = bool(paths)
         shares = None if options.client_limits is None else ClientAllowances(options.client_limits)
         has_admin = options.admin_port is not None or options.admin_socket is not None
-        make = partial(Gate, tokens=self._tokens, count=count, shared_memory=shared_memory)
-        is_gated = self._tokens is not None or shares is not None or has_admin
+        restricted = RestrictedApis(options.grpc_restricted, options.http_restricted)
+        is_restricted = bool(options.grpc_restricted or options.http_restricted)
+        make = partial(Gate, tokens=self._tokens, count=count, shared_memory=shared_memory, restricted=restricted)
+        is_gated = self._tokens is not None or shares is not None or has_admin or is_restricted
         self.main = PortSecurity(gate=make(shares=shares, admin_elsewhere=has_admin) if is_gated else None, tls=self._tls)
         self.admin_port = options.admin_port
         self.admin: PortSecurity | None = None
@@ -88,7 +91,7 @@ class Security:
             # No gate: only the server's own user can open the socket, and could read the token file as well.
             self.admin = PortSecurity(socket=options.admin_socket, option="--admin-socket")
         elif has_admin:
-            gate = None if self._tokens is None else make(shares=None, admin_elsewhere=False)
+            gate = make(shares=None, admin_elsewhere=False) if self._tokens is not None or is_restricted else None
             self.admin = PortSecurity(gate=gate, tls=self._tls, option="--admin-port")
         self._gates = [guard.gate for guard in (self.main, self.admin) if guard is not None and guard.gate is not None]
 

@@ -12,8 +12,8 @@ from urllib.parse import unquote
 import grpc
 
 from halfserve.serve.engine.errors import InferenceError, UnsupportedError
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
-from halfserve.serve.protocol.inference_stream import InferenceStream
+from halfserve.serve.protocol.inference import AnyInference, ObservedInference
+from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR, InferenceStream
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from halfserve.serve.protocol.status import status_of
@@ -94,7 +94,9 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
         method = handler_call_details.method
         if self._gate is not None:
             try:
-                return self._guarded(self._gate.admit_method(method, _authorization(handler_call_details)), method)
+                return self._guarded(
+                    self._gate.admit_method(method, _headers(handler_call_details.invocation_metadata)), method
+                )
             except InferenceError as error:
                 return grpc.stream_stream_rpc_method_handler(_refused(error))
         return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
@@ -170,11 +172,12 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
 def _inference(service: Service, context: Context, given: AccessGrant | None) -> AnyInference:
     """The inference entry of one call, with its permissions and observer applied."""
     observer = service.observability.observer
-    inference: WatchableInference = service.inference if given is None else given.inference(service.inference, _peer(context))
+    headers = dict(_headers(context.invocation_metadata()))
+    inference = service.inference_of(headers, service.forwarded.grpc)
+    if given is not None:
+        inference = given.inference(inference, _peer(context))
     if observer is None:
         return inference
-    metadata = context.invocation_metadata() or ()
-    headers = {name.encode(): value if isinstance(value, bytes) else value.encode() for name, value in metadata}
     return ObservedInference(inference, observer, _peer(context), headers, "" if given is None else given.holder)
 
 
@@ -182,18 +185,21 @@ def _peer(context: Context) -> str:
     return unquote(context.peer()).partition(":")[2]
 
 
-def _authorization(call: Any) -> list[bytes]:
-    values = [value for name, value in call.invocation_metadata or () if name == "authorization"]
-    return [value if isinstance(value, bytes) else str(value).encode("utf-8", "replace") for value in values]
+def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
+    return [
+        (name.encode(), value if isinstance(value, bytes) else str(value).encode("utf-8", "replace"))
+        for name, value in metadata or ()
+    ]
 
 
 def _infer_stream(
     service: Service, given: AccessGrant | None = None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
-        stream = InferenceStream(_inference(service, context, given), answers.put_nowait, partial(answers.put_nowait, b""))
+        put, fails = answers.put_nowait, ENDS_WITH_ERROR in _headers(context.invocation_metadata())
+        stream = InferenceStream(_inference(service, context, given), put, partial(put, b""), put if fails else None)
 
         async def receive() -> None:
             async for data in messages:
@@ -208,6 +214,8 @@ def _infer_stream(
                 answer = await answers.get()
                 if answer is None:
                     ended = True
+                elif isinstance(answer, Exception):
+                    await _abort(context, answer)
                 else:
                     room.release()
                     if answer:

@@ -1,4 +1,4 @@
-"""A module exported to bfloat16 with its proof, and served in bfloat16 and in the faster precision."""
+"""A module exported with a proof in bfloat16, and served in bfloat16 and in the faster precision."""
 
 from __future__ import annotations
 
@@ -36,16 +36,24 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 64), encoder, nn.Flatten(), nn.Linear(TOKENS * 64, CLASSES)).eval()
 
 
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def written(request: pytest.FixtureRequest) -> str:
+    """The type of the exported file; one in float16 is proved in bfloat16 besides."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the network in bfloat16, as version 1 of the model `net`."""
+def repository(tmp_path_factory: pytest.TempPathFactory, written: str) -> Path:
+    """A repository with the network in half precision, as version 1 of the model `net`."""
     folder = tmp_path_factory.mktemp("bfloat16")
     np.savez(folder / "samples.npz", input=samples(256))
     options = ["--samples", str(folder / "samples.npz"), "--repository", str(folder / "models"), "--name", "net"]
-    command = [*HALFSERVE, "export", f"{__name__}:network", *options, "--dtype", "bfloat16", "--json"]
+    command = [*HALFSERVE, "export", f"{__name__}:network", *options, "--dtype", written, "--json", "--precisions", "bfloat16"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     certificate = json.loads(done.stdout)["certificate"]
-    assert (certificate["passed"], certificate["precision"]) == (True, "bfloat16")
+    assert (certificate["passed"], certificate["precision"]) == (True, written)
+    assert written == "bfloat16" or certificate["precisions"]["bfloat16"]["passed"]
     return folder / "models"
 
 
@@ -54,7 +62,7 @@ def samples(count: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("asked", ["bfloat16", "auto"])
-def test_a_proved_bfloat16_model_is_served_as_asked(repository: Path, tmp_path: Path, asked: str) -> None:
+def test_a_model_proved_in_bfloat16_is_served_as_asked(repository: Path, written: str, tmp_path: Path, asked: str) -> None:
     options = ["--cpu", "--grpc-port", "0", "--http-port", "0", "--cpu-precision", asked, "--json"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}  # a trial of another test is not remembered
     with (
@@ -68,6 +76,7 @@ def test_a_proved_bfloat16_model_is_served_as_asked(repository: Path, tmp_path: 
         with Client(f"127.0.0.1:{ready['grpc_port']}") as client:
             answer = client.infer("net", {"input": samples(32)})["output"]
             about = client.model_config("net").parameters
+            properties = client.model_metadata("net").properties
         process.terminate()
         assert process.wait(20) == 0
         log.seek(0)
@@ -78,10 +87,14 @@ def test_a_proved_bfloat16_model_is_served_as_asked(repository: Path, tmp_path: 
     ran = (about["halfserve.provider"].string_value, about["halfserve.precision"].string_value)
     (model,) = ready["models"]
     assert (model["provider"], model["precision"]) == ran
+    assert (properties["halfserve.provider"], properties["halfserve.precision"]) == ran
+    assert model["measured"] == properties["halfserve.measured"] == about["halfserve.measured"].string_value
+    assert model["measured"] in said
+    assert "the answers to recorded samples differ by 0.0" in said
     if "is computed in bfloat16 (OpenVINO in bfloat16" in said:
-        assert ran == ("OpenVINO on cpu", "bf16")
+        assert ran == ("OpenVINO on cpu", "bf16" if written == "bfloat16" else "bf16 (the fp16 model)")
         assert "OpenVINO bf16=" in about["halfserve.nodes"].string_value
     else:
         assert asked == "auto", said
         assert "is computed in float32 by ONNX Runtime: it is faster (OpenVINO in bfloat16" in said
-        assert ran == ("CPUExecutionProvider", "fp32 (the bf16 model, upcast)")
+        assert ran == ("CPUExecutionProvider", f"fp32 (the {'bf16' if written == 'bfloat16' else 'fp16'} model, upcast)")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import io
 import re
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.file_conversion import ConversionOptions, SearchFailed, Verification, convert, convert_verified
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
+from halfserve.export.repository import recorded_samples
 from halfserve.export.verification.samples import Array, SampleSet
+from halfserve.serve.model_control.certificate_check import check_certificate
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
 from tests.export.stored_models import in_one_file, sums
@@ -199,6 +203,28 @@ def test_a_repository_takes_no_model_without_a_certificate(source: Path, tmp_pat
     with pytest.raises(ExportError, match="a version in a repository needs a certificate"):
         convert_verified(source, target, options=ConversionOptions(), verification=None, progress=list[str]().append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx"]
+
+
+def test_samples_with_their_float32_answers_travel_with_a_version(source: Path, tmp_path: Path) -> None:
+    target = RepositoryTarget(repository=tmp_path / "models", name="m")
+    verification = Verification(samples=samples, budget=Budget(), adversarial=False)
+    done = convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=list[str]().append)
+    assert done.certificate is not None
+    content = (done.path / "samples.npz").read_bytes()
+    assert done.certificate.files == {"samples.npz": hashlib.sha256(content).hexdigest()}
+    assert check_certificate(done.path / "model.onnx") == "passed"
+    with np.load(done.path / "samples.npz") as recorded:
+        (x, y) = recorded["input/x"], recorded["output/y"]
+    np.testing.assert_array_equal(x, SAMPLES[:4])
+    np.testing.assert_allclose(y, Sums(onnx.load(source), 0.0)(torch.from_numpy(x)), rtol=1e-6)
+
+
+def test_samples_that_are_too_large_do_not_travel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_samples, "MAX_BYTES", 2 * SAMPLES[:1].nbytes)
+    with np.load(io.BytesIO(recorded_samples.recorded_samples(open_model(source), [SAMPLES]))) as recorded:
+        assert len(recorded["input/x"]) == 1
+    monkeypatch.setattr(recorded_samples, "MAX_BYTES", 2 * SAMPLES[:1].nbytes - 1)
+    assert recorded_samples.recorded_samples(open_model(source), [SAMPLES]) == b""
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from torch import nn
 from halfserve import BudgetExceeded, ExportError, export_module
 from halfserve.amp_core.recorder import Recorder
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
 from tests.amp_core.several_inputs import LENGTH, Reader, Words
 from tests.export import models
 
@@ -106,17 +107,24 @@ def test_a_float64_module_that_overflows_is_searched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("held", "dtype"), [(torch.bfloat16, "bfloat16"), pytest.param(torch.float16, "float16", marks=pytest.mark.long)]
+)
+def test_a_module_with_half_weights_is_compared_with_its_float32_copy(tmp_path: Path, held: torch.dtype, dtype: str) -> None:
+    module, samples = models.cnn().to(held), torch.rand(16, 1, 8, 8).to(held)
+    done = export_module(module, samples, tmp_path, "cnn", dtype="auto")
+    assert done.certificate.precision == dtype
+    assert (BFLOAT16_WEIGHTS in done.certificate.notes) == (held is torch.bfloat16)
+    assert {parameter.dtype for parameter in module.parameters()} == {held}, "the caller's module stays as it is"
+    graph = onnx.load(done.path / "model.onnx").graph
+    assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+
+
+@pytest.mark.parametrize(
     ("module", "samples", "message"),
     [
         (nn.Linear(4, 2), torch.rand(8, 4), "the model is in training mode"),
         (nn.Linear(4, 2).eval(), torch.rand(8, 5), "the model fails on inputs"),
         (nn.Linear(4, 2, device="meta").eval(), torch.rand(8, 4), r"the model is on meta; call \.cpu\(\) first"),
-        (
-            nn.Linear(4, 2).bfloat16().eval(),
-            torch.rand(8, 4).bfloat16(),
-            r"the model holds bfloat16 weights; .*\.float\(\) first",
-        ),
-        (nn.Linear(4, 2).half().eval(), torch.rand(8, 4).half(), r"the model holds float16 weights; expected float32"),
         (nn.Identity().eval(), torch.rand(8, 4).bfloat16(), "the samples of input 'input' are bfloat16; expected float32"),
         (Reader().eval(), {"words": torch.ones(2, 2)}, "does not take these inputs|fails on inputs"),
         (nn.Linear(4, 2).eval(), {"rows": torch.rand(8, 4)}, r"forward takes \(input\) and got .* a dict of rows$"),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.grpcio_server import GrpcioServer
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
@@ -44,12 +45,14 @@ class RunningServer:
         *,
         shared_memory: bool,
         observe: ObserveOptions | None = None,
+        forwarded: ForwardedHeaders | None = None,
     ) -> None:
         self._loop = loop
         self._make_models = make_models
         self._make_transport = make_transport
         self._shared_memory = shared_memory
         self._observe = observe
+        self._forwarded = forwarded
         self.address = ""
         self.core: InferenceCore
         self.service: Service
@@ -70,7 +73,13 @@ class RunningServer:
 
     async def start(self) -> None:
         self.core = InferenceCore(self._make_models())
-        self.service = Service(self.core, server_version="0.0.test", shared_memory=self._shared_memory, observe=self._observe)
+        self.service = Service(
+            self.core,
+            server_version="0.0.test",
+            shared_memory=self._shared_memory,
+            observe=self._observe,
+            forwarded=self._forwarded,
+        )
         self._transport = self._make_transport(self.service, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{await self._transport.start()}"
 
@@ -91,13 +100,14 @@ def running_server(
     *,
     shared_memory: bool = False,
     observe: ObserveOptions | None = None,
+    forwarded: ForwardedHeaders | None = None,
     make_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
 ) -> Iterator[RunningServer]:
     """Start a server on the models that `make_models` returns; stop it at the end."""
     loop = make_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
-    server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory, observe=observe)
+    server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory, observe=observe, forwarded=forwarded)
     try:
         server.run(server.start())
         try:

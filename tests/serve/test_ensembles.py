@@ -50,6 +50,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("ensembles")
     save_add(root / "one", 1)
     save_add(root / "ten", 10)
+    output = 'output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] label_filename: "labels.txt" }'
+    (root / "ten" / "config.pbtxt").write_text(f"max_batch_size: 8 {output}")
+    (root / "ten" / "labels.txt").write_text("a\nb\nc\nd\n")
     save_cast(root / "cast")
     save_texts(root / "texts")
     save_mlp(root / "mlp" / "1" / "model.onnx")
@@ -72,6 +75,15 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 
 def sent(array: Any, datatype: str = "FP32") -> triton.InferInput:
     return triton.InferInput("x", list(array.shape), datatype).set_data_from_numpy(array)
+
+
+@pytest.mark.parametrize(("model", "output"), [("chain", "out"), ("a_nested", "out"), ("diamond", "far")])
+def test_classes_have_the_labels_of_the_step_that_computes_them(
+    client: triton.InferenceServerClient, model: str, output: str
+) -> None:
+    wanted = triton.InferRequestedOutput(output, class_count=2)
+    classes = client.infer(model, [sent(FOUR[None])], outputs=[wanted]).as_numpy(output)
+    assert [text.split(b":")[1:] for text in classes.ravel()] == [[b"3", b"d"], [b"2", b"c"]]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from onnx import TensorProto, helper
 from tritonclient.utils import shared_memory as shm
 
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
@@ -23,7 +24,7 @@ from halfserve.serve.protocol.service import INFER_PATH
 from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
-from tests.models import save_mlp, save_table
+from tests.models import save_mlp, save_model, save_table
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.model_control.controlled import control
@@ -32,6 +33,13 @@ from tests.serve.security.guarded import WATCH_S, bearer, call, guarded_server, 
 from tests.serve.test_server import serving
 
 ENABLED = "response_cache { enable: true }"
+PIPE = """
+platform: "ensemble"
+max_batch_size: 8
+input { name: "x" data_type: TYPE_FP16 dims: 64 }
+output { name: "out" data_type: TYPE_FP16 dims: 10 }
+ensemble_scheduling { step { model_name: "mlp" input_map { key: "x" value: "x" } output_map { key: "y" value: "out" } } }
+"""
 
 
 @contextmanager
@@ -76,6 +84,38 @@ def test_equal_requests_get_the_computed_answer(mlp: Path) -> None:
         assert [len(set(of)) for of in answers.values()] == [1, 1, 1]
         assert len(set.union(*map(set, answers.values()))) == 3
         assert statistics(client) == (3, 3, 6, 3)
+
+
+def test_the_second_equal_request_of_several_inputs_is_a_hit(tmp_path: Path) -> None:
+    pair: list[int | str] = ["batch", 2]
+    save_model(
+        tmp_path / "two" / "1" / "model.onnx",
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        [("x", TensorProto.FLOAT, pair), ("w", TensorProto.FLOAT, pair)],
+        [("y", TensorProto.FLOAT, pair)],
+    )
+    (tmp_path / "two" / "config.pbtxt").write_text(ENABLED)
+    inputs = [triton.InferInput(n, [1, 2], "FP32").set_data_from_numpy(np.ones((1, 2), np.float32)) for n in ("x", "w")]
+    with caching(tmp_path) as (_, client):
+        for hits in range(3):
+            assert client.infer("two", inputs).as_numpy("y").tolist() == [[2, 2]]
+            assert statistics(client, "two")[:2] == (hits, 1)
+
+
+@pytest.mark.parametrize(("own", "steps"), [(True, False), (False, True), (True, True)])
+def test_an_ensemble_answers_from_its_own_cache_or_that_of_its_steps(mlp: Path, own: bool, steps: bool) -> None:
+    (mlp / "mlp" / "config.pbtxt").write_text(f"max_batch_size: 8 {ENABLED if steps else ''}")
+    (mlp / "pipe").mkdir()
+    (mlp / "pipe" / "config.pbtxt").write_text(PIPE + (ENABLED if own else ""))
+    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
+        controlling = server.call(lambda: control(server.core, mlp, ControlMode.NONE))
+        server.call(lambda: setattr(server.core, "response_cache", ResponseCache(2**20)))
+        server.run(controlling.start())
+        first, second = (client.infer("pipe", x_of(1)).as_numpy("out").tobytes() for _ in range(2))
+        assert first == second
+        assert statistics(client, "pipe")[:3] == ((1, 1, 2) if own else (0, 0, 2))
+        assert statistics(client)[:3] == ((0, 1, 1) if own and steps else (1, 1, 2) if steps else (0, 0, 1))
+        server.call(controlling.close)
 
 
 def test_an_answer_keeps_its_own_id_classes_and_outputs(mlp: Path) -> None:

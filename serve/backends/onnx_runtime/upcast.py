@@ -1,4 +1,4 @@
-"""Changes the half-precision types of an ONNX model: to compute it in fp32, or an fp16 model in bf16, with the same weights.
+"""Changes the half-precision types of an ONNX model: to fp32, or to the other one, with the same weights.
 
 ONNX Runtime has few CPU kernels in fp16, fewer in bf16, and surrounds other operators with casts. Computing in fp32 throughout
 is as fast as an fp32 model, and more accurate than half-precision arithmetic. Processors with bf16 arithmetic need OpenVINO.
@@ -19,6 +19,7 @@ HALF_TYPES: Mapping[int, str] = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT
 # Types, by those in the file.
 UPCAST: Mapping[int, int] = dict.fromkeys(HALF_TYPES, FP32)
 FP16_AS_BF16: Mapping[int, int] = {TensorProto.FLOAT16: TensorProto.BFLOAT16}
+BF16_AS_FP16: Mapping[int, int] = {TensorProto.BFLOAT16: TensorProto.FLOAT16}
 # Of all operators of ONNX and of ONNX Runtime's own domain.
 TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
 

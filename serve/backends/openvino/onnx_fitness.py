@@ -6,6 +6,8 @@ tests/serve/backends/test_openvino_operators.py runs these tests again.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from onnx import ModelProto, NodeProto, TensorProto
 
 from halfserve.protos.onnx_tensors import all_tensors
@@ -13,14 +15,18 @@ from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 from halfserve.serve.backends.onnx_runtime.onnx_interface import STANDARD, is_open_ended
 
 # Operators that OpenVINO computes otherwise in one case at least: windows and empty masks of attention; batches first in
-# recurrent layers; the maximum of nothing but -inf; rounded sizes and antialiasing in Resize; equal values in TopK; shifts of
-# negative numbers; the rounding of halves where it quantizes. What it refuses need not be here.
+# recurrent layers; rounded sizes and antialiasing in Resize; equal values in TopK; shifts of negative numbers; the rounding of
+# halves where it quantizes. What it refuses need not be here.
 WRONG = frozenset(
     {
         *("Attention", "BitShift", "DFT", "DynamicQuantizeLinear", "GRU", "LSTM", "NonMaxSuppression", "QuantizeLinear", "RNN"),
-        *("ReduceMax", "ReduceMin", "Resize", "RoiAlign", "SpaceToDepth", "TopK"),
+        *("Resize", "RoiAlign", "SpaceToDepth", "TopK"),
     }
 )
+# Operators whose result for nothing but infinities is wrong. Integers have none: PyTorch's `any` is exported as a maximum of
+# integers, and the masks of transformers have one.
+WRONG_OF_INFINITIES = frozenset({"ReduceMax", "ReduceMin"})
+INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
 # There is no right answer to compare with.
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # float64 becomes float32 there, and texts end its process.
@@ -32,9 +38,12 @@ AXES_UNREAD = frozenset({"ReduceL1", "ReduceLogSum", "ReduceLogSumExp"})
 def why_unfit(model: ModelProto) -> str | None:
     """Why a model is left to ONNX Runtime; None where OpenVINO may compute it. Weights may be left out of the model."""
     own = {(function.domain, function.name) for function in model.functions}
-    for node in nodes_below(model.graph.node, *(function.node for function in model.functions)):
-        if (node.domain, node.op_type) not in own and _is_unfit(node):
-            return f"OpenVINO does not compute its operator {node.op_type} as ONNX defines it"
+    for scope in (model.graph.node, *(function.node for function in model.functions)):
+        nodes = list(nodes_below(scope))
+        integers = {node.output[0] for node in nodes if _makes_integers(node)}
+        for node in nodes:
+            if (node.domain, node.op_type) not in own and _is_unfit(node, integers):
+                return f"OpenVINO does not compute its operator {node.op_type} as ONNX defines it"
     values = [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)]
     for number in (*values, *(tensor.data_type for tensor in all_tensors(model))):
         if number in UNFIT_TYPES:
@@ -44,7 +53,13 @@ def why_unfit(model: ModelProto) -> str | None:
     return None
 
 
-def _is_unfit(node: NodeProto) -> bool:
+def _makes_integers(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and any(attribute.name == "to" and attribute.i in INTEGERS for attribute in node.attribute)
+
+
+def _is_unfit(node: NodeProto, integers: AbstractSet[str]) -> bool:
+    if node.op_type in WRONG_OF_INFINITIES:
+        return node.input[0] not in integers
     if node.op_type == "MaxPool":  # it counts a last window that lies in the padding
         return any(attribute.name == "ceil_mode" and attribute.i for attribute in node.attribute)
     if node.op_type in AXES_UNREAD and any(attribute.name == "axes" for attribute in node.attribute):

@@ -18,7 +18,7 @@ from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import prepared
 from halfserve.serve.backends.onnx_runtime.request_errors import index_ranges
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, read_settings
-from halfserve.serve.backends.onnx_runtime.upcast import FP16_AS_BF16, UPCAST
+from halfserve.serve.backends.onnx_runtime.upcast import BF16_AS_FP16, FP16_AS_BF16, UPCAST
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
 from halfserve.serve.backends.openvino.ir_file import read_ir_interface
 from halfserve.serve.backends.openvino.plugin import Compilation, compiled_with, in_words, properties
@@ -28,7 +28,7 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
 
 # The types that a graph is computed in, by those of the file.
-TYPES: Mapping[CpuPrecision, Mapping[int, int]] = {CpuPrecision.BFLOAT16: FP16_AS_BF16, CpuPrecision.FLOAT16: {}}
+TYPES: Mapping[CpuPrecision, Mapping[int, int]] = {CpuPrecision.BFLOAT16: FP16_AS_BF16, CpuPrecision.FLOAT16: BF16_AS_FP16}
 
 
 @dataclass(frozen=True, kw_only=True)

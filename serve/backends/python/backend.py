@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakMethod
@@ -14,9 +15,9 @@ import numpy as np
 
 from halfserve.serve.backends.python.messages import ResponseReader, error_of, request_message, to_wire
 from halfserve.serve.backends.python.process import ChildFailedError
-from halfserve.serve.backends.python.services import CopyServices, Services
+from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.wire import WireTensor
-from halfserve.serve.engine.backend import ModelInterface, RequestBackend
+from halfserve.serve.engine.backend import AGAIN, LaterAnswer, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
 from halfserve.serve.engine.requests import CallingExecution, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
@@ -54,6 +55,7 @@ class PythonModel:
         batched: its tensors begin with a batch dimension.
         is_decoupled: it gives any number of responses to a request.
         path: of its model.py.
+        has_strict_outputs: outputs of other shapes than configured are errors.
     """
 
     name: str
@@ -62,6 +64,7 @@ class PythonModel:
     batched: bool
     is_decoupled: bool
     path: str
+    has_strict_outputs: bool = False
 
     @property
     def label(self) -> str:
@@ -78,10 +81,19 @@ class PythonBackend(RequestBackend):
         self._model = model
         self._services = services
         self._dtypes = {spec.name: spec.datatype for spec in model.interface.inputs}
-        self._reader = ResponseReader(repr(model.name), model.interface.outputs, batched=model.batched)
+        self._reader = ResponseReader(
+            repr(model.name),
+            model.interface.outputs,
+            batched=model.batched,
+            is_strict=model.has_strict_outputs,
+            keeps_rows=not model.is_decoupled,
+        )
         self._numbers = count()
         self._lock = threading.Lock()
         self._active: dict[int, InferRequest] = {}  # not answered yet, by their numbers
+        # Of a model that is not decoupled: responses that were sent while `execute` runs, and requests that it has left open.
+        self._early: dict[int, Tensors | InferenceError] = {}
+        self._later: dict[int, tuple[InferRequest, LaterAnswer]] = {}
         self._has_ended = False
         self._copy = CopyServices(services, model.label)
         # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
@@ -112,7 +124,11 @@ class PythonBackend(RequestBackend):
             InstanceLostError: the process has ended.
         """
         model = self._model
-        self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+        self._copy.is_loading = True
+        try:
+            self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+        finally:
+            self._copy.is_loading = False
 
     @property
     def caller(self) -> CallingExecution | None:
@@ -131,9 +147,9 @@ class PythonBackend(RequestBackend):
         (answer,) = self.compute([InferRequest(inputs, outputs, rows, None, None, lambda _: None)])
         if isinstance(answer, InferenceError):
             raise answer
-        return answer or {}
+        return answer if isinstance(answer, Mapping) else {}
 
-    def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
+    def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
         """See `RequestBackend`."""
         model = self._model
         if self._has_ended and model.is_decoupled:  # nothing of these has begun: another copy can take them
@@ -166,6 +182,7 @@ class PythonBackend(RequestBackend):
                 with self._lock:
                     for number in numbered:
                         self._active.pop(number, None)
+                        self._early.pop(number, None)
         if not failed:
             return answers
         rest = iter(answers)
@@ -173,35 +190,56 @@ class PythonBackend(RequestBackend):
 
     def _execute(
         self, numbered: Mapping[int, InferRequest], messages: list[dict[str, Any]], tensors: list[WireTensor]
-    ) -> list[Tensors | InferenceError | None]:
+    ) -> list[Outcome]:
         try:
             reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
         except ChildFailedError as error:
-            about = {"model": self._model.label, "trace": error.trace}
-            logger.error("%s: execute failed: %s", self._model.label, error, extra=about)  # noqa: TRY400  (the trace is the child's)
+            log_failure(self._model.label, str(error), error.trace)
             if self._model.is_decoupled:
                 return [None] * len(numbered)  # the process has sent the error as each one's final response
-            return [BackendError(f"model {self._model.name!r} failed on this request: {error}")] * len(numbered)
+            failure = BackendError(f"model {self._model.name!r} failed on this request: {error}")
+            return [
+                self._later_answer(number, request) if place in error.sent else failure
+                for place, (number, request) in enumerate(numbered.items())
+            ]
         except InstanceLostError:
             if not self._model.is_decoupled:
                 raise
             return self._lost(numbered)
-        if self._model.is_decoupled:
-            return self._lost(numbered) if self._has_ended else [None] * len(numbered)
-        answers: list[Tensors | InferenceError | None] = []
+        if self._model.is_decoupled and self._has_ended:
+            return self._lost(numbered)
+        answers: list[Outcome] = []
         at = 0
-        for request, told in zip(numbered.values(), reply["responses"], strict=True):
-            end = at + told["n"]
-            answers.append(self._response(request, told, outputs[at:end]))
-            at = end
+        for (number, request), told in zip(numbered.items(), reply["responses"], strict=True):
+            if told is None:
+                answers.append(None if self._model.is_decoupled else self._later_answer(number, request))
+            elif "again" in told:
+                with self._lock:
+                    self._active.pop(number, None)  # it gets another number
+                answers.append(AGAIN)
+            else:
+                end = at + told["n"]
+                answers.append(self._response(request, told, outputs[at:end]))
+                at = end
         return answers
+
+    def _later_answer(self, number: int, request: InferRequest) -> Tensors | InferenceError | LaterAnswer:
+        """The answer of a request that the model left to its response sender."""
+        with self._lock:
+            if number in self._early:
+                return self._early.pop(number)
+            if self._has_ended:
+                return self._lost_error()
+            later = LaterAnswer()
+            self._later[number] = request, later
+            return later
 
     def _response(self, request: InferRequest, told: Mapping[str, Any], tensors: list[WireTensor]) -> Tensors | InferenceError:
         if "error" in told:
             return error_of(told["error"])
-        return self._reader.outputs(request.outputs, tensors, told.get("p"))
+        return self._reader.outputs(request.outputs, request.rows, tensors, told.get("p"))
 
-    def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Tensors | InferenceError | None]:
+    def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Outcome]:
         """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
         error = self._lost_error()
         with self._lock:
@@ -216,7 +254,7 @@ class PythonBackend(RequestBackend):
     def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """On the thread of the runner's events."""
         if header["k"] == "is_cancelled":
-            request = self._active.get(header["number"])
+            request = self._open(header["number"])
             self._copy.reply({"call": header["call"], "cancelled": request is None or request.cancelled}, [])
         elif header["k"] == "respond":
             self._respond(header, tensors)
@@ -224,14 +262,35 @@ class PythonBackend(RequestBackend):
             self._copy.handle(header, tensors)
 
     def _respond(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
-        number, final = header["number"], bool(header["final"])
+        number, final, told = header["number"], bool(header["final"]), header.get("response")
+        if not self._model.is_decoupled:
+            if told is not None:
+                self._respond_once(number, told, tensors)
+            return
         with self._lock:
             request = self._active.pop(number, None) if final else self._active.get(number)
         if request is None or request.respond is None:
             return
-        told = header.get("response")
         response = None if told is None else self._response(request, told, tensors)
         self._services.connected().soon(_Delivery(request, request.respond, response, final=final))
+
+    def _respond_once(self, number: int, told: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        """The one response of a request, from its response sender, which may come before the reply of `execute` or after it."""
+        request = self._open(number)
+        if request is None:
+            return
+        response = self._response(request, told, tensors)
+        with self._lock:
+            _, later = self._later.pop(number, (None, None))
+            if later is None and number in self._active:
+                self._early[number] = response
+        if later is not None:
+            self._services.connected().soon(partial(later.give, response))
+
+    def _open(self, number: int) -> InferRequest | None:
+        """A request without an answer."""
+        with self._lock:
+            return self._active.get(number) or self._later.get(number, (None,))[0]
 
     def _ended(self) -> None:
         """The runner has gone: requests that it should still answer fail."""
@@ -243,7 +302,13 @@ class PythonBackend(RequestBackend):
             left = {number: request for number, request in self._active.items() if id(request) not in executing}
             for number in left:
                 del self._active[number]
-        if self._model.is_decoupled and self._services.calls is not None:
+            later = [answer for _, answer in self._later.values()]
+            self._later.clear()
+        if self._services.calls is None:
+            return
+        for answer in later:
+            self._services.calls.soon(partial(answer.give, self._lost_error()))
+        if self._model.is_decoupled:
             for request in left.values():
                 self._services.calls.soon(_Failure(request, self._lost_error()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,19 +12,23 @@ from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.serve.backends.python_child.tensors import deserialize_bytes_tensor, serialize_byte_tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine import errors
-from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.errors import BackendError, InferenceError, ModelLoadError
 from halfserve.serve.engine.requests import InferRequest, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
+logger = logging.getLogger(__name__)
+
 # Triton's codes of errors, by number; what is not here is INTERNAL.
 BY_CODE: dict[int, type[InferenceError]] = {
+    0: errors.UnknownError,
     2: errors.NotFoundError,
     3: errors.InvalidArgumentError,
     4: errors.UnavailableError,
     5: errors.UnsupportedError,
     6: errors.AlreadyExistsError,
+    7: errors.RequestCancelledError,
 }
-CODES = {
+CODES: dict[type[Exception], int] = {
     **{error: code for code, error in BY_CODE.items()},
     errors.DeadlineExceededError: 4,
     errors.QueueFullError: 4,
@@ -84,7 +89,7 @@ def error_of(told: Sequence[Any]) -> InferenceError:
     return kind(str(told[1]).strip().split("\n")[0] or "the model failed on this request")
 
 
-def code_of(error: InferenceError) -> list[Any]:
+def code_of(error: InferenceError | ModelLoadError) -> list[Any]:
     """The reverse of `error_of`."""
     return [CODES.get(type(error), INTERNAL), str(error)]
 
@@ -92,18 +97,30 @@ def code_of(error: InferenceError) -> list[Any]:
 class ResponseReader:
     """Checks the responses of one model against its configuration."""
 
-    def __init__(self, label: str, specs: Sequence[TensorSpec], *, batched: bool) -> None:
-        """`label` names the model in errors; `batched`: the shapes begin with a batch dimension."""
+    def __init__(self, label: str, specs: Sequence[TensorSpec], *, batched: bool, is_strict: bool, keeps_rows: bool) -> None:
+        """Make it for one model.
+
+        Args:
+            label: names the model in errors.
+            specs: of its outputs.
+            batched: their shapes begin with a batch dimension.
+            is_strict: any other shape than the configuration's is an error. Otherwise a warning names it once, as Triton lets
+                it pass.
+            keeps_rows: a response has as many rows as its request, where the model is batched.
+        """
         self._label = label
         self._specs = {spec.name: spec for spec in specs}
         self._batched = batched
+        self._is_strict = is_strict
+        self._keeps_rows = keeps_rows and batched
+        self._warned_of: set[str] = set()
 
     def outputs(
-        self, wanted: Sequence[str], tensors: Sequence[WireTensor], parameters: Mapping[str, Parameter] | None
+        self, wanted: Sequence[str], rows: int, tensors: Sequence[WireTensor], parameters: Mapping[str, Parameter] | None
     ) -> Tensors | InferenceError:
         """The wanted outputs of a response, in the model's order; or why they do not fit the configuration.
 
-        A response may leave outputs out, as in Triton.
+        A response may leave outputs out, as in Triton. `rows`: of the request.
         """
         given: dict[str, Array] = {}
         for tensor in tensors:
@@ -117,10 +134,25 @@ class ResponseReader:
                 return BackendError(f"output {tensor.name!r} of model {self._label} {error}")
             mismatch = self._mismatch(array.shape, spec)
             if mismatch is not None:
-                return BackendError(f"output {tensor.name!r} of model {self._label} {mismatch}")
+                text = f"output {tensor.name!r} of model {self._label} {mismatch}"
+                # Clients of a reshaped output get it in another shape.
+                if self._is_strict or spec.model_shape is not None:
+                    return BackendError(text)
+                self._warn(tensor.name, text)
+            if self._keeps_rows and array.size and array.shape[:1] != (rows,):
+                return BackendError(
+                    f"output {tensor.name!r} of model {self._label} has shape {list(array.shape)}, expected {rows} row(s) as "
+                    "in the request"
+                )
             given[tensor.name] = array
         outputs = {name: given[name] for name in wanted if name in given}
         return RemarkedAnswer(outputs, parameters) if parameters else outputs
+
+    def _warn(self, name: str, text: str) -> None:
+        if name not in self._warned_of:
+            self._warned_of.add(name)
+            about = {"model": self._label}
+            logger.warning("%s; it is passed on, unless the model has halfserve.strict_outputs", text, extra=about)
 
     def _mismatch(self, shape: tuple[int, ...], spec: TensorSpec) -> str | None:
         expected = spec.shape if spec.model_shape is None else spec.model_shape

@@ -32,11 +32,13 @@ class ChildFailedError(Exception):
 
     Attributes:
         trace: its traceback, for the log.
+        sent: the places in the batch of requests that the model had answered before, by their response senders.
     """
 
-    def __init__(self, text: str, trace: str) -> None:
+    def __init__(self, text: str, trace: str, sent: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.trace = trace
+        self.sent = sent
 
 
 class ChildProcess:
@@ -97,7 +99,7 @@ class ChildProcess:
             what = "ended" if isinstance(error, ChannelClosedError) else f"sent what cannot be read ({error})"
             raise InstanceLostError(f"the process of {self._label} {what}{self._exit()}") from None
         if "failed" in reply:
-            raise ChildFailedError(reply["failed"], reply.get("trace", ""))
+            raise ChildFailedError(reply["failed"], reply.get("trace", ""), reply.get("sent", ()))
         return reply, outputs
 
     def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:

@@ -16,11 +16,12 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.python.backend import PythonBackend, PythonModel, Runner
 from halfserve.serve.backends.python.environment import interpreter_for
 from halfserve.serve.backends.python.process import ChildFailedError, ChildProcess, OnEvent
-from halfserve.serve.backends.python.services import Services
+from halfserve.serve.backends.python.services import CopyServices, Services
 from halfserve.serve.backends.python.thread import ModelThread
 from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterface
 from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.sequence_batching import sequence_tensors
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import MAX_TEXT, InstanceLostError, ModelLoadError, cut
 from halfserve.serve.engine.model_calls import ModelCalls
@@ -30,6 +31,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 logger = logging.getLogger(__name__)
 
 ISOLATION = "halfserve.python_isolation"
+STRICT = "halfserve.strict_outputs"
 COMPLETES = "auto_complete_config"
 
 
@@ -65,7 +67,10 @@ class PythonRuntime:
         if COMPLETES not in text:
             return declared
         given = _for_completion(declared, name)
-        child = ChildProcess(name, interpreter_for(declared.message, path), lambda *_: None, lambda: None)
+        copy = CopyServices(self._services, f"{name}/{path.parent.name}")
+        copy.is_loading = True
+        child = ChildProcess(name, interpreter_for(declared.message, path), copy.handle, copy.stop)
+        copy.answer = child.answer
         try:
             reply, _ = _called(child, path, {"k": "complete", "path": str(path), "config": _json(given)})
         finally:
@@ -91,9 +96,12 @@ class PythonRuntime:
                 f'{COMPLETES}, e.g. output {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }}'
             )
         batched = config.max_batch_size > 0
+        inputs = [_spec(entry, f"{source}: input {entry.name!r}", batched=batched) for entry in config.input]
+        outputs = [_spec(entry, f"{source}: output {entry.name!r}", batched=batched) for entry in config.output]
+        added_inputs, added_outputs = sequence_tensors(config)
         return ModelInterface(
-            inputs=tuple(_spec(entry, f"{source}: input {entry.name!r}", batched=batched) for entry in config.input),
-            outputs=tuple(_spec(entry, f"{source}: output {entry.name!r}", batched=batched) for entry in config.output),
+            inputs=tuple({spec.name: spec for spec in (*added_inputs, *inputs)}.values()),
+            outputs=tuple({spec.name: spec for spec in (*added_outputs, *outputs)}.values()),
             batched=batched,
             kind=PYTHON,
             open_ended=True,
@@ -120,6 +128,7 @@ class PythonRuntime:
             batched=config.max_batch_size > 0,
             is_decoupled=config.model_transaction_policy.decoupled,
             path=str(path),
+            has_strict_outputs=bool(own_parameter(config, STRICT, path)),
         )
         on_thread = own_parameter(config, ISOLATION, path) == "thread"
         if on_thread and ENVIRONMENT in config.parameters:

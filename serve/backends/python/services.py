@@ -12,7 +12,7 @@ from halfserve.serve.backends.python.custom_metrics import CustomMetrics
 from halfserve.serve.backends.python.messages import END, SEQUENCE, START, TIMEOUT, code_of, from_wire, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.background_threads import Worker
-from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError
+from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError, ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCall, ModelCalls, RunningCall
 from halfserve.serve.engine.requests import CallingExecution, Parameter, RemarkedAnswer
@@ -53,6 +53,7 @@ class CopyServices:
     Attributes:
         caller: the execution in progress, which makes the calls; None between two.
         answer: sends a reply to the copy, and may block. Set before the first event.
+        is_loading: the copy is being loaded, so that a load that it asks for delays its own.
     """
 
     def __init__(self, services: Services, label: str) -> None:
@@ -60,11 +61,14 @@ class CopyServices:
         self._label = label
         self.caller: CallingExecution | None = None
         self.answer: Answer = _discard
+        self.is_loading = False
         self._replies: Worker | None = None
         self._running: dict[int, RunningCall] = {}
         # Each returns the reply; None where it comes later, or not at all.
         self._handlers: dict[str, Callable[[Mapping[str, Any], list[WireTensor]], dict[str, Any] | None]] = {
             "log": self._log,
+            "failed": self._failed,
+            "sync": lambda *_: {},  # its reply says that all events before have been handled
             "metric": self._metric,
             "metric_family": self._metric_family,
             "metric_new": self._metric_new,
@@ -104,6 +108,9 @@ class CopyServices:
     def _log(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         logger.log(LEVELS[header["level"]], "%s: %s", self._label, header["text"], extra={"model": self._label})
 
+    def _failed(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
+        log_failure(self._label, header["text"], header["trace"])
+
     def _metric(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._services.metrics.change(header["name"], header["labels"], header["action"], header["value"])
 
@@ -127,7 +134,8 @@ class CopyServices:
         self._on_loop(header["call"], self._ready(header["model"], header["version"]))
 
     def _load_model(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
-        self._on_loop(header["call"], self._load(header["model"], header["config"]))
+        caller = self._label.rpartition("/")[0] if self.is_loading else None
+        self._on_loop(header["call"], self._load(header["model"], header["config"], caller))
 
     def _unload_model(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._on_loop(header["call"], self._unload(header["model"]))
@@ -158,8 +166,11 @@ class CopyServices:
         async def run() -> None:
             try:
                 reply = await work
-            except InferenceError as error:
+            except (InferenceError, ModelLoadError) as error:
                 reply = {"error": code_of(error)}
+            except Exception as error:
+                logger.exception("%s: the server cannot do what the model asks for", self._label, extra={"model": self._label})
+                reply = {"error": code_of(BackendError(f"the server failed: {type(error).__name__}"))}
             self.reply({"call": number, **reply}, [])
 
         try:
@@ -172,8 +183,8 @@ class CopyServices:
     async def _ready(self, model: str, version: str) -> dict[str, Any]:
         return {"ready": self._services.connected().core.is_model_ready(model, version)}
 
-    async def _load(self, model: str, config: str) -> dict[str, Any]:
-        await self._services.connected().core.load(model, config or None)
+    async def _load(self, model: str, config: str, caller: str | None) -> dict[str, Any]:
+        await self._services.connected().core.load(model, config or None, caller=caller)
         return {}
 
     async def _unload(self, model: str) -> dict[str, Any]:
@@ -182,6 +193,11 @@ class CopyServices:
         # In the background, as Triton does: the model may unload itself, which waits for this very request.
         core.wait_for(asyncio.get_running_loop().create_task(_unloaded(core.unload(model), model)))
         return {}
+
+
+def log_failure(label: str, text: str, trace: str) -> None:
+    """Log the failure of a model's execute, with the traceback of its process."""
+    logger.error("%s: execute failed: %s", label, text, extra={"model": label, "trace": trace})
 
 
 def _discard(_: dict[str, Any], __: Sequence[WireTensor]) -> None:

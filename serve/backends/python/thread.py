@@ -33,7 +33,7 @@ class ModelThread:
             with using(self._access):
                 return self._model.do(header, aligned)
         except ModelFailedError as error:
-            raise ChildFailedError(str(error), error.traceback) from None
+            raise ChildFailedError(str(error), error.traceback, error.sent) from None
 
     def answer(self, header: Mapping[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
         """See ChildProcess."""

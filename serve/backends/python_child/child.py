@@ -47,7 +47,7 @@ def serve(calls: Channel, model: ModelServer) -> None:
         try:
             reply, outputs = model.do(header, tensors)
         except ModelFailedError as error:
-            reply = {"failed": str(error), "trace": error.traceback}
+            reply = {"failed": str(error), "trace": error.traceback, "sent": error.sent}
         del tensors  # the views of the inputs: their memory is free with this reply
         calls.send(reply, outputs)
         del outputs

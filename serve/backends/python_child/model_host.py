@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,14 @@ from typing import Any
 from halfserve.serve.backends.python_child import triton_python_backend_utils
 from halfserve.serve.backends.python_child.errors import TritonModelException
 from halfserve.serve.backends.python_child.model_config import ModelConfig
-from halfserve.serve.backends.python_child.requests import InferenceRequest, InferenceResponse, error_of
+from halfserve.serve.backends.python_child.requests import (
+    COMPLETE_FINAL,
+    InferenceRequest,
+    InferenceResponse,
+    ResponseSender,
+    error_of,
+)
+from halfserve.serve.backends.python_child.server_access import server
 
 UTILS = "triton_python_backend_utils"
 CLASS = "TritonPythonModel"
@@ -29,11 +37,13 @@ class ModelFailedError(Exception):
 
     Attributes:
         traceback: for the log; empty where the message says all.
+        sent: the places in the batch of requests whose response was sent before, by a response sender.
     """
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message)
         self.traceback = trace
+        self.sent: list[int] = []
 
 
 def failed(during: str, error: BaseException) -> ModelFailedError:
@@ -75,8 +85,47 @@ def import_model(path: Path) -> ModuleType:
     return module
 
 
+def _send_failure(senders: list[ResponseSender], failure: ModelFailedError) -> None:
+    """End the open requests of a decoupled model with an error."""
+    told = InferenceResponse(error=error_of(TritonModelException(str(failure))))
+    for sender in senders:
+        if not sender.is_closed:
+            sender.send(told, COMPLETE_FINAL)
+
+
+def _check_response(request: InferenceRequest, response: Any) -> None:
+    """Check what `execute` of a model that is not decoupled has returned for one request."""
+    sender = request.asked_sender
+    if response is None and (request.is_rescheduled or sender is not None):
+        return
+    if request.is_rescheduled:
+        raise ModelFailedError(f"execute returned a {type(response).__name__} for a request that it reschedules, expected None")
+    if not isinstance(response, InferenceResponse):
+        raise ModelFailedError(
+            f"execute returned a {type(response).__name__} among its responses, expected pb_utils.InferenceResponse, or None "
+            "for a request that its response sender answers"
+        )
+    if sender is not None:
+        sender.require_none_sent()
+
+
+def _ended_by_failure(requests: list[InferenceRequest]) -> list[int]:
+    """Close the senders of a failed batch; returns the places of those that have sent their response before."""
+    sent = []
+    for place, request in enumerate(requests):
+        if request.asked_sender is not None:
+            if request.asked_sender.is_answered:
+                sent.append(place)
+            request.asked_sender.is_closed = True
+    return sent
+
+
 class ModelHost:
-    """A model.py and its object."""
+    """A model.py and its object.
+
+    Attributes:
+        is_decoupled: it gives any number of responses to a request.
+    """
 
     def __init__(self, path: Path) -> None:
         """Import the file.
@@ -86,7 +135,7 @@ class ModelHost:
         """
         self._class: Any = getattr(import_model(path), CLASS)
         self._model: Any = None
-        self._is_decoupled = False
+        self.is_decoupled = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def completed(self, config: str) -> str | None:
@@ -113,7 +162,7 @@ class ModelHost:
         Raises:
             ModelFailedError: it fails.
         """
-        self._is_decoupled = is_decoupled
+        self.is_decoupled = is_decoupled
         try:
             self._model = self._class()
             if hasattr(self._model, "initialize"):
@@ -123,51 +172,73 @@ class ModelHost:
         if not callable(getattr(self._model, "execute", None)):
             raise ModelFailedError(f"{CLASS} has no method execute")
 
-    def execute(self, requests: list[InferenceRequest]) -> list[InferenceResponse] | None:
-        """The responses, one per request; None from a decoupled model, which sends them itself.
+    def execute(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
+        """The responses, one per request; None for a request whose responses its sender gives, or that is rescheduled.
 
         Raises:
             ModelFailedError: it fails, or returns something else.
         """
-        senders = [request.sends_responses() for request in requests] if self._is_decoupled else []
+        # Of a decoupled model's requests only the senders can tell whether they have ended.
+        senders = [request.get_response_sender() for request in requests] if self.is_decoupled else []
         try:
             result = self._model.execute(requests)
             if inspect.iscoroutine(result):
-                result = self._run(result)
-            return self._checked(result, len(requests))
+                result = self._run(result, senders)
+            responses = self._checked(result, requests)
         except (Exception, SystemExit) as error:
             failure = error if isinstance(error, ModelFailedError) else failed("execute", error)
-            if not self._is_decoupled:
-                raise failure from error
-            told = InferenceResponse(error=error_of(TritonModelException(str(failure))))
-            for sender in senders:
-                if not sender.is_closed:
-                    sender.send(told, 1)
+            if self.is_decoupled:
+                _send_failure(senders, failure)
+            else:
+                failure.sent = _ended_by_failure(requests)
             raise failure from error
+        for request, response in zip(requests, responses, strict=True):
+            sender = request.asked_sender
+            if sender is None:
+                continue
+            if response is None and not request.is_rescheduled:
+                sender.owes = True
+            else:
+                sender.is_closed = True
+        return responses
 
-    def _checked(self, result: Any, count: int) -> list[InferenceResponse] | None:
-        if self._is_decoupled:
+    def _checked(self, result: Any, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
+        if self.is_decoupled:
             if result is not None:
                 raise ModelFailedError(f"execute returned {type(result).__name__}, expected None from a decoupled model")
-            return None
+            return [None] * len(requests)
+        if result is None and any(request.asked_sender is not None for request in requests):
+            result = [None] * len(requests)
         if not isinstance(result, list | tuple):
             raise ModelFailedError(f"execute returned {type(result).__name__}, expected a list with one response per request")
-        if len(result) != count:
-            raise ModelFailedError(f"execute returned {len(result)} responses, expected {count}, one per request")
-        for response in result:
-            if not isinstance(response, InferenceResponse):
-                raise ModelFailedError(
-                    f"execute returned a {type(response).__name__} among its responses, expected pb_utils.InferenceResponse"
-                )
+        if len(result) != len(requests):
+            raise ModelFailedError(f"execute returned {len(result)} responses, expected {len(requests)}, one per request")
+        for request, response in zip(requests, result, strict=True):
+            _check_response(request, response)
         return list(result)
 
-    def _run(self, coroutine: Any) -> Any:
-        """Wait for a coroutine of the model, whose loop goes on between two batches on a thread of its own."""
+    def _run(self, coroutine: Any, senders: list[ResponseSender]) -> Any:
+        """Wait for a coroutine of the model, whose loop goes on between two batches on a thread of its own.
+
+        That of a decoupled model is not waited for: its failure ends the requests of `senders` that are open then.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="model-coroutines", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return None if self._is_decoupled else future.result()
+        if not self.is_decoupled:
+            return future.result()
+        access = server()
+
+        def done(ended: Future[Any]) -> None:
+            error = None if ended.cancelled() else ended.exception()
+            if error is not None:
+                failure = failed("execute", error)
+                _send_failure(senders, failure)
+                access.tell("failed", {"text": str(failure), "trace": failure.traceback}, [])
+
+        future.add_done_callback(done)
+        return None
 
     def finalize(self) -> None:
         """Have the model clean up.

@@ -48,16 +48,20 @@ class ModelServer:
         for message in messages:
             end = at + message["n"]
             inputs = [Tensor.from_wire(tensor) for tensor in tensors[at:end]]
-            received.append(InferenceRequest.received(self._access, message, inputs))
+            received.append(InferenceRequest.received(self._access, message, inputs, is_decoupled=host.is_decoupled))
             at = end
         responses = host.execute(received)
-        if responses is None:
-            return {}, []
         outputs: list[WireTensor] = []
         try:
             for response in responses:
-                if not response.has_error():
+                if response is not None and not response.has_error():
                     outputs += [tensor.to_wire() for tensor in response.output_tensors()]
         except (TypeError, UnicodeError, ValueError) as error:  # elements that are no bytes
             raise failed("execute", error) from error
-        return {"responses": [response.to_message() for response in responses]}, outputs
+        if any(request.is_rescheduled for request in received):
+            self._access.call("sync", {}, [])  # so that responses which they have sent come before this reply
+        told = [
+            response.to_message() if response is not None else {"again": 1} if request.is_rescheduled else None
+            for request, response in zip(received, responses, strict=True)
+        ]
+        return {"responses": told}, outputs

@@ -13,6 +13,12 @@ from halfserve.serve.backends.python_child.server_access import Reply, ServerAcc
 from halfserve.serve.backends.python_child.tensors import Tensor, to_wire
 
 COMPLETE_FINAL = 1
+RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
+REQUIRED: Any = None  # the default of arguments that have to be given, behind others that need not
+# Arguments of InferenceRequest that None does not stand for.
+ARGUMENTS = (
+    *("request_id", "correlation_id", "inputs", "requested_output_names", "model_name", "model_version", "flags", "timeout"),
+)
 
 
 class MemoryType(IntEnum):
@@ -115,20 +121,43 @@ def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, bool |
 
 
 class ResponseSender:
-    """Sends the responses of one request of a decoupled model. May be used on any thread, also after execute."""
+    """Sends the responses of one request. May be used on any thread, also after execute.
 
-    __slots__ = ("_access", "_number", "is_closed")
+    A decoupled model sends any number of responses; another one sends one, after which nothing but the final flag may come.
 
-    def __init__(self, access: ServerAccess, number: int) -> None:
+    Attributes:
+        is_closed: the final flag was sent, or the request has ended otherwise.
+        owes: execute has returned and left the request to this sender.
+    """
+
+    __slots__ = ("_access", "_has_sent", "_is_decoupled", "_number", "is_closed", "owes")
+
+    def __init__(self, access: ServerAccess, number: int, *, is_decoupled: bool) -> None:
         self._access = access
         self._number = number
+        self._is_decoupled = is_decoupled
+        self._has_sent = False
         self.is_closed = False
+        self.owes = False
+        access.await_finalizers()
+
+    def __del__(self) -> None:
+        if getattr(self, "owes", False) and not self.is_answered:
+            # Its thread has ended, or it was never used: nothing else could end the request.
+            error = [int(ErrorCode.INTERNAL), "the model ended its work on this request without a final response"]
+            self._access.tell_later("respond", {"number": self._number, "final": 1, "response": {"n": 0, "error": error}})
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the server has, or will get, all that it waits for."""
+        return self.is_closed or (self._has_sent and not self._is_decoupled)
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response; the last one has flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL, and may have no response.
 
         Raises:
-            TritonModelException: the flags are unknown, there is nothing to send, or the last one was sent before.
+            TritonModelException: the flags are unknown, there is nothing to send, or the last one was sent before; or a model
+                that is not decoupled sends a second response, or none.
         """
         if flags not in {0, COMPLETE_FINAL}:
             raise TritonModelException(
@@ -136,16 +165,32 @@ class ResponseSender:
             )
         if response is None and not flags:
             raise TritonModelException("send() has neither a response nor TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+        if not self._is_decoupled and response is not None:
+            self.require_none_sent()
+        if not self._is_decoupled and response is None and not self._has_sent:
+            raise TritonModelException("a model that is not decoupled cannot send the final flag before its response")
         if self.is_closed:
             raise TritonModelException("the response sender has sent its final response already")
         if flags:
             self.is_closed = True
-        message: dict[str, Any] = {"number": self._number, "final": int(flags)}
+        if response is None and not self._is_decoupled:
+            return  # the server takes the one response for the final one
+        self._has_sent = True
+        message: dict[str, Any] = {"number": self._number, "final": int(bool(flags) or not self._is_decoupled)}
         tensors: list[Any] = []
         if response is not None:
             message["response"] = response.to_message()
             tensors = to_wire(response.output_tensors()) if not response.has_error() else []
         self._access.tell("respond", message, tensors)
+
+    def require_none_sent(self) -> None:
+        """Check that a model that is not decoupled may still give a response.
+
+        Raises:
+            TritonModelException: it has given one.
+        """
+        if self._has_sent:
+            raise TritonModelException("a model that is not decoupled gives one response to a request, and has sent it already")
 
     def is_cancelled(self) -> bool:
         """Whether the client has gone."""
@@ -153,25 +198,35 @@ class ResponseSender:
 
 
 class ResponseIterator:
-    """The responses of a request to a decoupled model, in order; the last one may have no tensors."""
+    """The responses of a request to a decoupled model, in order; the last one may have no tensors.
+
+    Once all have come, it may be iterated again.
+    """
 
     def __init__(self, replies: Iterator[Reply], first: Reply | None = None) -> None:
         self._replies = replies
         self._first = first
         self._is_over = False
+        self._come: list[InferenceResponse] = []
+        self._next = 0
 
     def __iter__(self) -> ResponseIterator:
+        if self._is_over:
+            self._next = 0
         return self
 
     def __next__(self) -> InferenceResponse:
-        if self._is_over:
-            raise StopIteration
-        if self._first is not None:
-            reply, self._first = self._first, None
-        else:
-            reply = next(self._replies)
-        self._is_over = bool(reply[0].get("final"))
-        return InferenceResponse.from_reply(reply)
+        if self._next == len(self._come):
+            if self._is_over:
+                raise StopIteration
+            if self._first is not None:
+                reply, self._first = self._first, None
+            else:
+                reply = next(self._replies)
+            self._is_over = bool(reply[0].get("final"))
+            self._come.append(InferenceResponse.from_reply(reply))
+        self._next += 1
+        return self._come[self._next - 1]
 
     def cancel(self) -> None:
         """Want no further responses."""
@@ -185,17 +240,17 @@ class InferenceRequest:
     """A request that a model gets, or one that it makes."""
 
     __slots__ = (
-        "_access", "_correlation_id", "_flags", "_id", "_inputs", "_model", "_number", "_parameters", "_preferred_memory",
-        "_priority", "_requested", "_sender", "_timeout", "_trace", "_version",
+        "_access", "_correlation_id", "_flags", "_id", "_inputs", "_is_decoupled", "_model", "_number", "_parameters",
+        "_preferred_memory", "_priority", "_release_flags", "_requested", "_sender", "_timeout", "_trace", "_version",
     )  # fmt: skip
 
     def __init__(
         self,
         request_id: str | bytes = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str | bytes] = (),
-        model_name: str | bytes = "",
+        inputs: Sequence[Tensor] = REQUIRED,
+        requested_output_names: Sequence[str | bytes] = REQUIRED,
+        model_name: str | bytes = REQUIRED,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -206,8 +261,13 @@ class InferenceRequest:
         """A request to a model of this server; `timeout` in microseconds.
 
         Raises:
+            TypeError: `inputs`, `requested_output_names` or `model_name` is missing, or a value is None.
             TritonModelException: something is of the wrong kind.
         """
+        given = (request_id, correlation_id, inputs, requested_output_names, model_name, model_version, flags, timeout)
+        for name, value in zip(ARGUMENTS, given, strict=True):
+            if value is None:
+                raise TypeError(f"InferenceRequest() needs the argument {name!r}, and takes no None for it")
         self._inputs = list(inputs)
         if not all(isinstance(tensor, Tensor) for tensor in self._inputs):
             raise TritonModelException("inputs has something else than pb_utils.Tensor")
@@ -215,6 +275,8 @@ class InferenceRequest:
             raise TritonModelException("Correlation ID must be integer or string")
         self._id = text_of(request_id)
         self._correlation_id = correlation_id
+        if not all(isinstance(name, str | bytes) for name in requested_output_names):
+            raise TypeError(f"requested_output_names is {requested_output_names!r}, expected a list of str")
         self._requested = [text_of(name) for name in requested_output_names]
         self._model = text_of(model_name)
         self._version = int(model_version)
@@ -227,10 +289,14 @@ class InferenceRequest:
         self._number = -1
         self._access: ServerAccess | None = None
         self._sender: ResponseSender | None = None
+        self._is_decoupled = False
+        self._release_flags = RELEASE_ALL
 
     @classmethod
-    def received(cls, access: ServerAccess, message: Mapping[str, Any], inputs: list[Tensor]) -> InferenceRequest:
-        """One that the server has sent."""
+    def received(
+        cls, access: ServerAccess, message: Mapping[str, Any], inputs: list[Tensor], *, is_decoupled: bool
+    ) -> InferenceRequest:
+        """One that the server has sent to a model."""
         made = cls(
             message.get("id", ""),
             message.get("correlation", 0),
@@ -247,6 +313,7 @@ class InferenceRequest:
         made._number = message["number"]
         made._priority = message.get("priority", 0)
         made._access = access
+        made._is_decoupled = is_decoupled
         return made
 
     def inputs(self) -> list[Tensor]:
@@ -293,13 +360,23 @@ class InferenceRequest:
         return self._version
 
     def set_release_flags(self, flags: int) -> None:
-        """Triton's rescheduling of requests.
+        """What happens to the request after execute: it ends (TRITONSERVER_REQUEST_RELEASE_ALL, as without this call), or is
+        queued once more (TRITONSERVER_REQUEST_RELEASE_RESCHEDULE).
 
         Raises:
-            TritonModelException: always but for TRITONSERVER_REQUEST_RELEASE_ALL, which is the usual way.
+            TritonModelException: the flags are unknown.
         """
-        if flags != 1:
-            raise TritonModelException("rescheduling a request is not supported")
+        if flags not in {RELEASE_ALL, RELEASE_RESCHEDULE}:
+            raise TritonModelException(
+                f"release flags are {flags}, expected TRITONSERVER_REQUEST_RELEASE_ALL ({RELEASE_ALL}) or "
+                f"TRITONSERVER_REQUEST_RELEASE_RESCHEDULE ({RELEASE_RESCHEDULE})"
+            )
+        self._release_flags = flags
+
+    @property
+    def is_rescheduled(self) -> bool:
+        """Whether the model wants the request once more."""
+        return self._release_flags == RELEASE_RESCHEDULE
 
     def is_cancelled(self) -> bool:
         """Whether the client of a received request has gone."""
@@ -308,20 +385,20 @@ class InferenceRequest:
         return bool(self._access.call("is_cancelled", {"number": self._number}, [])[0].get("cancelled", True))
 
     def get_response_sender(self) -> ResponseSender:
-        """Sends the responses of a decoupled model's request.
+        """Sends the responses of a received request.
 
         Raises:
-            TritonModelException: this request was not received, or the model is not decoupled.
+            TritonModelException: this request was made by the model.
         """
+        if self._access is None:
+            raise TritonModelException("get_response_sender() is for requests that the model has got, not for those it makes")
         if self._sender is None:
-            raise TritonModelException(
-                "'get_response_sender' function must be called only when the model is using the decoupled transaction policy."
-            )
+            self._sender = ResponseSender(self._access, self._number, is_decoupled=self._is_decoupled)
         return self._sender
 
-    def sends_responses(self) -> ResponseSender:
-        """Let a received request be answered by its response sender."""
-        self._sender = ResponseSender(self._access or server(), self._number)
+    @property
+    def asked_sender(self) -> ResponseSender | None:
+        """The response sender, if the model has asked for it."""
         return self._sender
 
     def exec(self, decoupled: bool = False) -> Any:

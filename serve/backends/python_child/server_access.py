@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +12,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from halfserve.serve.backends.python_child.errors import TritonModelException
-from halfserve.serve.backends.python_child.wire import WireTensor
+from halfserve.serve.backends.python_child.wire import ChannelClosedError, WireTensor
 
 Reply = tuple[Mapping[str, Any], list[WireTensor]]
 
@@ -27,6 +29,12 @@ class ServerAccess(Protocol):
     def tell(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """Have the server do something, without a reply."""
 
+    def tell_later(self, kind: str, arguments: Mapping[str, Any]) -> None:
+        """The same from a finalizer (`__del__`), which may run while this thread sends another message."""
+
+    def await_finalizers(self) -> None:
+        """Make `tell_later` work from now on."""
+
 
 class EventAccess:
     """Reaches a server by messages: each call has a number, by which its replies come back."""
@@ -36,6 +44,9 @@ class EventAccess:
         self._send = send
         self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}
         self._numbers = count()
+        self._later: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._awaits_finalizers = False
 
     def deliver(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """Take a reply."""
@@ -68,6 +79,23 @@ class EventAccess:
     def tell(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """See ServerAccess."""
         self._send({"k": kind, **arguments}, tensors)
+
+    def tell_later(self, kind: str, arguments: Mapping[str, Any]) -> None:
+        """See ServerAccess."""
+        self._later.put((kind, arguments))
+
+    def await_finalizers(self) -> None:
+        """See ServerAccess."""
+        with self._starting:
+            if not self._awaits_finalizers:
+                self._awaits_finalizers = True
+                threading.Thread(target=self._tell_later, name="halfserve-finalizers", daemon=True).start()
+
+    def _tell_later(self) -> None:
+        while True:
+            kind, arguments = self._later.get()
+            with contextlib.suppress(ChannelClosedError):
+                self.tell(kind, arguments, [])
 
     def _ask(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> tuple[int, queue.SimpleQueue[Reply]]:
         number, replies = next(self._numbers), queue.SimpleQueue[Any]()

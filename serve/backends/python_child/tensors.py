@@ -213,6 +213,7 @@ class Tensor:
         """
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
+        given = tensor
         if not hasattr(tensor, "__dlpack__"):
             if type(tensor).__name__ != "PyCapsule":
                 raise TritonModelException(
@@ -220,14 +221,15 @@ class Tensor:
                 )
             tensor = _Capsule(tensor)
         elif hasattr(tensor, "detach"):  # torch, which hands out neither memory of a graph nor of another device
-            tensor = tensor.detach().cpu().contiguous()
-            if str(tensor.dtype) == "torch.bfloat16":
-                bits = tensor.view(_torch().int16).numpy().view(np.uint16)
-                return Tensor.from_wire(WireTensor(name, "BF16", bits.shape, bits))
+            return _of_torch(name, tensor)
         try:
             return Tensor(name, np.from_dlpack(tensor))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise TritonModelException(f"tensor {name!r} cannot be read by DLPack: {error}") from error
+            failure = error
+        try:  # torch reads what numpy does not: BF16, and the memory of devices
+            return _of_torch(name, _torch().from_dlpack(given))
+        except (BufferError, RuntimeError, TypeError, ValueError, TritonModelException):
+            raise TritonModelException(f"tensor {name!r} cannot be read by DLPack: {failure}") from failure
 
     def to_dlpack(self) -> Any:
         """A DLPack capsule of the elements.
@@ -248,6 +250,15 @@ class Tensor:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DLPACK_CPU, 0
+
+
+def _of_torch(name: str, tensor: Any) -> Tensor:
+    """A tensor of torch's."""
+    tensor = tensor.detach().cpu().contiguous()
+    if str(tensor.dtype) == "torch.bfloat16":
+        bits = tensor.view(_torch().int16).numpy().view(np.uint16)
+        return Tensor.from_wire(WireTensor(name, "BF16", bits.shape, bits))
+    return Tensor(name, tensor.numpy())
 
 
 def _torch() -> Any:

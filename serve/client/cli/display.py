@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # A terminal would obey them: overwrite its contents, rename its window, type an answer.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 PROVIDER_PARAMETER = "halfserve.provider"
+PRECISION_PARAMETER = "halfserve.precision"
+MEASURED_PARAMETER = "halfserve.measured"
 STEPS_PARAMETER = "halfserve.steps"
 SHOWN_VALUES = 8
 SHOWN_ROWS = 8
@@ -100,6 +102,8 @@ def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
         lines = [row["reason"]] if row["reason"] else []
         for arrow, key in (("", "inputs"), ("-> ", "outputs")):
             lines += [f"{arrow}{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]]
+        lines += [f"computed in {row['precision']}"] if row.get("precision") else []
+        lines += [f"measured: {row['measured']}"] if row.get("measured") else []
         lines += row.get("steps", ())
         computes = (row["provider"] or row["platform"]).removesuffix("ExecutionProvider")
         table.add_row(row["name"], row["version"], row["state"], computes, "\n".join(lines))
@@ -113,6 +117,12 @@ def tensors_json(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> lis
 def provider_of(config: ModelConfig) -> str | None:
     """The execution provider of a model, such as "CUDAExecutionProvider"; None if the server does not say."""
     return config.parameters[PROVIDER_PARAMETER].string_value if PROVIDER_PARAMETER in config.parameters else None
+
+
+def computation_of(config: ModelConfig) -> dict[str, str]:
+    """The precision of a model's computation, and how fast it was in each that was tried; what the server says of both."""
+    keys = {"precision": PRECISION_PARAMETER, "measured": MEASURED_PARAMETER}
+    return {name: config.parameters[key].string_value for name, key in keys.items() if key in config.parameters}
 
 
 def steps_of(config: ModelConfig) -> list[str]:

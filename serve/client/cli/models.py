@@ -17,7 +17,14 @@ from rich.live import Live
 from rich.table import Table
 
 from halfserve.protos.inference_pb2 import ModelStatistics
-from halfserve.serve.client.cli.display import PipedConsole, models_table, provider_of, steps_of, tensors_json
+from halfserve.serve.client.cli.display import (
+    PipedConsole,
+    computation_of,
+    models_table,
+    provider_of,
+    steps_of,
+    tensors_json,
+)
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.cli.options import AsJson, Connection, takes_option_groups
 from halfserve.serve.client.client import Client
@@ -167,6 +174,7 @@ def _model_row(client: Client, name: str, version: str, state: str, reason: str)
             "inputs": tensors_json(metadata.inputs),
             "outputs": tensors_json(metadata.outputs),
         }
+        | computation_of(config)
         | ({"steps": steps} if (steps := steps_of(config)) else {})
     )
 

@@ -91,10 +91,10 @@ def key_of(request: InferRequest, inputs: Tensors) -> RequestKey:
     """The key of a request with these settled inputs."""
     if isinstance(inputs, RawInputs):
         content = _content(inputs)
-    elif len(inputs) == 1:
-        content = _short(b"".join([_bytes_of(array) for array in inputs.values()]))
     else:
-        content = _short(b"".join([_with_length(_bytes_of(array)) for array in inputs.values()]))
+        # The same bytes as those of RawInputs: the first request of a client is parsed, and the next one is not. The sizes of
+        # numbers are in the form; texts say theirs.
+        content = _short(b"".join([_bytes_of(array) for array in inputs.values()]))
     return _form_of(request, inputs), content
 
 

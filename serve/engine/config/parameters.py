@@ -22,13 +22,14 @@ from halfserve.serve.engine.config.padding_rule import padding_rule, rising_leng
 from halfserve.serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
+MEASURED = "halfserve.measured"  # how fast a model was in each precision that was tried, in words
 TASK = "halfserve.task"  # for clients to read, of any model
 Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
 REPORTED = frozenset(
     {
-        *("halfserve.certificate", "halfserve.nodes", "halfserve.padding_proved", "halfserve.precision"),
-        *("halfserve.provider", "halfserve.steps"),
+        *("halfserve.certificate", "halfserve.measured", "halfserve.nodes", "halfserve.padding_proved"),
+        *("halfserve.precision", "halfserve.provider", "halfserve.steps"),
     }
 )
 # Paths that this server acts on, "*" for all below; other settings are kept, shown to clients and named in a warning.
@@ -292,6 +293,15 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="0.0005",
         values="above 0, at most 1",
         meaning="Share of one thread's time for these comparisons.",
+    ),
+    "halfserve.strict_outputs": OwnParameter(
+        parse=switch,
+        default="off",
+        values="`on`, `off`",
+        meaning=(
+            "Whether an output of a Python model in another shape than its configuration has is an error. Otherwise a warning "
+            "names it once; a batch's rows are always checked."
+        ),
     ),
     "halfserve.task": OwnParameter(
         parse=str,

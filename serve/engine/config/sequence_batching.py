@@ -11,7 +11,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_CONFIG, BY_WIRE, Datatype
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelSequenceBatching
-from halfserve.serve.engine.backend import ModelInterface
+from halfserve.serve.engine.backend import PYTHON, ModelInterface
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
@@ -75,6 +75,7 @@ class SequencePlan:
         aligned: each sequence has its own row in the batches, as the model is told which rows are ready.
         max_delay_s: seconds that a batch of such rows waits for more of them.
         enough_rows: with so many ready rows it waits no longer.
+        is_iterative: each request is a sequence, which lasts until the model wants it no more.
     """
 
     controls: tuple[Control, ...]
@@ -85,6 +86,7 @@ class SequencePlan:
     aligned: bool = False
     max_delay_s: float = 0.0
     enough_rows: int = 1
+    is_iterative: bool = False
 
     @property
     def hidden_inputs(self) -> frozenset[str]:
@@ -100,9 +102,33 @@ def state_outputs(config: ModelConfig) -> frozenset[str]:
     return frozenset(state.output_name for state in config.sequence_batching.state)
 
 
+def sequence_tensors(config: ModelConfig) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """The inputs and outputs that `sequence_batching` describes itself: controls and states, of a model without a graph.
+
+    A control or state without a datatype is left out; `sequence_plan` then says what is wrong with it.
+    """
+    batch = (ANY_SIZE,) if config.max_batch_size else ()
+    batching = config.sequence_batching
+    inputs, outputs = [], []
+    for entry in batching.control_input:
+        for control in entry.control[:1]:
+            field = next((field for field in FALSE_TRUE if getattr(control, field)), None)
+            datatype = BY_CONFIG.get(control.data_type) if field is None else BY_WIRE[field.split("_")[0].upper()]
+            if datatype is not None:
+                inputs.append(TensorSpec(name=entry.name, datatype=datatype, shape=(*batch, 1)))
+    for state in batching.state:
+        if state.data_type in BY_CONFIG:
+            datatype, shape = BY_CONFIG[state.data_type], (*batch, *state.dims)
+            inputs.append(TensorSpec(name=state.input_name, datatype=datatype, shape=shape))
+            outputs.append(TensorSpec(name=state.output_name, datatype=datatype, shape=shape))
+    return inputs, outputs
+
+
 def is_aligned(config: ModelConfig) -> bool:
     """Whether each sequence has its own row in the batches."""
     batching = config.sequence_batching
+    if batching.iterative_sequence:
+        return False
     ready = any(control.kind == READY for entry in batching.control_input for control in entry.control)
     return ready and config.max_batch_size > 0 and not batching.HasField("oldest")
 
@@ -157,10 +183,10 @@ def sequence_plan(config: ModelConfig, interface: ModelInterface, *, source: Any
         ModelLoadError: it asks for what the model does not have, or for what this server does not do.
     """
     where, batching = f"{source}: sequence_batching", config.sequence_batching
-    if batching.iterative_sequence:
+    if batching.iterative_sequence and (interface.kind is not PYTHON or batching.state):
         raise ModelLoadError(
-            f"{where} has iterative_sequence, which is not supported; have clients send a request for each step, or use a "
-            "decoupled model"
+            f"{where} has iterative_sequence, expected a Python model without state: only that can ask for a request again; "
+            "have clients send a request for each step"
         )
     batched = config.max_batch_size > 0
     inputs = {spec.name: spec for spec in interface.inputs}
@@ -184,6 +210,7 @@ def sequence_plan(config: ModelConfig, interface: ModelInterface, *, source: Any
         aligned=is_aligned(config),
         max_delay_s=batching.direct.max_queue_delay_microseconds / 1e6 if _enough_rows(config) > 1 else 0.0,
         enough_rows=_enough_rows(config),
+        is_iterative=batching.iterative_sequence,
     )
 
 

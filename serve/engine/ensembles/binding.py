@@ -147,6 +147,11 @@ class Binding:
                 self._plans[outputs] = plan
         return plan
 
+    def labels_of(self, output: str) -> Sequence[str]:
+        """Class names of an output of the ensemble, which are those of the model that computes it."""
+        writer = self._graph.writers[output]
+        return self.models[writer].labels_of(self._output_of(writer, output))
+
     def begin(self) -> None:
         """A request uses the models."""
         self._in_flight += 1
@@ -182,12 +187,14 @@ class Binding:
 
     def _bound(self, index: int, max_batch_size: int) -> BoundStep:
         step, model = self._graph.steps[index], self.models[index]
-        links = [self._link(spec, step.inputs[spec.name], step.label) for spec in model.inputs.values()]
-        own, taken = self._graph.inputs, tuple(model.inputs.values())
+        taken = tuple(spec for spec in model.inputs.values() if spec.name in step.inputs)
+        links = [self._link(spec, step.inputs[spec.name], step.label) for spec in taken]
+        own = self._graph.inputs
         # The ensemble's request is then the model's.
         is_direct = (
             all(step.inputs[spec.name] == spec.name for spec in taken)
-            and [(spec.name, spec.shape) for spec in own] == [(spec.name, spec.shape) for spec in taken]
+            and [(spec.name, spec.shape, spec.optional) for spec in own]
+            == [(spec.name, spec.shape, spec.optional) for spec in taken]
             and all(spec.model_shape is None for spec in taken)
             and (model.max_batch_size > 0) == (max_batch_size > 0)
         )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from time import monotonic
-from typing import Final
+from typing import Final, TypeAlias
 
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.ensembles.fit import TensorSource
 from halfserve.serve.engine.ensembles.graph import EnsembleStep
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, reworded
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
+from halfserve.serve.engine.requests import Answer, Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 MAX_SHAPES: Final = 1024  # combinations of shapes whose check is kept
+Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
 OUTSIDE: Final = -1  # the step of a tensor that is an input of the ensemble
 
 
@@ -24,15 +25,19 @@ class StepInput:
 
     Attributes:
         name: of the model's input.
+        optional: the model's request may leave it out.
+        from_optional: the tensor is an input of the ensemble that a request may leave out.
         step: index of the step that writes the tensor; OUTSIDE for an input of the ensemble.
         tensor: its name in that step's answer, or among the ensemble's inputs.
     """
 
-    __slots__ = ("_dimensions", "_label", "_source", "_spec", "_tensor", "name", "step", "tensor")
+    __slots__ = ("_dimensions", "_label", "_source", "_spec", "_tensor", "from_optional", "name", "optional", "step", "tensor")
 
     def __init__(self, step: int, tensor: str, name: str, source: TensorSource, spec: TensorSpec, label: str) -> None:
         """`tensor`: the name in the writer's answer; `name`: of the ensemble's tensor; `label`: of this step."""
         self.name = spec.name
+        self.optional = spec.optional
+        self.from_optional = step == OUTSIDE and source.spec.optional
         self.step = step
         self.tensor = tensor
         self._tensor = name
@@ -112,7 +117,7 @@ class BoundStep:
         self.model = model
         self._links = tuple(links)
         self._is_direct = is_direct
-        self._known: dict[tuple[tuple[int, ...], ...], tuple[int, Hashable, int]] = {}
+        self._known: dict[Shapes, tuple[int, Hashable, int]] = {}
         self._default_turn = model.queue_policy.turn(0, None)
 
     def request(self, whole: InferRequest, answers: Sequence[Tensors], outputs: tuple[str, ...], done: Done) -> InferRequest:
@@ -157,12 +162,16 @@ class BoundStep:
             total += math.prod(spec.shape[first:]) * spec.datatype.array_dtype.itemsize
         return total
 
-    def _gathered(self, given: Tensors, answers: Sequence[Tensors]) -> tuple[Tensors, tuple[tuple[int, ...], ...]]:
-        """The inputs by name, in the model's own shapes, and their shapes as its clients see them."""
+    def _gathered(self, given: Tensors, answers: Sequence[Tensors]) -> tuple[Tensors, Shapes]:
+        """The inputs by name, in the model's own shapes, and their shapes as its clients see them; None for one left out."""
         arrays: dict[str, Array] = {}
         late: dict[str, Array | LateArray] = {}
-        shapes: list[tuple[int, ...]] = []
+        shapes: list[tuple[int, ...] | None] = []
         for link in self._links:
+            if _is_left_out(link, given, answers):
+                self._require_optional(link)
+                shapes.append(None)
+                continue
             if link.step == OUTSIDE:
                 shape = _late_shape(given, link.tensor)
                 if shape is not None:
@@ -182,24 +191,37 @@ class BoundStep:
             arrays[link.name] = array
         return (LateInputs({**arrays, **late}) if late else arrays), tuple(shapes)
 
-    def _measured(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, Hashable, int]:
+    def _require_optional(self, link: StepInput) -> None:
+        """Check that an input may be left out whose tensor there is not.
+
+        Raises:
+            InferenceError: the model needs it; the text names the step.
+        """
+        if link.optional:
+            return
+        if link.step == OUTSIDE:
+            raise InvalidArgumentError(f"{self.label}: input {link.name!r} needs {link.tensor!r}, which the request leaves out")
+        raise BackendError(f"{self.label}: input {link.name!r} needs {link.tensor!r}, which its step has not answered")
+
+    def _measured(self, shapes: Shapes) -> tuple[int, Hashable, int]:
         """Rows, bucket and bytes of inputs of these shapes, which are checked."""
-        for link, shape in zip(self._links, shapes, strict=True):
+        given = [(link, shape) for link, shape in zip(self._links, shapes, strict=True) if shape is not None]
+        for link, shape in given:
             link.check(shape)
         most, rows = self.model.max_batch_size, 1
-        if most:
-            rows = shapes[0][0]
-            if any(shape[0] != rows for shape in shapes):
-                sizes = {link.name: shape[0] for link, shape in zip(self._links, shapes, strict=True)}
+        if most and given:
+            rows = given[0][1][0]
+            if any(shape[0] != rows for _, shape in given):
+                sizes = {link.name: shape[0] for link, shape in given}
                 raise InvalidArgumentError(
                     f"{self.label}: inputs have different batch sizes {sizes}, expected the same for all"
                 )
             if not 1 <= rows <= most:
                 raise InvalidArgumentError(f"{self.label}: the batch size is {rows}, expected 1 to {most}")
-        specs = [self.model.inputs[link.name] for link in self._links]
-        own = {spec.name: spec.shape_for_model(shape) for spec, shape in zip(specs, shapes, strict=True)}
+        specs = [(self.model.inputs[link.name], shape) for link, shape in given]
+        own = {spec.name: spec.shape_for_model(shape) for spec, shape in specs}
         size = 0
-        for spec, shape in zip(specs, shapes, strict=True):
+        for spec, shape in specs:
             elements = 1
             for length in shape:
                 elements *= length
@@ -219,6 +241,14 @@ class BoundStep:
 
 def _whole(parameter: Parameter) -> int:
     return parameter if isinstance(parameter, int) else 0
+
+
+def _is_left_out(link: StepInput, given: Tensors, answers: Sequence[Tensors]) -> bool:
+    """Whether the tensor of an input is not there."""
+    if link.step == OUTSIDE:
+        return link.from_optional and link.tensor not in given
+    answer = answers[link.step]
+    return type(answer) is not Answer and link.tensor not in answer  # a batch's rows are all there
 
 
 def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -92,6 +93,10 @@ class Ensemble:
         """The names of the models of all steps, those of nested ensembles included."""
         below = (model.composition.models for model in self._models() if model.composition is not None)
         return frozenset(step.model for step in self.graph.steps).union(*below)
+
+    def labels_of(self, output: str) -> Sequence[str]:
+        """See `Composition`."""
+        return () if self._binding is None else self._binding.labels_of(output)
 
     @property
     def parts(self) -> list[str]:

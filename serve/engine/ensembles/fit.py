@@ -80,7 +80,7 @@ def _wrong_names(step: EnsembleStep, model: Model) -> str | None:
         strange = sorted(asked.keys() - known.keys())
         if strange:
             return f"{kind}_map names {strange[0]!r}, but the model's {kind}s are {', '.join(map(repr, known))}"
-    missing = [name for name in model.inputs if name not in step.inputs]
+    missing = [name for name, spec in model.inputs.items() if name not in step.inputs and not spec.optional]
     return f"input_map has no entry for input {missing[0]!r} of the model; map a tensor to it" if missing else None
 
 

@@ -115,7 +115,13 @@ def _spec(entry: Any, batch: tuple[int, ...], where: str) -> TensorSpec:
     own = (*batch, *entry.reshape.shape) if entry.HasField("reshape") else None
     if min([*entry.dims, *(own or ())], default=0) < ANY_SIZE:
         raise ModelLoadError(f"{where} has dims {list(entry.dims)}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
-    return TensorSpec(name=entry.name, datatype=datatype, shape=(*batch, *entry.dims), model_shape=own)
+    return TensorSpec(
+        name=entry.name,
+        datatype=datatype,
+        shape=(*batch, *entry.dims),
+        model_shape=own,
+        optional=getattr(entry, "optional", False),  # outputs do not have the field
+    )
 
 
 def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
@@ -153,7 +159,7 @@ def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
 def _inside(spec: TensorSpec) -> TensorSpec:
     """A tensor of the ensemble as its steps see it."""
     shape = spec.shape if spec.model_shape is None else spec.model_shape
-    return TensorSpec(name=spec.name, datatype=spec.datatype, shape=shape)
+    return TensorSpec(name=spec.name, datatype=spec.datatype, shape=shape, optional=spec.optional)
 
 
 def _step(entry: Any, number: int, source: Path) -> EnsembleStep:

@@ -119,7 +119,7 @@ class EnsembleRun:
     @property
     def _is_within(self) -> bool:
         """Whether it is a step of another run, or a model's call: what waits for it holds memory or an instance meanwhile."""
-        return bool(self._request.callers) or isinstance(self._request.done, StepCall)
+        return bool(self._request.callers) or self._request.is_step
 
     def _start(self) -> None:
         if self._sizes.expected:
@@ -195,6 +195,7 @@ class EnsembleRun:
         request = step.request(self._request, self._answers, self._plan.asked[index], call)
         if request.callers:
             request.callers = (*request.callers, self._binding.caller)
+        request.is_step = True
         call.request = request
         self._calls[index] = call
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from halfserve.serve.engine.backend import RequestBackend
+from halfserve.serve.engine.backend import Again, LaterAnswer, RequestBackend
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.model_statistics import BatchTimes
@@ -15,12 +15,25 @@ from halfserve.serve.engine.tensors import Tensors
 
 @dataclass(frozen=True)
 class Begun:
-    """Requests whose responses come later, by themselves."""
+    """Requests whose responses come later.
+
+    Attributes:
+        later: requests with their answers; the others end by themselves.
+        times: of the batch.
+    """
+
+    later: list[tuple[InferRequest, LaterAnswer]]
+    times: BatchTimes
+
+
+@dataclass(frozen=True)
+class Rescheduled:
+    """Requests that their model wants once more."""
 
     requests: list[InferRequest]
 
 
-def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[Answered | Failed | Begun]:
+def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[Answered | Failed | Begun | Rescheduled]:
     """Have a backend answer requests.
 
     Raises:
@@ -29,21 +42,28 @@ def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[
     started = time.monotonic_ns()
     given = backend.compute(requests)
     computed = time.monotonic_ns()
-    results: list[Answered | Failed | Begun] = []
+    results: list[Answered | Failed | Begun | Rescheduled] = []
     answered: list[InferRequest] = []
     answers: list[Tensors] = []
-    begun: list[InferRequest] = []
+    later: list[tuple[InferRequest, LaterAnswer]] = []
+    again: list[InferRequest] = []
     for request, answer in zip(requests, given, strict=True):
         if answer is None:
-            begun.append(request)
+            continue
+        if isinstance(answer, LaterAnswer):
+            later.append((request, answer))
+        elif isinstance(answer, Again):
+            again.append(request)
         elif isinstance(answer, InferenceError):
             results.append(Failed(request, answer))
         else:
             answered.append(request)
             answers.append(answer)
+    times = BatchTimes(started=started, assembled=started, computed=computed, split=time.monotonic_ns())
     if answered:
-        times = BatchTimes(started=started, assembled=started, computed=computed, split=time.monotonic_ns())
         results.insert(0, Answered(answered, answers, times))
-    if begun:
-        results.append(Begun(begun))
+    if again:
+        results.append(Rescheduled(again))
+    if later or not results:
+        results.append(Begun(later, times))
     return results

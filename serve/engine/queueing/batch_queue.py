@@ -61,6 +61,8 @@ class BatchQueue:
         self._growth = BatchGrowth(limits.max_rows) if limits.max_rows > 1 and not limits.preferred_rows else None
         self._max_waiting, self._max_bytes = limits.max_waiting, limits.max_waiting_bytes
         self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
+        # Mixed lengths may still share a batch, and a latency target says how long waiting pays.
+        self._flushes = limits.max_delay_s > 0 and limits.latency_target_s is None and mixed is None
         self._count_levels = limits.levels > 1 or bool(limits.max_waiting_by_level)
         self._by_level = [0] * limits.levels
         # A line that was the only one when its last request left stays for the next request.
@@ -214,6 +216,8 @@ class BatchQueue:
     def _due(self, line: WaitingLine, now: float) -> float:
         """When the line must go even if no request arrives."""
         first_arrival = line.first_arrival
+        if line.is_due:
+            return first_arrival
         if self.pace is not None:
             due = self.pace.due(line.bucket, line.rows, first_arrival, line.soonest_deadline, now)
             bound = line.soonest_leave_by
@@ -254,6 +258,10 @@ class BatchQueue:
             if not self._waiting:
                 self._lines.clear()
             line = self._lines[bucket] = WaitingLine(bucket, self._levels)
+        if self._flushes and line is not self._line:
+            # As in Triton: another shape ends the delay of what waits. The copies that are free compute it at once.
+            for other in self._lines.values():
+                other.is_due = other is not line and other.rows > 0
         self._line = line
         return line
 

@@ -23,13 +23,15 @@ class WaitingLine:
         soonest_deadline: a lower bound of the deadlines in the line, in seconds; None where no request had one since the line
             was last empty.
         soonest_leave_by: likewise for `leave_by`.
+        is_due: its requests wait no longer for more of them; until it is empty.
     """
 
-    __slots__ = ("_gone", "_lines", "bucket", "rows", "soonest_deadline", "soonest_leave_by")
+    __slots__ = ("_gone", "_lines", "bucket", "is_due", "rows", "soonest_deadline", "soonest_leave_by")
 
     def __init__(self, bucket: Hashable, levels: int) -> None:
         self.bucket = bucket
         self.rows = 0
+        self.is_due = False
         self.soonest_deadline: float | None = None
         self.soonest_leave_by: float | None = None
         self._lines: tuple[deque[InferRequest], ...] = tuple(deque() for _ in range(2 * levels))
@@ -161,6 +163,7 @@ class WaitingLine:
         for line in self._lines:
             line.clear()
         self._gone = 0
+        self.is_due = False
         self.soonest_deadline = self.soonest_leave_by = None
 
     def _sweep(self) -> None:

@@ -160,6 +160,8 @@ class LoadedVersion:
         )
         if self.sequences is not None:
             model.scheduler = sequence_scheduler(model, self.sequences)
+            if model.is_decoupled:
+                model.scheduler = DecoupledRequests(model.name, model.scheduler, model.statistics)
         elif self.interface.kind is PYTHON:
             _take_whole_requests(model)
         return model

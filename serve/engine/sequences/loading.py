@@ -15,6 +15,7 @@ from halfserve.serve.engine.config.sequence_batching import ReadState, SequenceP
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.scheduler import Scheduler
+from halfserve.serve.engine.sequences.iterative_requests import IterativeRequests
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
@@ -52,7 +53,7 @@ def read_plan(
         ModelLoadError: the configuration contradicts the model, or cannot be followed.
     """
     plan = sequence_plan(config, interface, source=declared.source, copies=copies, read=read)
-    if copies > 1 and not plan.states and interface.kind is not ONNX:
+    if copies > 1 and not plan.states and not plan.is_iterative and interface.kind is not ONNX:
         raise ModelLoadError(
             f"{declared.source}: sequence_batching has no state, so the model may keep it in its instance, and instance_group "
             f"asks for {copies}; set count: 1, or hand the state over in state"
@@ -66,11 +67,13 @@ def read_plan(
     return plan
 
 
-def sequence_scheduler(model: Model, plan: SequencePlan) -> SequenceScheduler:
+def sequence_scheduler(model: Model, plan: SequencePlan) -> Scheduler:
     """What takes a model's requests, before its batcher."""
     batcher: Scheduler = model.batcher
     if model.interface.kind is PYTHON:
         batcher = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=False)
+    if plan.is_iterative:
+        return IterativeRequests(batcher, model.batcher, plan)
     rows = max(1, model.max_batch_size)
     before = SlotBatches(plan, batcher, model.statistics, rows=rows) if plan.aligned else batcher
     return SequenceScheduler(model.name, plan, before, model.limits, model.statistics)

@@ -104,5 +104,7 @@ class Step:
         """The outputs that the client wants, without the rows of slots that had no request."""
         if type(result) is Answer:  # not isinstance: from outside the compiled build it takes a dict for one
             return result.last_row(self._outputs)
-        wanted = {name: result[name][-1:] if self.request.rows > 1 else result[name] for name in self._outputs}
+        # A Python model may leave outputs out; a decoupled one has sent its responses before.
+        names = [name for name in self._outputs if name in result]
+        wanted = {name: result[name][-1:] if self.request.rows > 1 else result[name] for name in names}
         return RemarkedAnswer(wanted, result.parameters) if isinstance(result, RemarkedAnswer) else wanted

@@ -1,7 +1,7 @@
 """Hands a sequence's requests to the batcher one after the other, so that requests of many sequences share a batch.
 
 A request that fails has not happened: the sequence's states are those before it, and requests that already wait behind it fail
-with it, as they would otherwise be computed on states that lack a step.
+with it, as they would otherwise be computed on states that lack a step. Behind a cancelled one they are cancelled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InferenceError,
     InvalidArgumentError,
+    RequestCancelledError,
     UnavailableError,
 )
 from halfserve.serve.engine.model_statistics import Statistics
@@ -202,7 +203,7 @@ class SequenceScheduler:
             behind = self._cut(sequence, step)
             self._statistics.failed(request.arrived_ns)
         step.close()
-        self._fail_behind(behind)
+        self._fail_behind(behind, is_cancelled=True)
         self._settle(sequence)
 
     def _before(self, key: SequenceId, sequence: Sequence | None) -> SequenceScheduler | None:
@@ -245,6 +246,8 @@ class SequenceScheduler:
 
     def _wait(self, step: Step) -> None:
         request = step.request
+        if step.sequence.slot is not None:
+            request.leave_by = None  # as in Triton, only what waits for a slot expires
         step.sequence.waiting.append(step)
         self._waiting += 1
         self._waiting_bytes += request.size
@@ -272,6 +275,7 @@ class SequenceScheduler:
             request.bucket = (request.bucket, *(state.shape for state in states))
         if step.starts:
             sequence.has_begun = False
+        request.leave_by = None  # it has left the backlog
         sequence.running = step
         try:
             self._batcher.submit(request)
@@ -306,15 +310,15 @@ class SequenceScheduler:
             behind.append(last)
         return behind[::-1]
 
-    def _fail_behind(self, steps: list[Step]) -> None:
+    def _fail_behind(self, steps: list[Step], *, is_cancelled: bool = False) -> None:
+        """Fail the requests behind one that failed, or was cancelled."""
+        happened = "was cancelled" if is_cancelled else "failed"
         for step in steps:
-            self._fail(
-                step,
-                FailedPreconditionError(
-                    f"a request of sequence {step.sequence.key!r} of model {self._label!r} failed before this one, which was "
-                    "not computed; continue with the request that failed, or start the sequence again"
-                ),
+            text = (
+                f"a request of sequence {step.sequence.key!r} of model {self._label!r} {happened} before this one, which was "
+                f"not computed; continue with the request that {happened}, or start the sequence again"
             )
+            self._fail(step, RequestCancelledError(text) if is_cancelled else FailedPreconditionError(text))
 
     def _fail(self, step: Step, error: InferenceError) -> None:
         self._statistics.failed(step.request.arrived_ns, error)
@@ -358,6 +362,8 @@ class SequenceScheduler:
         try:
             while (sequence := self._table.next_from_backlog()) is not None:
                 self._advance(sequence)
+                for step in sequence.waiting:
+                    step.request.leave_by = None
         finally:
             self._is_filling = False
         self._notice_drained()

@@ -62,7 +62,7 @@ function card(model, pressed, choose) {
 }
 
 export function heading(element, model) {
-  const key = JSON.stringify([model.name, model.version, model.state, model.reason, model.provider, model.precision, model.answers]);
+  const key = JSON.stringify([model.name, model.version, model.state, model.reason, model.provider, model.precision, model.measured, model.answers]);
   show(element, key, () => [
     h("h2", {}, model.name, model.version ? h("span", { class: "quiet" }, ` version ${model.version}`) : null),
     h(
@@ -73,6 +73,7 @@ export function heading(element, model) {
       model.provider ? [badge(model.provider), badge(model.precision)] : null,
       model.provider ? badge(model.max_batch_size ? `batches of up to ${model.max_batch_size}` : "no batching") : null,
     ),
+    model.measured ? h("p", { class: "quiet" }, `measured when it was loaded: ${model.measured}`) : null,
     model.reason ? h("p", { class: "reason" }, model.reason) : null,
   ]);
 }

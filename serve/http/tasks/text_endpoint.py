@@ -17,7 +17,7 @@ from halfserve.serve.engine.errors import BackendError, InferenceError, NotFound
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.error_forms import InputError
-from halfserve.serve.http.inference import inference_entry
+from halfserve.serve.http.inference import inference_entry, record_refusal
 from halfserve.serve.http.options import HttpLimits
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
@@ -188,8 +188,7 @@ class TextEndpoint:
 
     def refuse(self, request: Request, name: str, error: InferenceError) -> None:
         """Record a request that is refused before any row is queued."""
-        self.core.figures.refuse(error)
-        inference_entry(self._service, request).failed(ModelInferRequest(model_name=name).SerializeToString(), error)
+        record_refusal(self._service, request, error, name)
 
     def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
         model = self.core.model(name)

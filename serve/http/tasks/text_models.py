@@ -55,7 +55,7 @@ def task_of(model: Model) -> str:
 
 def labels_of(model: Model, count: int) -> Sequence[str]:
     """Names of the classes of the model's first output; LABEL_0 and so on where it has none, as transformers names them."""
-    given = model.labels.get(next(iter(model.outputs)), ())
+    given = model.labels_of(next(iter(model.outputs)))
     return given if len(given) == count else [f"LABEL_{index}" for index in range(count)]
 
 

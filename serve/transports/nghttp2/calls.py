@@ -16,8 +16,8 @@ from halfserve.serve.protocol.inference import (
     InferenceEntry,
     ObservedInference,
     OutcomeListener,
-    WatchableInference,
 )
+from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
 from halfserve.serve.protocol.status import status_of
@@ -200,8 +200,7 @@ class Calls:
             share.trust()
             return self._open(headers, None)
         try:
-            authorization = [value for name, value in fields if name == b"authorization"]
-            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), authorization)
+            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), fields)
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         if given.is_trusted:
@@ -249,8 +248,7 @@ class _InferOpener:
         time_left_s: float | None,
         given: AccessGrant | None,
     ) -> None:
-        plain = service.inference if service.inference_with is None else service.inference_with(headers)
-        self._plain: WatchableInference = plain
+        self._plain = service.inference_of(headers, service.forwarded.grpc)
         self._observed: ObservedInference | None = None
         self._observability = service.observability
         self._headers = headers
@@ -299,7 +297,9 @@ class _StreamInferOpener(_InferOpener):
         inference: AnyInference = self._plain
         if observer is not None:
             inference = ObservedInference(self._plain, observer, session.peer, self._headers, self._holder)
-        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s)
+        name, value = ENDS_WITH_ERROR
+        ends = self._headers.get(name) == value
+        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)
 
 
 def _counted(given: AccessGrant, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:

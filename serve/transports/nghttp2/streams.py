@@ -66,10 +66,18 @@ class InferStreamCall(_Stream):
     """ModelStreamInfer without a task: requests are pushed in, responses are pushed out."""
 
     def __init__(
-        self, session: GrpcSession, stream: int, encoding: bytes | None, inference: AnyInference, time_left_s: float | None
+        self,
+        session: GrpcSession,
+        stream: int,
+        encoding: bytes | None,
+        inference: AnyInference,
+        time_left_s: float | None,
+        *,
+        ends_with_error: bool = False,
     ) -> None:
+        """`ends_with_error`: the first request that fails ends the call with its status."""
         super().__init__(session, stream, encoding, session.limits.max_message_bytes)
-        self._requests = InferenceStream(inference, self._answer, self._one_less)
+        self._requests = InferenceStream(inference, self._answer, self._one_less, self._fail if ends_with_error else None)
         self._coming: Iterator[bytes] = iter(())  # messages of the current piece
         self._counted = 0  # bytes of unanswered requests reported to the session
         self._is_over = False
@@ -189,7 +197,7 @@ class InferStreamCall(_Stream):
     def _expire(self) -> None:
         self._fail(DeadlineExceededError("the call's deadline has passed"))
 
-    def _fail(self, error: InferenceError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._is_over:
             self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
             self._stop()

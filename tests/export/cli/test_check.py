@@ -44,6 +44,11 @@ def test_json_is_one_object_and_nothing_else(capfd: pytest.CaptureFixture[str]) 
     assert report["findings"][0]["fix"] == "new_zeros(x, ...)"
 
 
+def test_the_type_to_check_is_an_option(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]", "--dtype", "bfloat16") == 4
+    assert "what happens in bfloat16, and the fix" in capfd.readouterr().out
+
+
 def test_a_clean_model_exits_with_0(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(f"{PAIRS}:mended", "--input", "float32[2,4]") == 0
     assert "FactoryMended: no dtype leaks" in capfd.readouterr().out

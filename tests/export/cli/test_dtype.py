@@ -88,6 +88,45 @@ def test_a_module_becomes_a_bfloat16_version_at_an_opset_that_has_it(tmp_path: P
     assert read_certificate((done.path / "certificate.json").read_bytes()).precision == "bfloat16"
 
 
+def test_a_file_is_proved_in_two_precisions_in_one_run(run: Run) -> None:
+    in_one_file(parse("g (float[n,8] x) => (float[n,8] y) { y = MatMul (x, w) }", w=normal(8, 8)), Path("plain.onnx"))
+    options = ("--samples", "samples.npz", "--precisions", "float16,bfloat16")
+    made = run("convert", "plain.onnx", "out.onnx", "--certificate", "out.json", *options)
+    assert made.exit_code == 0, made.output
+    assert "out: fp16 against its float32" in made.stdout
+    assert "out: computed in bf16 against its float32" in made.stdout
+    assert "warning" not in made.stderr
+    certificate = read_certificate(Path("out.json").read_bytes())
+    assert (certificate.precision, certificate.passed) == ("float16", True)
+    assert certificate.precisions["bfloat16"].passed
+    check_embedded("out.onnx", certificate)
+    again = run("verify", "plain.onnx", "out.onnx", *options, "--json")
+    assert again.exit_code == 0, again.output
+    assert set(json.loads(again.stdout)["precisions"]) == {"bfloat16"}
+
+
+def test_a_second_precision_that_fails_is_recorded_and_the_file_is_written(run: Run) -> None:
+    options = ("--samples", "samples.npz", "--precisions", "bfloat16")
+    made = run("convert", "hard.onnx", "out.onnx", "--certificate", "out.json", *options)
+    assert made.exit_code == 0, made.output
+    assert "warning: the model is written in float16 and not proved in bfloat16: output 'y' (rounded): max" in made.stderr
+    certificate = read_certificate(Path("out.json").read_bytes())
+    assert certificate.passed
+    assert list(certificate.not_proved) == ["bfloat16"]
+    again = run("verify", "hard.onnx", "out.onnx", "--certificate", "again.json", "--samples", "samples.npz", *options)
+    assert isinstance(again.exception, BudgetExceeded)
+    assert read_certificate(Path("again.json").read_bytes()).precision == "bfloat16"
+    both = run("verify", "hard.onnx", "out.onnx", "--samples", "samples.npz", "--precisions", "bfloat16,float16")
+    assert isinstance(both.exception, BudgetExceeded)
+    assert str(both.exception).startswith("computed in bfloat16: output 'y'")
+
+
+def test_a_precision_of_another_name_is_refused(run: Run) -> None:
+    made = run("verify", "in.onnx", "in.onnx", "--precisions", "float16,fp8")
+    assert isinstance(made.exception, UsageError)
+    assert "'fp8'; expected 'float16' or 'bfloat16'" in str(made.exception)
+
+
 def test_auto_takes_float16_where_that_passes(run: Run) -> None:
     in_one_file(parse("g (float[n,8] x) => (float[n,8] y) { y = MatMul (x, w) }", w=normal(8, 8)), Path("plain.onnx"))
     made = run("convert", "plain.onnx", "out.onnx", "--dtype", "auto", "--samples", "samples.npz", "--json")

@@ -96,6 +96,7 @@ def test_transformers_models(family: str) -> None:
         "GPT2": ("GPT2Config", "GPT2LMHeadModel", {"input_ids": IDS}),
     }[family]
     settings = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2} if family == "GPT2" else SMALL
-    report = find_dtype_leaks(getattr(transformers, model)(getattr(transformers, config)(**settings)), **inputs)
+    named: dict[str, Any] = dict(inputs)
+    report = find_dtype_leaks(getattr(transformers, model)(getattr(transformers, config)(**settings)), **named)
     assert report.clean, str(report)
     assert {note.kind for note in report.notes} <= {"kept_float32"}, str(report)

@@ -9,6 +9,7 @@ from halfserve.export.dtype_check.findings import FindingLog
 from halfserve.export.dtype_check.source_lines import SourceLocator
 from halfserve.export.dtype_check.watched_run import Operation
 from halfserve.export.dtype_check.watchers import HalfWatcher
+from halfserve.export.half_types import FP16
 
 add: Any = torch.ops.aten.add.Tensor
 
@@ -22,7 +23,7 @@ def operation(func: Any, *args: Any, overload: Any = add) -> Operation:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return func(*args, **kwargs)
 
-    return Operation(func=Named(), args=args, kwargs={}, module="", writer="", call=None, locate=lambda: None)
+    return Operation(func=Named(), args=args, kwargs={}, module="", writer="", call=None, locate=lambda: None, half=FP16)
 
 
 def watcher() -> HalfWatcher:

@@ -212,6 +212,77 @@ def test_bfloat16_inputs_are_rounded_and_judged() -> None:
     assert all(verdict.figures.max_scaled_error > 2.0**-10 for verdict in certificate.outputs)
 
 
+FLOAT16_FILE = """<ir_version: 10, opset_import: ["": 17]> g (float[N, 8] x) => (float[N, 8] y) {
+    h = Cast <to = 10> (x)  a = MatMul (h, w)  b = Tanh (a)  c = Cast <to = 1> (b)  d = Mul (c, third)
+    k = Constant <value = float16 {15565}> ()  e = Cast <to = 10> (d)  f = Mul (e, k)  y = Cast <to = 1> (f) }"""
+
+
+def float16_file() -> onnx.ModelProto:
+    """A float16 model in which `d` is float32; `k`, by its bits, is 1.2001953125."""
+    model = parser.parse_model(FLOAT16_FILE)
+    numbers = {"w": normal_weights(8, np.float16), "third": np.array(1 / 3, np.float32)}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in numbers.items())
+    return model
+
+
+def normal_weights(size: int, dtype: type) -> Array:
+    return np.random.default_rng(1).standard_normal((size, size)).astype(dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_float16_file_computed_in_bfloat16_rounds_weights_and_half_nodes(level: str) -> None:
+    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    rounded = round_every_node(float16_file(), BF16, FP16)
+    (y,) = run_session(open_session(serialize(rounded), level), {"x": x}).values()
+    product = half(half(x).astype(np.float32) @ half(normal_weights(8, np.float16)).astype(np.float32))
+    kept = half(np.tanh(product)).astype(np.float32) * np.float32(1 / 3)
+    expected = (half(kept) * half(np.array(1.2001953125))).astype(np.float32)
+    assert ulp_distance(y, expected, BF16).max() <= 1  # sums in another order
+    assert np.array_equal(y, half(y).astype(np.float32))
+
+
+def test_outputs_of_a_float16_file_overflow_although_bfloat16_holds_them() -> None:
+    model = parser.parse_model('<ir_version: 10, opset_import: ["": 17]> g (float16[N] x) => (float16[N] y) { y = Mul (x, x) }')
+    (y,) = run_session(
+        open_session(serialize(round_every_node(model, BF16, FP16)), "ORT_ENABLE_BASIC"),
+        {"x": np.array([3.01, 300], np.float32)},
+    ).values()
+    assert np.array_equal(y, [float(half(half(np.array(3.01)) ** 2)), np.inf])
+
+
+def test_one_certificate_holds_a_verdict_for_each_precision() -> None:
+    x = np.random.default_rng(0).standard_normal((40, 1, 8, 8)).astype(np.float32)
+    wide = export_onnx(models.cnn(), torch.from_numpy(x))
+    narrow = convert_float_to_float16(wide)
+    certificate = verify(wide, narrow, x, cuda=False, precisions=("bfloat16", "float16"))
+    alone = verify(wide, narrow, x, cuda=False)
+    assert (certificate.passed, certificate.precision, certificate.not_proved) == (True, "float16", {})
+    assert certificate.outputs == alone.outputs, "the own verdict is the same as without others"
+    (further,) = certificate.precisions.values()
+    assert (further.passed, further.budget) == (True, usual_budget("bfloat16"))
+    for own, other in zip(certificate.outputs, further.outputs, strict=True):
+        assert own.figures.max_scaled_error * 3 < other.figures.max_scaled_error < 0.04, own.execution
+    content = certificate.to_json()
+    assert (content["precision"], content["passed"], content["precisions"]["bfloat16"]["passed"]) == ("float16", True, True)
+    assert read_certificate(certificate.to_bytes()) == certificate
+    assert "<h2>Computed in bfloat16</h2>" in certificate_page(certificate)
+    only = verify(wide, narrow, x, cuda=False, precisions=["bfloat16"])
+    assert (only.precision, only.precisions) == ("bfloat16", {})
+    assert [verdict.figures for verdict in only.outputs] == [verdict.figures for verdict in further.outputs]
+
+
+def test_a_bfloat16_file_whose_numbers_overflow_in_float16_is_not_proved_there() -> None:
+    text = "g (float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w)  b = Mul (a, large)  y = Div (b, large) }"
+    wide = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> ' + text)
+    numbers = {"w": np.random.default_rng(1).standard_normal((8, 8)), "large": np.array(6e4)}
+    wide.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), name) for name, a in numbers.items())
+    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    narrow = convert_float_to_float16(wide, dtype="bfloat16")
+    certificate = verify(wide, narrow, x, cuda=False, precisions=("bfloat16", "float16"))
+    assert certificate.passed
+    assert "NaN or infinite" in certificate.not_proved["float16"].worst_violation
+
+
 def test_weights_in_files_are_mapped_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executions, "INLINE_LIMIT_BYTES", 0)
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
@@ -219,6 +290,8 @@ def test_weights_in_files_are_mapped_as_they_are(tmp_path: Path, monkeypatch: py
     narrow = with_data_files(convert_float_to_float16(wide, dtype="bfloat16"), tmp_path / "narrow.onnx")
     assert open_model(narrow).locations
     assert verify(wide, narrow, x, cuda=False).passed
+    in_float16 = with_data_files(convert_float_to_float16(wide), tmp_path / "float16.onnx")
+    assert verify(wide, in_float16, x, cuda=False, precisions=["bfloat16"]).passed
 
 
 def test_sums_in_float16_are_refused_for_bfloat16() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -134,19 +135,33 @@ def test_a_processor_without_half_arithmetic_computes_in_float32(
         load(path, CpuPrecision.BFLOAT16)
 
 
-def test_without_openvino_a_model_is_computed_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openvino_a_model_is_computed_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(onnx_models, "find_spec", lambda _: None)
-    monkeypatch.setattr(onnx_models, "computed_halves", lambda: frozenset({"bf16"}))
-    path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
-    assert load(path)[0].provider == ON_ONNX_RUNTIME
+    for halves in ("computed_halves", "fast_halves"):
+        monkeypatch.setattr(onnx_models, halves, lambda: frozenset({"bf16"}))
+    path = save_network(tmp_path / "m.onnx", BF16)
+    with caplog.at_level(logging.INFO):
+        assert load(path)[0].provider == ON_ONNX_RUNTIME
+        assert caplog.text == "", "nothing is proved that the package could compute"
+        certify(path, precision="bfloat16", passed=True)
+        assert load(path)[0].provider == ON_ONNX_RUNTIME
+    assert "with the package 'openvino', which is not installed; in a checkout of halfserve, pip install '.[" in caplog.text
     with pytest.raises(ModelLoadError, match=r"the package 'openvino' is not installed; .*pip install '.\[openvino\]'"):
         load(path, CpuPrecision.BFLOAT16)
 
 
-@pytest.mark.parametrize("asked", [CpuPrecision.BFLOAT16, CpuPrecision.FLOAT16])
-def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision) -> None:
-    path = save_mlp(tmp_path / "m.onnx")
-    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert .* --dtype {asked}`"):
+@pytest.mark.parametrize(
+    ("asked", "types"),
+    [
+        (CpuPrecision.BFLOAT16, "--dtype float16 --precisions bfloat16"),
+        (CpuPrecision.FLOAT16, "--dtype float16"),
+    ],
+)
+def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision, types: str) -> None:
+    path = save_mlp(tmp_path / "m.onnx")  # in float16
+    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert .* {types}`"):
         load(path, asked)
     with pytest.raises(ModelLoadError, match="no verdict says that this"):
         load(path, parameters={"halfserve.cpu_precision": asked})
@@ -190,10 +205,35 @@ def save_with_a_gru(path: Path) -> Path:
     return save_model(path, nodes, [("x", FP16, shape)], [("y", FP16, ["batch", 1, 2])], weights)
 
 
+def save_with_a_maximum(path: Path, number: int) -> Path:
+    """x [batch, 4] -> the maximum of each row, taken as numbers of a type."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["taken"], to=number),
+        helper.make_node("ReduceMax", ["taken", "last"], ["most"]),
+        helper.make_node("Cast", ["most"], ["y"], to=BF16),
+    ]
+    weights = {"last": np.array([1])}
+    return save_model(path, nodes, [("x", BF16, ["batch", 4])], [("y", BF16, ["batch", 1])], weights)
+
+
+def save_with_a_maximum_of_floats(path: Path) -> Path:
+    return save_with_a_maximum(path, FP32)
+
+
+@needs_bf16
+def test_a_maximum_of_integers_is_computed_by_openvino(tmp_path: Path) -> None:
+    path = save_with_a_maximum(tmp_path / "m.onnx", TensorProto.INT32)
+    backend, _ = load(certify(path, precision="bfloat16", passed=True), CpuPrecision.BFLOAT16)
+    assert backend.provider == ON_OPENVINO
+    x = np.array([[1, 0, -7, 1], [-3, -2, -5, -9]], ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(backend.run({"x": x})["y"].astype(np.float32), [[1], [-2]])
+
+
 @needs_bf16
 @pytest.mark.parametrize(
     ("save", "reason"),
     [
+        (save_with_a_maximum_of_floats, "OpenVINO does not compute its operator ReduceMax as ONNX defines it"),
         (save_with_a_gru, "OpenVINO does not compute its operator GRU as ONNX defines it"),
         (save_float64, "OpenVINO does not compute in float64, which it uses"),
         (save_open_ended, "sizes in it depend on values, which OpenVINO does not check"),
@@ -246,8 +286,25 @@ def test_a_trial_decides_and_the_log_says_what_was_measured(
     monkeypatch.setattr(onnx_models, "compared", lambda *_: result)
     path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
     with caplog.at_level(logging.INFO):
-        assert load(path, asked)[0].provider == provider
+        backend, config = load(path, asked)
+    assert backend.provider == provider
     assert said in caplog.text
+    measured = config.parameters["halfserve.measured"].string_value
+    assert measured in caplog.text
+    assert measured.startswith("" if result is None else f"OpenVINO in bfloat16 {result.half_ms:g} ms, ONNX Runtime in float32")
+    assert ("for a batch of 8" in measured) == (result is not None)
+
+
+@needs_bf16
+@pytest.mark.parametrize(("allowed", "provider"), [(0.04, ON_OPENVINO), (0.01, ON_ONNX_RUNTIME)])
+def test_a_trial_allows_the_error_of_the_verdict_in_its_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: float, provider: str
+) -> None:
+    monkeypatch.setattr(onnx_models, "compared", lambda *_: TrialResult(1.0, 2.0, 0.1))
+    further = {"bfloat16": {"passed": True, "budget": {"max_scaled_error": allowed}}}
+    own = {"precision": "float16", "passed": True, "budget": {"max_scaled_error": 0.01}}
+    path = certify(save_network(tmp_path / "m.onnx", FP16), **own, precisions=further)
+    assert load(path, CpuPrecision.BFLOAT16)[0].provider == provider
 
 
 @needs_bf16
@@ -283,12 +340,81 @@ def test_a_trial_runs_both_on_a_batch_of_the_model(tmp_path: Path) -> None:
     assert 0 < result.error < 0.03
 
 
+def record(path: Path, *, off_by: float = 0.0, compress: bool = False) -> dict[str, str]:
+    """Write samples.npz beside a network with its answers in float32; returns what a certificate says of it."""
+    x = np.random.default_rng(2).standard_normal((3, SIZE)).astype(np.float32)
+    backend, _ = load(path, CpuPrecision.FLOAT32)
+    y = backend.run({"x": x.astype(backend.compute_dtype("x"))})["y"].astype(np.float32) + np.float32(off_by)
+    save = np.savez_compressed if compress else np.savez
+    save(path.parent / "samples.npz", **{"input/x": x, "output/y": y})  # type: ignore[arg-type]  # (of numpy's own options)
+    return {"samples.npz": hashlib.sha256((path.parent / "samples.npz").read_bytes()).hexdigest()}
+
+
+@needs_bf16
+@pytest.mark.parametrize("asked", [CpuPrecision.AUTO, CpuPrecision.BFLOAT16])
+def test_answers_to_recorded_samples_beyond_the_verdict_keep_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: CpuPrecision
+) -> None:
+    path = save_network(tmp_path / "m.onnx", BF16)
+    certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": 0.04}, files=record(path, off_by=0.05))
+    cache = TrialCache(tmp_path / "trials")
+    for _ in range(2):  # the second is remembered
+        runtimes, config = Runtimes(trials=cache), ModelConfig(max_batch_size=8)
+        placement = DevicePlacement(use_gpu=False, threads=1, cpu_precision=asked)
+        assert runtimes.load(path, runtimes.describe(path), placement, config).provider == ON_ONNX_RUNTIME
+        assert "the answers to recorded samples differ by 0.0" in config.parameters["halfserve.measured"].string_value
+    warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert all("computed in float32 by ONNX Runtime: OpenVINO's answers are wrong here (OpenV" in line for line in warned)
+
+
+@needs_bf16
+def test_recorded_samples_within_the_verdict_are_served_in_half(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_network(tmp_path / "m.onnx", BF16)
+    certify(path, precision="bfloat16", passed=True, files=record(path))
+    with caplog.at_level(logging.INFO):
+        assert load(path, CpuPrecision.BFLOAT16)[0].provider == ON_OPENVINO
+    assert "the answers to recorded samples differ by 0.00" in caplog.text
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ("other", "samples.npz: cannot be used to check what this machine computes: it is not the file that the certificate"),
+        ("compressed", "samples.npz: cannot be used to check what this machine computes: its arrays are compressed"),
+        ("text", "samples.npz: cannot be used to check what this machine computes: File is not a zip file"),
+        ("gone", ""),
+    ],
+)
+def test_recorded_samples_that_cannot_be_used_are_replaced_by_made_up_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str, reason: str
+) -> None:
+    path = save_network(tmp_path / "m.onnx", BF16)
+    files = record(path, off_by=0.5, compress=harm == "compressed")
+    samples = path.parent / "samples.npz"
+    if harm == "other":
+        samples.write_bytes(samples.read_bytes() + b"\0")
+    elif harm == "text":
+        samples.write_bytes(b"no samples")
+        files = {"samples.npz": hashlib.sha256(b"no samples").hexdigest()}
+    elif harm == "gone":
+        samples.unlink()
+    certify(path, precision="bfloat16", passed=True, files=files)
+    with caplog.at_level(logging.INFO):
+        assert load(path, CpuPrecision.BFLOAT16)[0].provider == ON_OPENVINO
+    assert reason in caplog.text
+    assert "; they differ by 0.00" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         ({"passed": True}, {"float16"}),
         ({"passed": True, "precision": "bfloat16"}, {"bfloat16"}),
         ({"passed": False, "precisions": {"bfloat16": {"passed": True}, "float16": {"passed": False}}}, {"bfloat16"}),
+        ({"passed": True, "precisions": {"bfloat16": {"passed": True}}}, {"float16", "bfloat16"}),
+        ({"passed": True, "precisions": {"bfloat16": {"passed": False}}}, {"float16"}),
         ({"passed": True, "precisions": ["bfloat16"]}, {"float16"}),
         ({"passed": 1}, set()),
         ([], set()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +240,60 @@ def test_a_graph_for_one_number_of_rows_alone_is_refused(tmp_path: Path) -> None
     ov.save_model(ov.Model([opset13.result(y)], [x]), tmp_path / "model.xml")
     with pytest.raises(ModelLoadError, match="OpenVINO cannot compute every number of rows: .*divisible"):
         load(tmp_path / "model.xml")
+
+
+def test_a_graph_of_fixed_sizes_is_served_in_whole_requests(tmp_path: Path) -> None:
+    x = opset13.parameter([4, 3], np.float32)
+    x.output(0).set_names({"x"})
+    y = opset13.multiply(x, opset13.constant(np.full((4, 3), 2, np.float32)))
+    y.output(0).set_names({"y"})
+    path = tmp_path / "m" / "1" / "model.xml"
+    path.parent.mkdir(parents=True)
+    ov.save_model(ov.Model([opset13.result(y)], [x]), path, compress_to_fp16=False)
+    for place in (tmp_path, path):  # a repository, and the file alone
+        (files,) = find_models(place)
+        model = load_model(files, Runtimes(), ON_CPU, Defaults())
+        assert (model.provider, model.max_batch_size) == ("OpenVINO on cpu", 0)
+        assert [spec.shape for spec in (*model.interface.inputs, *model.interface.outputs)] == [(4, 3), (4, 3)]
+        np.testing.assert_array_equal(model.backends[0].run({"x": np.ones((4, 3), np.float32)})["y"], np.full((4, 3), 2))
+    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 8")
+    (files,) = find_models(tmp_path)
+    with pytest.raises(ModelLoadError, match="max_batch_size is 8, but not every input and output of the model begins with a"):
+        load_model(files, Runtimes(), ON_CPU, Defaults())
+
+
+COUNT_THREADS = """
+import os, sys, threading
+from pathlib import Path
+import numpy as np
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+
+path, models, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+runtime, placement = OpenVinoRuntime(), DevicePlacement(use_gpu=False, threads=threads)
+interface, x = runtime.describe(path), np.ones((8, 64), np.float16)
+before = len(os.listdir("/proc/self/task"))
+copies = [runtime.load(path, interface, placement, ModelConfig(max_batch_size=8)) for _ in range(models)]
+callers = [
+    threading.Thread(target=lambda copy=copy: [copy.run({"x": x.astype(copy.compute_dtype("x"))}) for _ in range(20)])
+    for copy in copies
+]
+for caller in callers:
+    caller.start()
+for caller in callers:
+    caller.join()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux has it")
+def test_models_have_no_more_threads_than_they_may_compute_with(graph: Path) -> None:
+    models, threads = 4, 2
+    command = [sys.executable, "-c", COUNT_THREADS, str(graph), str(models), str(threads)]
+    started = int(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    # A copy has two threads beside those that compute, which wait for runs that are started in the background.
+    assert 0 < started <= models * (threads + 2)
 
 
 def test_an_error_of_openvinos_breaks_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,17 @@ from rich.table import Table
 
 from halfserve.protos.inference_pb2 import ModelStatistics
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.client.cli.display import PipedConsole, answer_json, models_table, outputs_table, provider_of
+from halfserve.serve.client.cli.display import (
+    PipedConsole,
+    answer_json,
+    computation_of,
+    models_table,
+    outputs_table,
+    provider_of,
+)
 from halfserve.serve.client.cli.models import activity_json, activity_table, snapshot_of
 from halfserve.serve.client.messages import InferAnswer
+from tests.serve.engine.fakes import MEASURED
 from tests.whole_words import broken_words
 
 
@@ -105,6 +113,17 @@ def test_the_provider_comes_from_the_configuration() -> None:
     assert provider_of(config) is None
     config.parameters["halfserve.provider"].string_value = "CUDAExecutionProvider"
     assert provider_of(config) == "CUDAExecutionProvider"
+
+
+def test_the_table_says_in_which_precision_and_what_was_measured() -> None:
+    config = ModelConfig()
+    assert computation_of(config) == {}
+    config.parameters["halfserve.precision"].string_value = "bf16"
+    config.parameters["halfserve.measured"].string_value = MEASURED
+    row = {"name": "m", "version": "1", "state": "READY", "reason": "", "platform": "", "provider": "OpenVINO on cpu"}
+    text = printed(models_table([row | {"inputs": [], "outputs": []} | computation_of(config)]))
+    assert "computed in bf16" in text
+    assert MEASURED in " ".join(text.split())
 
 
 def statistics(name: str = "m", *, requests: int = 0, rows: int = 0, batches: int = 0, ms: int = 0, failed: int = 0) -> Any:

@@ -190,7 +190,8 @@ class Loads:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes], *, caller: str | None = None) -> None:
+        assert caller is None
         self.asked.append(f"load {name} {config} {sorted(files)}")
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:

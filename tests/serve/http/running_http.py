@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.running_server import RunningServer
@@ -21,10 +22,15 @@ def running_http(
     host: str = "127.0.0.1",
     shared_memory: bool = False,
     observe: ObserveOptions | None = None,
+    forwarded: ForwardedHeaders | None = None,
     budget: MemoryBudget | None = None,
 ) -> Iterator[RestServer]:
     """HTTP on the core of a running server."""
-    service = server.call(lambda: Service(server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe))
+    service = server.call(
+        lambda: Service(
+            server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe, forwarded=forwarded
+        )
+    )
     rest = server.call(lambda: RestServer(server.core, service, host, options, budget=budget))
     server.run(rest.start())
     try:

@@ -151,7 +151,7 @@ def test_an_unexpected_error_is_logged_and_not_sent(server: RunningServer, caplo
 
 def test_websockets_are_answered_as_what_they_also_are(http: httpx.Client) -> None:
     answer = http.get("/v2/health/live", headers={"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x"})
-    assert (answer.status_code, answer.json()) == (200, {"live": True})
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_more_is_not_received_than_can_be_held(server: RunningServer) -> None:
@@ -184,7 +184,7 @@ def test_requests_may_be_pipelined(rest: RestServer) -> None:
         peer.sendall(LIVE * 3)
         peer.settimeout(HOLD_S)
         data = b""
-        while data.count(b'{"live":true}') < 3:
+        while data.count(b"HTTP/1.1 200") < 3:
             data += peer.recv(65536)
 
 

@@ -219,7 +219,9 @@ def test_a_full_queue_and_a_spent_time_have_their_statuses() -> None:
             assert b'"data":[3.0]' in read_answer(second)
 
 
-def test_a_client_that_goes_frees_its_place() -> None:
+@pytest.mark.parametrize("entry", ["infer", "generate", "generate_stream"])
+def test_a_client_that_goes_frees_its_place(entry: str) -> None:
+    body = held_body(2) if entry == "infer" else {"x": 2}
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
@@ -229,7 +231,7 @@ def test_a_client_that_goes_frees_its_place() -> None:
         post(first, held_body(1))
         assert backend.entered.wait(HOLD_S)
         with socket.create_connection(("127.0.0.1", rest.port)) as second:
-            post(second, held_body(2))
+            post(second, body, entry)
             wait_until_waiting(rest, 1)
         wait_until_waiting(rest, 0)
         backend.release.set()
@@ -358,9 +360,9 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
         assert b"504" in read_answer(peer).splitlines()[0]
 
 
-def post(peer: socket.socket, body: dict[str, Any]) -> None:
+def post(peer: socket.socket, body: dict[str, Any], entry: str = "infer") -> None:
     content = json.dumps(body).encode()
-    head = f"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"POST /v2/models/held/{entry} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
     peer.settimeout(HOLD_S)
     peer.sendall(head.encode() + content)
 

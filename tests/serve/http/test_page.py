@@ -21,7 +21,7 @@ from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.conftest import load_repository, vouched
-from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.engine.fakes import MEASURED, HeldBackend, held_model, measured_model
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import running_server
 
@@ -73,6 +73,15 @@ def test_the_state_names_models_and_what_they_take(http: httpx.Client) -> None:
     assert mlp["certificate"] is None
     assert mlp["copies"] == [{"up": True, "restarts": 0, "fault": None, "most_rows": None}]
     assert state["series"][:2] == ["time_s", "requests"]
+
+
+def test_the_state_says_what_was_measured_when_a_model_was_loaded() -> None:
+    with (
+        running_server(lambda: [measured_model()]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+    ):
+        (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state", timeout=20).json()["models"]
+    assert (model["provider"], model["precision"], model["measured"]) == ("test", "fp32", MEASURED)
 
 
 def test_samples_may_be_asked_for_from_a_time_on(http: httpx.Client) -> None:

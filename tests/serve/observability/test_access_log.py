@@ -60,6 +60,8 @@ def test_a_request_is_one_line_without_its_contents(serving: Serving, tmp_path: 
         "id": 'a "quoted" id',
         "model": "mlp",
         "version": "3",
+        "provider": "CPUExecutionProvider",
+        "precision": "fp32 (the fp16 model, upcast)",
         "status": "OK",
         "rows": 3,
         "batch_rows": 3,

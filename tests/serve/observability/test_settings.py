@@ -266,14 +266,21 @@ def test_log_settings_are_read_and_changed(serving: Serving, tmp_path: Path) -> 
     options = ObserveOptions(access_log_file=log)
     with serving(options) as server, triton.InferenceServerClient(server.address) as client:
         told = client.get_log_settings(as_json=True)["settings"]
-        assert told["log_info"] == {"bool_param": True}
-        assert told["log_verbose_level"] == {"uint32_param": 0}
-        assert told["access_log"] == {"string_param": "off"}
+        assert told == {  # as scripts compare them with Triton's
+            "log_file": {"string_param": ""},
+            "log_info": {"bool_param": True},
+            "log_warning": {"bool_param": True},
+            "log_error": {"bool_param": True},
+            "log_verbose_level": {"uint32_param": 0},
+            "log_format": {"string_param": "default"},
+        }
         client.infer("mlp", row(), request_id="before", client_timeout=CLIENT_TIMEOUT_S)
         client.update_log_settings({"access_log": True, "log_info": False, "log_format": "ISO8601", "log_verbose_level": 1})
         client.infer("mlp", row(), request_id="logged", client_timeout=CLIENT_TIMEOUT_S)
         assert server.call(lambda: server.service.observability.logs.access_log) is AccessLog.ALL
-        client.update_log_settings({"access_log": False})
+        assert client.get_log_settings(as_json=True)["settings"]["access_log"] == {"string_param": "all"}
+        off = client.update_log_settings({"access_log": False}, as_json=True)["settings"]
+        assert off["access_log"] == {"string_param": "off"}
         client.infer("mlp", row(), request_id="after", client_timeout=CLIENT_TIMEOUT_S)
         assert client.get_log_settings(as_json=True)["settings"]["log_format"] == {"string_param": "ISO8601"}
     assert [json.loads(line)["id"] for line in log.read_text().splitlines()] == ["logged"]

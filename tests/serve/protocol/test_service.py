@@ -18,9 +18,10 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.protocol import service as module
+from halfserve.serve.protocol.rpcs import RepositoryRpcs
 from halfserve.serve.protocol.service import SERVICE, LimitedService, Service
 from halfserve.serve.protocol.status import RETRY_HINT, Status, status_of
-from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.engine.fakes import MEASURED, HeldBackend, held_model, measured_model
 from tests.serve.engine.test_inference_core import on_loop
 
 SHARED_MEMORY = {"system_shared_memory", "cuda_shared_memory"}
@@ -34,9 +35,8 @@ def extensions(*, shared_memory: bool) -> set[str]:
 def test_the_metadata_lists_what_is_served() -> None:
     assert extensions(shared_memory=False) >= {
         *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
-        *("model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
+        *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
     }
-    assert not extensions(shared_memory=False) & {"sequence", "parameters"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,16 @@ def test_settings_of_a_visible_model_alone_are_changed() -> None:
         log(verbose)
     assert log(pb.LogSettingsRequest()) == whole.unary[f"/{SERVICE}/LogSettings"].answer(pb.LogSettingsRequest())
     assert trace(pb.TraceSettingRequest()) == whole.unary[f"/{SERVICE}/TraceSetting"].answer(pb.TraceSettingRequest())
+
+
+@on_loop
+async def test_metadata_and_index_say_what_computes_a_model_and_what_was_measured() -> None:
+    core = InferenceCore([held_model(HeldBackend(), "plain"), measured_model("tried")])
+    service, expected = Service(core, server_version="1.2"), {"halfserve.provider": "test", "halfserve.precision": "fp32"}
+    index = await RepositoryRpcs(core).index(pb.RepositoryIndexRequest())
+    assert [dict(one.properties) for one in index.models] == [expected, expected | {"halfserve.measured": MEASURED}]
+    for one in index.models:
+        assert service.model_metadata(pb.ModelMetadataRequest(name=one.name)).properties == one.properties
 
 
 @on_loop

@@ -50,6 +50,27 @@ def test_tritonclient_streams_and_an_error_does_not_end_it(server: RunningServer
             assert result.as_numpy("y").shape == (1, 10)
 
 
+def test_with_tritons_header_the_first_error_ends_the_stream(transport: MakeTransport) -> None:
+    def requests() -> Iterator[pb.ModelInferRequest]:
+        for value in (1, -1, 2, 3):
+            request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.float32(value).tobytes()])
+            request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
+            yield request
+
+    with (
+        running_server(lambda: [held_model(HeldBackend(), max_rows=1)], transport) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        answers = stream_stub(channel)(requests(), timeout=20, metadata=[("triton_grpc_error", "true")])
+        assert not next(answers).error_message
+        with pytest.raises(grpc.RpcError, match="negative values hurt|failed") as failed:
+            list(answers)
+        assert failed.value.code() == grpc.StatusCode.INTERNAL
+        for value in ("false", "True"):
+            answers = stream_stub(channel)(requests(), timeout=20, metadata=[("triton_grpc_error", value)])
+            assert [bool(answer.error_message) for answer in answers] == [False, True, False, False]
+
+
 def test_the_asyncio_client_streams(server: RunningServer) -> None:
     async def ask() -> list[str]:
         async def requests() -> AsyncIterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
@@ -50,9 +51,11 @@ def load(root: Path, runtimes: Runtimes) -> list[Model]:
 
 
 @contextmanager
-def serving(root: Path, make_transport: MakeTransport = Nghttp2Server) -> Iterator[RunningServer]:
+def serving(
+    root: Path, make_transport: MakeTransport = Nghttp2Server, *, forwarded: ForwardedHeaders | None = None
+) -> Iterator[RunningServer]:
     """A server on the models in `root`, which may call each other."""
     runtimes = Runtimes(trust=Trust(python_models=True))
-    with running_server(lambda: load(root, runtimes), make_transport) as running:
+    with running_server(lambda: load(root, runtimes), make_transport, forwarded=forwarded) as running:
         running.call(lambda: runtimes.connect(ModelCalls(running.core)))
         yield running

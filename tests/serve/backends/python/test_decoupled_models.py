@@ -15,6 +15,7 @@ from halfserve.serve.client.streaming import StreamAnswer
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
 from tests.serve.running_server import TRANSPORTS
+from tests.serve.test_server import serving as serve_process
 
 DECOUPLED = """
 input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
@@ -149,6 +150,72 @@ def test_errors_end_only_their_request(tmp_path: Path) -> None:
         client.stop_stream()
 
 
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_request_ends_when_no_one_is_left_to_answer_it(tmp_path: Path, isolation: str) -> None:
+    """The thread with its response sender has died, execute has dropped it, or a coroutine has failed."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            sender, n = requests[0].get_response_sender(), requests[0].inputs()[0].as_numpy()[0]
+            if n == 1:
+                threading.Thread(target=self.die, args=(sender,)).start()
+            if n == 2:
+                return self.fail(requests)
+            if n == 4:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([n], np.float32))]), flags=1)
+
+        def die(self, sender):
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([7], np.float32))]))
+
+        async def fail(self, requests):
+            raise ValueError("no twos")
+    """
+    parameter = f'parameters {{ key: "halfserve.python_isolation" value {{ string_value: "{isolation}" }} }}'
+    save_python_model(tmp_path, "forgets", code, DECOUPLED + parameter)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        stream = Stream(client)
+        stream.ask("forgets", 1, request_id="one")
+        assert stream.next() == ("one", 7, False)
+        with pytest.raises(InferenceServerException, match="without a final response"):
+            stream.next()
+        for n, expected in ((2, "execute: ValueError: no twos"), (3, "without a final response")):
+            stream.ask("forgets", n)
+            with pytest.raises(InferenceServerException, match=expected):
+                stream.next()
+        stream.ask("forgets", 4, request_id="four")
+        assert stream.next() == ("four", 4, True)
+        client.stop_stream()
+
+
+def test_a_model_finalizes_although_a_request_never_ends(tmp_path: Path) -> None:
+    """It keeps the response sender, and sends nothing more."""
+    code = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.kept = []
+
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            self.kept.append(sender)
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(1, np.float32))]))
+
+        def finalize(self):
+            print("finalized", file=sys.stderr)
+    """
+    save_python_model(tmp_path, "keeps", code, DECOUPLED)
+    with (
+        serve_process(tmp_path, "--trust-python-models", "--no-http", "--drain-seconds", "0.2") as (process, told),
+        InferenceServerClient(f"127.0.0.1:{told['grpc_port']}") as client,
+    ):
+        stream = Stream(client)
+        stream.ask("keeps", 1, request_id="one")
+        assert stream.next() == ("one", 1, False)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert "finalized" in errors
+    assert "Traceback" not in errors
+
+
 def test_cancellation_reaches_the_model(tmp_path: Path) -> None:
     code = """
     class TritonPythonModel:
@@ -178,7 +245,9 @@ def test_a_model_iterates_over_the_responses_of_a_decoupled_one(tmp_path: Path) 
     class TritonPythonModel:
         def execute(self, requests):
             call = pb_utils.InferenceRequest(model_name="counts", requested_output_names=["y"], inputs=requests[0].inputs())
-            values = [r.output_tensors()[0].as_numpy()[0] for r in call.exec(decoupled=True) if r.output_tensors()]
+            responses = call.exec(decoupled=True)
+            for _ in range(2):  # the second time they have all come
+                values = [r.output_tensors()[0].as_numpy()[0] for r in responses if r.output_tensors()]
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([sum(values)], np.float32))])]
     """
     save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)

@@ -8,12 +8,14 @@ import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
+from halfserve.serve.backends.python_child.requests import InferenceRequest
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.errors import ModelLoadError
@@ -88,7 +90,6 @@ def test_the_error_of_one_response_fails_only_its_request(tmp_path: Path) -> Non
         ("None", r"'wrong'.* returned NoneType, expected a list"),
         ("[3]", r"'wrong'.* returned a int among its responses, expected pb_utils.InferenceResponse"),
         ("[answer('z', x)]", r"model 'wrong' answered an output 'z', its configuration has 'y'"),
-        ("[answer('y', x[None])]", r"output 'y' of model 'wrong' has shape \[1, 1\], its configuration has \[-1\]"),
         ("[answer('y', x.astype(int))]", r"output 'y' of model 'wrong' has dtype int64, its configuration has TYPE_FP32"),
         ("[answer('y', x.astype(complex))]", r"'wrong'.* tensor 'y' has dtype complex128, which no datatype stands for"),
     ],
@@ -110,6 +111,77 @@ def test_a_wrong_answer_is_an_error_that_names_model_and_tensor(tmp_path: Path, 
         assert "INTERNAL" in str(caught.value)
         assert "Traceback" not in str(caught.value)
         assert client.is_model_ready("wrong")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("off", None), ("on", r"output 'y' of model 'wrong' has shape \[1, 1\], its configuration has \[-1\]")],
+)
+def test_an_output_of_another_shape_is_passed_on_unless_strict(
+    tmp_path: Path, setting: str, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", requests[0].inputs()[0].as_numpy()[None])])]
+    """
+    strict = f'parameters {{ key: "halfserve.strict_outputs" value {{ string_value: "{setting}" }} }}'
+    save_python_model(tmp_path, "wrong", code, X_TO_Y + strict)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        if expected is not None:
+            with pytest.raises(InferenceServerException, match=expected):
+                infer(client, "wrong", np.ones(1, np.float32))
+            return
+        for _ in range(2):
+            assert infer(client, "wrong", np.ones(1, np.float32)).tolist() == [[1]]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "'y' of model 'wrong' has shape [1, 1], its configuration has [-1]" in warning
+
+
+@pytest.mark.parametrize(("returned", "expected"), [("x[:1, 0]", None), ("x[:0, 0]", None), ("x[:1]", r"expected 2 row\(s\)")])
+def test_an_output_has_the_rows_of_its_request(tmp_path: Path, returned: str, expected: str | None) -> None:
+    code = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            x = requests[0].inputs()[0].as_numpy()
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", {returned})])]
+    """
+    save_python_model(tmp_path, "rows", code, f"max_batch_size: 4 {X_TO_Y}")
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        if expected is None:
+            assert infer(client, "rows", np.ones((1, 2), np.float32)).ndim == 1
+            return
+        with pytest.raises(InferenceServerException, match=expected):
+            infer(client, "rows", np.ones((2, 2), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("UNKNOWN", "UNKNOWN"), ("CANCELLED", "CANCELLED"), ("UNSUPPORTED", "UNIMPLEMENTED")]
+)
+def test_the_code_of_an_error_is_its_status(tmp_path: Path, code: str, status: str) -> None:
+    text = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [pb_utils.InferenceResponse(error=pb_utils.TritonError("told", pb_utils.TritonError.{code}))]
+    """
+    save_python_model(tmp_path, "fails", text)
+    with (
+        serving(tmp_path) as server,
+        InferenceServerClient(server.address) as client,
+        pytest.raises(InferenceServerException, match=rf"StatusCode.{status}\] told"),
+    ):
+        infer(client, "fails", np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize("argument", ["inputs", "requested_output_names", "model_name"])
+def test_a_call_needs_model_inputs_and_outputs(argument: str) -> None:
+    given: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "m"}
+    assert InferenceRequest(**given).model_name() == "m"
+    for wrong in ({**given, argument: None}, {key: value for key, value in given.items() if key != argument}):
+        with pytest.raises(TypeError, match=argument):
+            InferenceRequest(**wrong)
+    with pytest.raises(TypeError, match="correlation_id"):
+        InferenceRequest(**given, correlation_id=None)  # type: ignore[arg-type]  # (that is the point)
 
 
 def test_a_model_that_does_not_import_is_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

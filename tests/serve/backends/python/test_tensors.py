@@ -30,6 +30,7 @@ def test_bfloat16_goes_by_dlpack_alone() -> None:
     tensor = Tensor.from_dlpack("x", x)
     assert (tensor.triton_dtype(), tensor.to_wire().datatype) == (14, "BF16")
     assert torch.equal(from_dlpack(tensor), x)
+    assert torch.equal(from_dlpack(Tensor.from_dlpack("x", x.__dlpack__())), x), "from a capsule, as Triton's models hand over"
     assert torch.equal(from_dlpack(Tensor("x", np.array([1.5, -2.0], ml_dtypes.bfloat16))), x)
     with pytest.raises(TritonModelException, match="'x' is BF16, which numpy does not have; use torch.from_dlpack"):
         tensor.as_numpy()

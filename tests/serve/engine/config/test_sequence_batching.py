@@ -81,7 +81,7 @@ def test_a_state_begins_with_zeros_or_with_a_files_content(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("sequence_batching { iterative_sequence: true }", "has iterative_sequence, which is not supported"),
+        ("sequence_batching { iterative_sequence: true }", "has iterative_sequence, expected a Python model"),
         (SUM.replace('"total"', '"sum"'), "state names the input 'sum', the model has 'total', 'x'"),
         (SUM.replace('"new_total"', '"sum"'), "output_name names the output 'sum', the model has 'new_total', 'y'"),
         (SUM.replace("TYPE_FP32", "TYPE_FP16"), "state 'total' has TYPE_FP16, the model's input 'total' has TYPE_FP32"),

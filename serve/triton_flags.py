@@ -1,0 +1,289 @@
+"""`halfserve triton -- FLAGS`: start the server with the flags of a script that starts tritonserver.
+
+The flags become the arguments of `halfserve serve`, which takes over this process, so that a script can signal it and wait for
+it. What tritonserver does without a flag, such as to listen on every address, is asked for as well.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from halfserve.serve.supervisor.launch import program
+
+EXIT_CODES: dict[type[Exception], int] = {}
+MIB = 2**20
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (tritonserver's default)
+SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
+# Options of `halfserve serve`, by the flags whose value they take as it is.
+SAME = {
+    "http-port": "--http-port",
+    "grpc-port": "--grpc-port",
+    "model-control-mode": "--model-control",
+    "repository-poll-secs": "--poll-seconds",
+    "load-model": "--load-model",
+    "exit-timeout-secs": "--drain-seconds",
+    "grpc-header-forward-pattern": "--grpc-header-forward-pattern",
+    "http-header-forward-pattern": "--http-header-forward-pattern",
+    "grpc-restricted-protocol": "--grpc-restricted-protocol",
+    "http-restricted-api": "--http-restricted-api",
+}
+FILES = {"grpc-server-cert": "--tls-cert", "grpc-server-key": "--tls-key", "grpc-root-cert": "--tls-client-ca"}
+ADDRESSES = ("http-address", "grpc-address", "metrics-address")
+REPOSITORIES = ("model-repository", "model-store")
+# Flags whose value is true or false, with the value that changes nothing here; None where either is ignored with a line.
+SWITCHES: dict[str, bool | None] = {
+    "allow-grpc": True,
+    "allow-http": True,
+    "allow-metrics": True,
+    "exit-on-error": True,
+    "grpc-use-ssl": False,
+    "grpc-use-ssl-mutual": False,
+    "allow-sagemaker": False,
+    "allow-vertex-ai": False,
+    "disable-auto-complete-config": False,
+    "strict-model-config": False,
+    "model-namespacing": False,
+    "strict-readiness": False,
+    "enable-peer-access": None,
+    "reuse-http-port": False,
+    "reuse-grpc-port": False,
+    "log-info": True,
+    "log-warning": True,
+    "log-error": True,
+    "allow-gpu-metrics": True,
+    "allow-cpu-metrics": True,
+}
+TRANSLATED_SWITCHES = {"allow-http", "allow-metrics", "exit-on-error", "grpc-use-ssl", "grpc-use-ssl-mutual"}
+# Flags that are ignored, with what to do in their place.
+IGNORED = {
+    "id": "the server's name is halfserve",
+    "log-verbose": "set log_verbose_level by the log settings, while the server runs",
+    "log-format": "see --log-format of halfserve serve",
+    "log-file": "the log goes to standard error; redirect it",
+    "metrics-config": "quantiles come from the histograms (histogram_quantile)",
+    "metrics-interval-ms": "figures are read at each scrape",
+    "rate-limit": "compute slots share the CPU (--compute-slots)",
+    "rate-limit-resource": "compute slots share the CPU (--compute-slots)",
+    "cache-directory": "the cache is built in",
+    "backend-directory": "backends are built in",
+    "repoagent-directory": "there are no repository agents",
+    "model-config-name": "each model has one config.pbtxt",
+    "http-thread-count": "one event loop serves all connections; see --processes",
+    "model-load-thread-count": "models are loaded in parallel where that helps",
+    "model-load-retry-count": "a model that cannot be loaded is refused",
+    "model-load-gpu-limit": "the device's memory is the limit",
+    "grpc-keepalive-time": "connections are checked for progress",
+    "grpc-keepalive-timeout": "connections are checked for progress",
+    "grpc-keepalive-permit-without-calls": "pings are answered at any time",
+    "grpc-http2-max-pings-without-data": "pings are answered at any time",
+    "grpc-http2-min-recv-ping-interval-without-data": "pings are answered at any time",
+    "grpc-http2-max-ping-strikes": "pings are answered at any time",
+    "grpc-max-connection-age": "connections stay open",
+    "grpc-max-connection-age-grace": "connections stay open",
+    "grpc-infer-allocation-pool-size": "requests need no pool",
+    "grpc-infer-response-compression-level": "answers over gRPC are not compressed",
+    "pinned-memory-pool-byte-size": "there is no pool",
+    "cuda-memory-pool-byte-size": "there is no pool",
+    "cuda-virtual-address-size": "there is no pool",
+    "buffer-manager-thread-count": "there is no pool",
+    "host-policy": "use taskset or numactl",
+    "sagemaker-port": "there is no SageMaker port",
+    "sagemaker-safe-port-range": "there is no SageMaker port",
+    "sagemaker-thread-count": "there is no SageMaker port",
+    "vertex-ai-port": "there is no Vertex AI port",
+    "vertex-ai-thread-count": "there is no Vertex AI port",
+    "vertex-ai-default-model": "there is no Vertex AI port",
+    "trace-count": "set trace_count by the trace settings, while the server runs",
+    "trace-log-frequency": "set log_frequency by the trace settings, while the server runs",
+}
+OTHERS = {"metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", "trace-file"}
+OTHERS |= {"trace-level", "trace-rate"}
+FLAGS = {*SAME, *FILES, *ADDRESSES, *REPOSITORIES, *SWITCHES, *IGNORED, *OTHERS}
+NO_VALUE = {"disable-auto-complete-config"}
+BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+
+
+@dataclass
+class Translation:
+    """What a script's flags become.
+
+    Attributes:
+        path: the model repository.
+        arguments: of `halfserve serve`, besides the path.
+        remarks: a line for each flag that is ignored.
+    """
+
+    path: str = ""
+    arguments: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def triton(
+    flags: Annotated[list[str], typer.Argument(metavar="-- FLAGS", help="The flags of tritonserver, behind two dashes.")],
+) -> None:
+    """Start the server with the flags of tritonserver, one line on standard error for each that is ignored.
+
+    As tritonserver does, it listens on every address, runs the repository's Python models and lets clients use shared memory.
+
+    Example: halfserve triton -- --model-repository=models --http-port=8000
+    """
+    try:
+        translation = translated(flags)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    command = ["serve", translation.path, *translation.arguments]
+    for line in (*translation.remarks, f"starts: halfserve {shown(command)}"):
+        typer.echo(line, err=True)
+    os.execv(sys.executable, [*program("halfserve"), *command])  # noqa: S606  (our own program, and no shell)
+
+
+def translated(flags: Sequence[str]) -> Translation:
+    """Translate the flags of tritonserver.
+
+    Raises:
+        ValueError: a flag is unknown, lacks its value, or asks for what the server does not have.
+    """
+    given: dict[str, list[str]] = {}
+    for name, value in _pairs(flags):
+        given.setdefault(name, []).append(value)
+    made = Translation(path=_repository(given))
+    switches = {name: _switch(name, values[-1]) for name, values in given.items() if name in SWITCHES}
+    made.arguments += ["--host", _address(given), "--shared-memory", "--trust-python-models"]
+    for name, option in SAME.items():
+        for value in given.get(name, ()):
+            made.arguments += [option, value]
+    _listen(made, given, switches)
+    if switches.get("exit-on-error") is False:
+        made.arguments.append("--keep-going")
+    _encrypt(made, given, switches)
+    _keep_responses(made, given)
+    _configure_backends(made, given)
+    _trace(made, given)
+    for name, is_on in switches.items():
+        if name not in TRANSLATED_SWITCHES and is_on is not SWITCHES[name]:
+            made.remarks.append(f"--{name}={str(is_on).lower()} is ignored")
+    made.remarks += [f"--{name} is ignored: {reason}" for name, reason in IGNORED.items() if name in given]
+    return made
+
+
+def shown(command: Sequence[str]) -> str:
+    """A command as one line, without its secrets."""
+    hidden = ["***" if before in SECRETS else word for before, word in zip(["", *command], command, strict=False)]
+    return shlex.join(hidden).replace("'***'", "***")
+
+
+def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag's name and value: --name=value, or --name value."""
+    words = iter(flags)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in FLAGS:
+            raise ValueError(f"{word.partition('=')[0]!r} is no flag of tritonserver that is known here")
+        if equals or name in NO_VALUE:
+            yield name, value or "true"
+            continue
+        following = next(words, None)
+        if following is None or following.startswith("--"):
+            raise ValueError(f"--{name} has no value, expected --{name}=VALUE")
+        yield name, following
+
+
+def _switch(name: str, value: str) -> bool:
+    if value.lower() not in BOOLS:
+        raise ValueError(f"--{name} is {value!r}, expected true or false")
+    return BOOLS[value.lower()]
+
+
+def _repository(given: dict[str, list[str]]) -> str:
+    found = [path for name in REPOSITORIES for path in given.get(name, ())]
+    if not found:
+        raise ValueError("there is no --model-repository; expected one")
+    if len(found) > 1:
+        raise ValueError(
+            f"there are {len(found)} model repositories ({', '.join(found)}), expected one; put links to all model folders "
+            "into one folder, or start a server for each"
+        )
+    return found[0]
+
+
+def _address(given: dict[str, list[str]]) -> str:
+    found = {given[name][-1] for name in ADDRESSES if name in given}
+    if len(found) > 1:
+        raise ValueError(f"the addresses differ ({', '.join(sorted(found))}), expected one for gRPC, HTTP and metrics")
+    return found.pop() if found else ANY_ADDRESS
+
+
+def _listen(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
+    has_http, has_metrics = switches.get("allow-http", True), switches.get("allow-metrics", True)
+    if not has_http:
+        made.arguments.append("--no-http")
+        if has_metrics:
+            made.remarks.append("--allow-http=false: there are no metrics either")
+    elif not has_metrics:
+        made.arguments += ["--metrics-port", "-1"]
+    elif "metrics-port" in given:
+        made.arguments += ["--metrics-port", given["metrics-port"][-1]]
+
+
+def _encrypt(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
+    if not (switches.get("grpc-use-ssl") or switches.get("grpc-use-ssl-mutual")):
+        return
+    for name, option in FILES.items():
+        if name in given and (name != "grpc-root-cert" or switches.get("grpc-use-ssl-mutual")):
+            made.arguments += [option, given[name][-1]]
+    made.remarks.append("--grpc-use-ssl: HTTP and metrics are encrypted too")
+
+
+def _keep_responses(made: Translation, given: dict[str, list[str]]) -> None:
+    sizes = [("--response-cache-byte-size", value) for value in given.get("response-cache-byte-size", ())]
+    for setting in given.get("cache-config", ()):
+        cache, _, size = setting.partition(",size=")
+        if cache == "local" and size:
+            sizes.append(("--cache-config", size))
+        else:
+            made.remarks.append(f"--cache-config={setting} is ignored: the cache is the local one, and has a size alone")
+    for flag, size in sizes:
+        if not size.isdecimal():
+            raise ValueError(f"{flag} has the size {size!r}, expected a number of bytes")
+        made.arguments += ["--response-cache-mib", str(-(-int(size) // MIB))]
+
+
+def _configure_backends(made: Translation, given: dict[str, list[str]]) -> None:
+    for setting in given.get("backend-config", ()):
+        _, _, pair = setting.partition(",")
+        name, _, value = pair.partition("=")
+        if name == "default-max-batch-size" and value.isdecimal():
+            made.arguments += ["--max-batch-size", str(max(1, int(value)))]
+        else:
+            made.remarks.append(f"--backend-config={setting} is ignored: a model's config.pbtxt has its parameters")
+
+
+def _trace(made: Translation, given: dict[str, list[str]]) -> None:
+    settings: dict[str, str] = {}
+    for text in given.get("trace-config", ()):
+        name, _, value = text.partition("=")
+        settings[name] = value
+    for name in ("file", "level", "rate"):
+        if f"trace-{name}" in given:
+            settings["triton,file" if name == "file" else name] = given[f"trace-{name}"][-1]
+    if settings.get("level", "OFF").upper() in {"OFF", "FALSE"}:
+        return
+    if settings.get("mode", "triton") != "opentelemetry":
+        raise ValueError(
+            "traces are wanted in mode triton, in Triton's own format of a file, which this server does not write; expected "
+            "--trace-config=mode=opentelemetry, or no level"
+        )
+    made.arguments += ["--trace-to", "otlp"]
+    if "rate" in settings:
+        made.arguments += ["--trace-rate", settings["rate"]]
+    for name, value in settings.items():
+        if name not in {"mode", "level", "rate"}:
+            place = "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if name == "opentelemetry,url" else "see OpenTelemetry's variables"
+            made.remarks.append(f"--trace-config={name}={value} is ignored: {place}")
