@@ -20,7 +20,7 @@ import typer
 
 from halfserve.compiled_build import build_in_use
 from halfserve.serve.backends.runtimes import Runtimes
-from halfserve.serve.engine.backend import DevicePlacement, RequestBackend, Trust
+from halfserve.serve.engine.backend import DevicePlacement, Outcome, RequestBackend, Trust
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -55,7 +55,7 @@ class Nothing(RequestBackend):
     provider = "nothing"
     precision = "fp32"
 
-    def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
+    def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
         return [{"y": request.inputs["x"]} for request in requests]
 
 

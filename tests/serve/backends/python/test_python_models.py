@@ -8,6 +8,7 @@ import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,13 +175,13 @@ def test_the_code_of_an_error_is_its_status(tmp_path: Path, code: str, status: s
 
 @pytest.mark.parametrize("argument", ["inputs", "requested_output_names", "model_name"])
 def test_a_call_needs_model_inputs_and_outputs(argument: str) -> None:
-    given = {"inputs": [], "requested_output_names": [], "model_name": "m"}
+    given: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "m"}
     assert InferenceRequest(**given).model_name() == "m"
     for wrong in ({**given, argument: None}, {key: value for key, value in given.items() if key != argument}):
         with pytest.raises(TypeError, match=argument):
             InferenceRequest(**wrong)
     with pytest.raises(TypeError, match="correlation_id"):
-        InferenceRequest(**given, correlation_id=None)  # type: ignore[arg-type]  # (that is the point)
+        InferenceRequest(**given, correlation_id=None)
 
 
 def test_a_model_that_does_not_import_is_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
