@@ -87,7 +87,7 @@ def test_equal_requests_get_the_computed_answer(mlp: Path) -> None:
 
 
 def test_the_second_equal_request_of_several_inputs_is_a_hit(tmp_path: Path) -> None:
-    pair = ["batch", 2]
+    pair: list[int | str] = ["batch", 2]
     save_model(
         tmp_path / "two" / "1" / "model.onnx",
         [helper.make_node("Add", ["x", "w"], ["y"])],

@@ -181,7 +181,7 @@ def test_a_call_needs_model_inputs_and_outputs(argument: str) -> None:
         with pytest.raises(TypeError, match=argument):
             InferenceRequest(**wrong)
     with pytest.raises(TypeError, match="correlation_id"):
-        InferenceRequest(**given, correlation_id=None)
+        InferenceRequest(**given, correlation_id=None)  # type: ignore[arg-type]  # (that is the point)
 
 
 def test_a_model_that_does_not_import_is_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
