@@ -181,7 +181,9 @@ def test_a_weight_that_has_no_effect_is_named(
 OURS, THEIRS = ("ours", "ours_too", "ours_broken", "ours_loadable"), ("theirs", "theirs_broken", "theirs_loadable")
 ROOT = Path(__file__).parents[3]
 # What a view does as a core without models does it: it finds models by what is handed on, or changes nothing but itself.
-AS_WITHOUT_MODELS = {"model", "replace", "notify", "retire", "drain", "leaving", "on_change", "off_change", "changed"}
+AS_WITHOUT_MODELS = {
+    *("model", "replace", "notify", "retire", "drain", "clean_up", "leaving", "on_change", "off_change", "changed")
+}
 
 
 class Loads:
