@@ -53,6 +53,7 @@ _batching = partial(typer.Option, rich_help_panel="Batching")
 _computing = partial(typer.Option, rich_help_panel="Computing")
 _observing = partial(typer.Option, rich_help_panel="Observing")
 _security = partial(typer.Option, rich_help_panel="Security")
+_as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 _ending = partial(typer.Option, rich_help_panel="Ending")
 
 
@@ -98,11 +99,11 @@ def serve(
     ] = None,
     grpc_header_forward_pattern: Annotated[
         str | None,
-        _listening(
+        _as_triton(
             help="Regular expression: headers of gRPC calls with such names become parameters of their inference requests."
         ),
     ] = None,
-    http_header_forward_pattern: Annotated[str | None, _listening(help="The same for HTTP requests.")] = None,
+    http_header_forward_pattern: Annotated[str | None, _as_triton(help="The same for HTTP requests.")] = None,
     transport: Annotated[
         TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
     ] = ServerOptions.transport,
@@ -286,14 +287,14 @@ def serve(
     ] = ControlOptions.certificate_key,
     grpc_restricted_protocol: Annotated[
         list[str] | None,
-        _security(
+        _as_triton(
             hide_input=True,
             help="APIS:KEY=VALUE, such as inference,metadata:key=secret: calls of these need the header "
             f"{GRPC_PREFIX}KEY with this value; may be repeated. APIs: {', '.join(APIS)}.",
         ),
     ] = None,
     http_restricted_api: Annotated[
-        list[str] | None, _security(hide_input=True, help="The same for HTTP requests, by the header KEY; may be repeated.")
+        list[str] | None, _as_triton(hide_input=True, help="The same for HTTP requests, by the header KEY; may be repeated.")
     ] = None,
     admin_port: Annotated[
         int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")

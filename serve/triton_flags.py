@@ -17,7 +17,12 @@ import typer
 
 from halfserve.serve.supervisor.launch import program
 
-EXIT_CODES: dict[type[Exception], int] = {}
+
+class TritonFlagError(Exception):
+    """A flag cannot be translated; the text names it and says what was expected."""
+
+
+EXIT_CODES: dict[type[Exception], int] = {TritonFlagError: 2}
 MIB = 2**20
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (tritonserver's default)
 SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
@@ -134,10 +139,7 @@ def triton(
 
     Example: halfserve triton -- --model-repository=models --http-port=8000
     """
-    try:
-        translation = translated(flags)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    translation = translated(flags)
     command = ["serve", translation.path, *translation.arguments]
     for line in (*translation.remarks, f"starts: halfserve {shown(command)}"):
         typer.echo(line, err=True)
@@ -148,7 +150,7 @@ def translated(flags: Sequence[str]) -> Translation:
     """Translate the flags of tritonserver.
 
     Raises:
-        ValueError: a flag is unknown, lacks its value, or asks for what the server does not have.
+        TritonFlagError: a flag is unknown, lacks its value, or asks for what the server does not have.
     """
     given: dict[str, list[str]] = {}
     for name, value in _pairs(flags):
@@ -185,28 +187,28 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in FLAGS:
-            raise ValueError(f"{word.partition('=')[0]!r} is no flag of tritonserver that is known here")
+            raise TritonFlagError(f"{word.partition('=')[0]!r} is no flag of tritonserver that is known here")
         if equals or name in NO_VALUE:
             yield name, value or "true"
             continue
         following = next(words, None)
         if following is None or following.startswith("--"):
-            raise ValueError(f"--{name} has no value, expected --{name}=VALUE")
+            raise TritonFlagError(f"--{name} has no value, expected --{name}=VALUE")
         yield name, following
 
 
 def _switch(name: str, value: str) -> bool:
     if value.lower() not in BOOLS:
-        raise ValueError(f"--{name} is {value!r}, expected true or false")
+        raise TritonFlagError(f"--{name} is {value!r}, expected true or false")
     return BOOLS[value.lower()]
 
 
 def _repository(given: dict[str, list[str]]) -> str:
     found = [path for name in REPOSITORIES for path in given.get(name, ())]
     if not found:
-        raise ValueError("there is no --model-repository; expected one")
+        raise TritonFlagError("there is no --model-repository; expected one")
     if len(found) > 1:
-        raise ValueError(
+        raise TritonFlagError(
             f"there are {len(found)} model repositories ({', '.join(found)}), expected one; put links to all model folders "
             "into one folder, or start a server for each"
         )
@@ -216,7 +218,7 @@ def _repository(given: dict[str, list[str]]) -> str:
 def _address(given: dict[str, list[str]]) -> str:
     found = {given[name][-1] for name in ADDRESSES if name in given}
     if len(found) > 1:
-        raise ValueError(f"the addresses differ ({', '.join(sorted(found))}), expected one for gRPC, HTTP and metrics")
+        raise TritonFlagError(f"the addresses differ ({', '.join(sorted(found))}), expected one for gRPC, HTTP and metrics")
     return found.pop() if found else ANY_ADDRESS
 
 
@@ -251,7 +253,7 @@ def _keep_responses(made: Translation, given: dict[str, list[str]]) -> None:
             made.remarks.append(f"--cache-config={setting} is ignored: the cache is the local one, and has a size alone")
     for flag, size in sizes:
         if not size.isdecimal():
-            raise ValueError(f"{flag} has the size {size!r}, expected a number of bytes")
+            raise TritonFlagError(f"{flag} has the size {size!r}, expected a number of bytes")
         made.arguments += ["--response-cache-mib", str(-(-int(size) // MIB))]
 
 
@@ -276,7 +278,7 @@ def _trace(made: Translation, given: dict[str, list[str]]) -> None:
     if settings.get("level", "OFF").upper() in {"OFF", "FALSE"}:
         return
     if settings.get("mode", "triton") != "opentelemetry":
-        raise ValueError(
+        raise TritonFlagError(
             "traces are wanted in mode triton, in Triton's own format of a file, which this server does not write; expected "
             "--trace-config=mode=opentelemetry, or no level"
         )

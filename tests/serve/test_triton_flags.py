@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from halfserve.cli import command_of
-from halfserve.serve.triton_flags import FILES, SAME, shown, translated
+from halfserve.serve.triton_flags import FILES, SAME, TritonFlagError, shown, translated
 from tests.models import save_mlp
 
 BEFORE = ["--host", "0.0.0.0", "--shared-memory", "--trust-python-models"]  # noqa: S104  (tritonserver's default)
@@ -100,7 +100,7 @@ def test_each_ignored_flag_gets_one_line() -> None:
     ids=range(9),
 )
 def test_flags_that_cannot_be_honoured_are_refused(flags: str, text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{text}"):
+    with pytest.raises(TritonFlagError, match=f"^{text}"):
         translated(flags.split())
 
 
