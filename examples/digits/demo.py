@@ -154,8 +154,8 @@ def _compared(console: Console, served: Mapping[str, Sequence[str]], seconds: fl
         seconds: of measuring each.
     """
     from halfserve.serve.benchmark.comparison import compare  # noqa: PLC0415  (as in `ask_held_out`)
-    from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings  # noqa: PLC0415
-    from halfserve.serve.benchmark.measurement import Measurement, measure  # noqa: PLC0415
+    from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings  # noqa: PLC0415  (as above)
+    from halfserve.serve.benchmark.measurement import Measurement, measure  # noqa: PLC0415  (as above)
 
     how = Measurement(seconds=seconds / ROUNDS, warmup_s=0.2)
     with ExitStack() as stack:
