@@ -33,6 +33,7 @@ WARM_UP_PART = 10  # of the count; what a server takes at first is no growth
 SPARE_DESCRIPTORS, SPARE_THREADS = 2, 4
 MAX_GROWN_MB = 16.0
 STOP_S = 60.0
+SETTLE_S = 5.0  # in which the server notices that its clients have gone
 
 
 def main(
@@ -49,7 +50,7 @@ def main(
             try:
                 for part, number in enumerate((count // WARM_UP_PART, count - count // WARM_UP_PART)):
                     send_all(server, counts.total + number, seed + part, counts, good)
-                    samples.append(look(server.process.pid))
+                    samples.append(_settled(server.process.pid, samples))
             except (ConnectionLostError, FileNotFoundError) as error:
                 counts.complaints.append(f"the server hung up on a call that breaks no rule of HTTP/2, or has ended: {error}")
             seconds = time.monotonic() - began
@@ -60,6 +61,16 @@ def main(
     else:
         _print(figures, counts)
     raise typer.Exit(1 if figures["complaints"] else 0)
+
+
+def _settled(pid: int, before: list[Sample]) -> Sample:
+    """A look at the server, once no more descriptors are open than before, or after a while."""
+    ends = time.monotonic() + SETTLE_S
+    while True:
+        sample = look(pid)
+        if not before or sample.descriptors <= before[0].descriptors + SPARE_DESCRIPTORS or time.monotonic() > ends:
+            return sample
+        time.sleep(0.02)
 
 
 def _end(server: ServerProcess, counts: Counts) -> None:

@@ -93,6 +93,10 @@ class Delivery:
                     again |= self._reschedule(result)
         return again
 
+    def let_go(self) -> None:
+        """Call nobody any more: after the last answer, this breaks a reference cycle that would keep an unloaded model."""
+        self.on_late_answer, self.on_reschedule = _nothing, _nothing_with
+
     def fail(self, request: InferRequest, error: InferenceError) -> None:
         self._statistics.failed(request.arrived_ns, error)
         request.finish(error)
@@ -261,6 +265,7 @@ class Batcher:
         if self._share is not None:
             self._share.leave()
             self._share = None  # breaks a reference cycle that would keep an unloaded model
+        self._delivery.let_go()
         for instance in self._instances:
             instance.stop()
 

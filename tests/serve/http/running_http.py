@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
@@ -25,7 +26,9 @@ def running_http(
     forwarded: ForwardedHeaders | None = None,
     budget: MemoryBudget | None = None,
 ) -> Iterator[RestServer]:
-    """HTTP on the core of a running server."""
+    """HTTP on the core of a running server; a free port takes the place of the default one of the metrics."""
+    if options.metrics_port == HttpOptions.metrics_port:
+        options = replace(options, metrics_port=0)
     service = server.call(
         lambda: Service(
             server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe, forwarded=forwarded
