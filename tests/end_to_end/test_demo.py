@@ -18,7 +18,7 @@ from google.protobuf import text_format
 
 from halfserve import read_certificate
 from halfserve.amp_core.checkpoint import load_checkpoint
-from halfserve.examples.digits.report import LEVEL_HEADINGS, DemoResult, precision_rows
+from halfserve.examples.digits.report import LEVEL_HEADINGS, PRECISION_HEADINGS, DemoResult, precision_rows
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 
@@ -94,9 +94,11 @@ def test_the_readme_shows_the_lines_that_the_demo_prints(demo: tuple[Path, dict[
         bench=out / "bench.json",
         bench_plot=out / "bench.png",
         served_accuracy=summary["accuracy"]["served"],
+        processor=summary["processor"],
+        precisions=summary["precisions"],
     )
     shown = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    for line in [*(name for name, _ in precision_rows(result)), *LEVEL_HEADINGS]:
+    for line in [*(name for name, _ in precision_rows(result)), *LEVEL_HEADINGS, *PRECISION_HEADINGS]:
         assert line in shown
 
 
