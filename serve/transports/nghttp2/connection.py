@@ -19,6 +19,8 @@ from halfserve.serve.transports.nghttp2.frame_reader import DiscardingReader, Fr
 from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
 from halfserve.serve.transports.nghttp2.session import FREE_CALLS, NOTICE, GrpcSession, Route
 
+LAST_WORD_S = 1.0  # for a client that broke the protocol to read why its connection ends
+
 
 class ConnectionServer(Protocol):
     """The server, as its connections see it."""
@@ -319,7 +321,9 @@ class GrpcConnection(GrpcSession):
             with contextlib.suppress(NGH2Error):
                 self._send_buffer.write(self._transport)
             self._goes = True  # libnghttp2 or `_broken` said GOAWAY
-            self._leave(self._transport)
+            transport = self._transport
+            self._leave(transport)
+            self.loop.call_later(LAST_WORD_S, transport.abort)  # nothing more comes of it, whatever the client does
 
     def _write_no_more(self) -> None:
         """End the calls and drop further input: the socket may stay open for a while."""
