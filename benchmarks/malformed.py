@@ -46,7 +46,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         save_interfaces(Path(folder))
         with server_process(Path(folder)) as server:
-            began, samples = time.monotonic(), []
+            began = time.monotonic()
+            samples: list[Sample] = []
             try:
                 for part, number in enumerate((count // WARM_UP_PART, count - count // WARM_UP_PART)):
                     send_all(server, counts.total + number, seed + part, counts, good)
