@@ -162,7 +162,7 @@ def level_rows(result: DemoResult) -> list[tuple[str, ...]]:
     ]
 
 
-PRECISION_HEADINGS = ("model file", "computed in", "accuracy", "requests/s", "", "p99 ms")
+PRECISION_HEADINGS = ("model file", "computed in", "accuracy", "requests/s", "ratio", "p99 ms")
 
 
 def served_rows(result: DemoResult) -> list[tuple[str, ...]]:

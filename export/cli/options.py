@@ -105,7 +105,10 @@ def precisions_of(text: str) -> tuple[HalfName, ...]:
     Raises:
         UsageError: A name is another one.
     """
-    return tuple(half_named(name.strip()).name for name in text.split(",")) if text else ()
+    try:
+        return tuple(half_named(name.strip()).name for name in text.split(",")) if text else ()
+    except UsageError as error:
+        raise UsageError(f"--precisions {text}: {error}") from None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.certificate.table import certificate_table
 from halfserve.export.file_conversion import Beside, Converted, SearchFailed
 from halfserve.export.placement.audit import placement_lines, placement_table
+from halfserve.protos.certificates import SAMPLES
 
 if TYPE_CHECKING:
     from halfserve.export.onnx_fp16.report import ConversionReport, KeptNode
@@ -116,6 +117,10 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
         lines.append("verdict   none: not verified")
     if done.growth is not None:
         lines.append(f"larger    {done.growth}")
+    if done.certificate is not None and SAMPLES in done.certificate.files:
+        lines.append(
+            f"samples   a few lie in {SAMPLES} beside the model, for servers to check; remove it if they must not travel"
+        )
     lines += [
         f"left over {name}: only the model before used it; remove it when no process reads that model"
         for name in done.superseded

@@ -251,6 +251,7 @@ def test_a_file_becomes_a_version_in_a_repository_with_its_twin(run: Run) -> Non
     assert certificate.files["fp32/model.onnx"] == twin
     second = run(*arguments)
     assert Path(json.loads(second.stdout)["path"]) == Path("models/sums/2")
+    assert "a few lie in samples.npz beside the model" in run(*arguments[:-1]).stdout
 
 
 def test_a_key_signs_the_certificates_that_are_written(run: Run, tmp_path: Path) -> None:

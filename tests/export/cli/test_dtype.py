@@ -124,7 +124,7 @@ def test_a_second_precision_that_fails_is_recorded_and_the_file_is_written(run: 
 def test_a_precision_of_another_name_is_refused(run: Run) -> None:
     made = run("verify", "in.onnx", "in.onnx", "--precisions", "float16,fp8")
     assert isinstance(made.exception, UsageError)
-    assert "'fp8'; expected 'float16' or 'bfloat16'" in str(made.exception)
+    assert "--precisions float16,fp8: dtype is 'fp8'; expected 'float16' or 'bfloat16'" in str(made.exception)
 
 
 def test_auto_takes_float16_where_that_passes(run: Run) -> None:
