@@ -20,8 +20,8 @@ ONE = '{{ name: "{0}" data_type: TYPE_FP32 dims: {1} }}'
 
 def save_identity(folder: Path, shape: list[int] | None, dims: str | None) -> None:
     """x FP32 -> y FP32 of a shape, None for an unknown rank; and a configuration where `dims` are given."""
-    tensors = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "identity", *tensors)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "identity", [x], [y])
     (folder / "1").mkdir(parents=True)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     onnx.save(model, folder / "1" / "model.onnx")

@@ -117,10 +117,10 @@ class MetricFamily:
     COUNTER, GAUGE, HISTOGRAM = MetricKind
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Declare a family, or join one that was declared alike.
+        """Declare a family, or join the one of this name, which keeps its description.
 
         Raises:
-            TritonModelException: the name is none of a metric, is the server's, or was declared otherwise.
+            TritonModelException: the name is none of a metric, is the server's, or was declared as another kind.
         """
         self.name = str(name)
         self.kind = MetricKind(kind)

@@ -198,6 +198,8 @@ class Ensemble:
         _, cycle = dependency_order([self.graph.name], lambda name: self._below(core, name))
         if cycle:
             return f"its steps lead back to it: {' -> '.join(map(repr, cycle))}; an ensemble cannot be a step of itself"
+        if self._config.response_cache.enable and _is_decoupled(models):
+            return "response_cache is for models with one answer to a request, but a step is decoupled; remove response_cache"
         return misfit(self.graph, models, self._config.max_batch_size) or models
 
     def _below(self, core: InferenceCore, name: str) -> list[str]:

@@ -18,7 +18,8 @@ from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.step_memory import COUNTED_BYTES, RunSizes, bytes_of
 from halfserve.serve.engine.queueing.waiting_line import is_late
-from halfserve.serve.engine.requests import Answer, InferRequest
+from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, RemarkedAnswer
+from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class EnsembleRun:
         branch.answers[index] = answer
         branch.left -= 1
         if not branch.left:
-            outputs = plan.outputs(branch.answers)
+            outputs = self._with_sequence(plan.outputs(branch.answers))
             if self._request.respond is None:
                 self._finish(outputs, call)
             else:
@@ -241,6 +242,15 @@ class EnsembleRun:
             branch.waits[follower] -= 1
             if not branch.waits[follower]:
                 self._call(follower, branch, call)
+
+    def _with_sequence(self, outputs: Tensors) -> Tensors:
+        """The outputs with the sequence of the request, which Triton's ensembles repeat, unless a step has named another."""
+        given = self._request.parameters
+        if not given or not given.get(SEQUENCE_ID):
+            return outputs
+        told = {SEQUENCE_ID: given[SEQUENCE_ID]} | {flag: given.get(flag, False) for flag in (SEQUENCE_START, SEQUENCE_END)}
+        own = outputs.parameters if isinstance(outputs, RemarkedAnswer) else NO_PARAMETERS
+        return RemarkedAnswer(outputs, told | {**own})
 
     def _respond(self, outputs: Tensors, branch: Branch) -> None:
         """Give one of many responses."""

@@ -318,7 +318,7 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
             family = pb_utils.MetricFamily(name="texts_seen", description="Texts", kind=pb_utils.MetricFamily.COUNTER)
             self.counter = family.Metric(labels={"language": "en"})
             family = pb_utils.MetricFamily(name="text_length", description="Length", kind=pb_utils.MetricFamily.HISTOGRAM)
-            self.lengths = family.Metric(buckets=[1.0, 10.0])
+            self.lengths = family.Metric(buckets=[1.0, 2.5])
 
         def execute(self, requests):
             x = requests[0].inputs()[0].as_numpy()
@@ -334,12 +334,32 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
         told = {metric.name: metric.samples for metric in server.call(server.core.figures.custom_metrics)}
     assert told["texts_seen"] == [("", {"language": "en"}, 5.5)]
     assert told["text_length"] == [
-        ("_bucket", {"le": "1.0"}, 1),
-        ("_bucket", {"le": "10.0"}, 2),
+        ("_bucket", {"le": "1"}, 1),
+        ("_bucket", {"le": "2.5"}, 1),
         ("_bucket", {"le": "+Inf"}, 2),
         ("_sum", {}, 5.5),
         ("_count", {}, 2),
     ]
+
+
+def test_a_family_declared_again_keeps_its_description_and_its_kind(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            first = pb_utils.MetricFamily("seen", "First", pb_utils.MetricFamily.HISTOGRAM)
+            again = pb_utils.MetricFamily("seen", "Second", pb_utils.MetricFamily.HISTOGRAM)
+            again.Metric(buckets=[]).observe(3)
+            try:
+                pb_utils.MetricFamily("seen", "First", pb_utils.MetricFamily.GAUGE)
+            except pb_utils.TritonModelException as error:
+                return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array(["a histogram" in str(error)], np.float32))])]
+    """
+    save_python_model(tmp_path, "declares", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "declares", np.ones(1, np.float32)) == [1]
+        (told,) = server.call(server.core.figures.custom_metrics)
+    assert (told.text, told.kind) == ("First", "histogram")
+    assert told.samples == [("_bucket", {"le": "+Inf"}, 1), ("_sum", {}, 3), ("_count", {}, 1)]
 
 
 def test_metrics_that_prometheus_cannot_read_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfserve.serve.engine.errors import BackendError, InferenceError, UnsupportedError
+from halfserve.serve.engine.errors import BackendError, InferenceError, UnmetStepsError, UnsupportedError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
@@ -244,6 +244,16 @@ def test_a_request_for_one_response_is_refused() -> None:
         with pytest.raises(UnsupportedError, match=r"model 'pipe' is decoupled: .* send it by ModelStreamInfer"):
             Asked(core, serve(core, MANY_THEN_TEN), {"x": [[5]]})
         assert not hand.submitted
+
+    run(scene, served, ten())
+
+
+def test_a_response_cache_is_refused_with_a_decoupled_step() -> None:
+    served, _ = many()
+
+    async def scene(core: InferenceCore) -> None:
+        with pytest.raises(UnmetStepsError, match="response_cache is for models with one answer .* but a step is decoupled"):
+            serve(core, MANY_THEN_TEN + " response_cache { enable: true }")
 
     run(scene, served, ten())
 
