@@ -93,6 +93,19 @@ def left_error(caller: CallingExecution) -> InferenceError:
     return UnavailableError(f"the clients of model {caller.label!r} for which it makes this call have gone")
 
 
+def require_many(request: InferRequest, name: str) -> Respond:
+    """What takes the responses to a request of the decoupled model `name`.
+
+    Raises:
+        UnsupportedError: the request takes one response.
+    """
+    if request.respond is None:
+        raise UnsupportedError(
+            f"model {name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
+        )
+    return request.respond
+
+
 class DecoupledRequests:
     """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses."""
 
@@ -109,11 +122,8 @@ class DecoupledRequests:
         Raises:
             UnsupportedError: the request takes one response.
         """
-        if request.respond is None:
-            raise UnsupportedError(
-                f"model {self._name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
-            )
-        unfinished = _Unfinished(self, request, request.done, request.respond)
+        respond = require_many(request, self._name)
+        unfinished = _Unfinished(self, request, request.done, respond)
         request.done, request.respond = unfinished.done, unfinished.respond
         self._unfinished[id(request)] = unfinished
         try:

@@ -64,6 +64,56 @@ def test_a_model_calls_a_model_and_awaits_several(tmp_path: Path, elements: int)
         np.testing.assert_array_equal(infer(client, "awaits", x), x * 2 + x * 2 + x * 2)
 
 
+# Its workers are forks: those that `initialize` has made, and one that such a worker makes itself.
+POOLS = """
+from multiprocessing import Pool
+
+def call(x):
+    request = pb_utils.InferenceRequest(
+        model_name="counts", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x)]
+    )
+    return [response.output_tensors()[0].as_numpy() for response in request.exec(decoupled=True) if response.output_tensors()]
+
+def fork_and_call(x):
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        os.write(writes, bytes([len(call(x))]))
+        os._exit(0)
+    return os.read(reads, 1)[0]
+
+class TritonPythonModel:
+    def initialize(self, arguments):
+        self.pool = Pool(2)
+
+    def execute(self, requests):
+        x = requests[0].inputs()[0].as_numpy()
+        with Pool(2) as pool:
+            answers = pool.map(call, [x] * 4) + self.pool.map(call, [x] * 4)
+        if answers[0][0].nbytes < 100 and self.pool.map(fork_and_call, [x] * 2) != [len(answers[0])] * 2:
+            raise ValueError("a fork of a fork got other responses")
+        total = np.sum([np.sum(responses, axis=0) for responses in answers], axis=0)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", total.astype(np.float32))])]
+"""
+COUNTS_TWO = """
+class TritonPythonModel:
+    def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        for factor in (1, 2):
+            y = requests[0].inputs()[0].as_numpy() * factor
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.mark.parametrize("elements", [3, 200_000])
+def test_forked_workers_of_a_model_call_models(tmp_path: Path, elements: int) -> None:
+    save_python_model(tmp_path, "pools", POOLS)
+    save_python_model(tmp_path, "counts", COUNTS_TWO, X_TO_Y + "model_transaction_policy { decoupled: true }")
+    x = np.random.default_rng(0).standard_normal(elements).astype(np.float32)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        np.testing.assert_allclose(infer(client, "pools", x), x * 24, rtol=1e-5)
+
+
 def test_a_model_calls_an_onnx_model(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     tensors = 'input { name: "x" data_type: TYPE_FP16 dims: [ 64 ] } output { name: "y" data_type: TYPE_FP16 dims: [ 10 ] }'
