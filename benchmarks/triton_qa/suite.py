@@ -19,6 +19,7 @@ class Suite:
         tests: the test file, relative to the QA's folder.
         models: builders of the model repository.
         methods: names of the methods to run, each with its class where that is needed ("Class::method"); empty for all.
+        left_out: methods that are not run, with the reason.
         flags: of tritonserver, besides the repository. "{models}" is the repository's path, "{tests}" the test file's folder
             and "{root}" what contains the copy of the QA's folder.
         environment: variables of the test file and of the server, with the same three names.
@@ -33,6 +34,7 @@ class Suite:
     tests: str
     models: tuple[Builder, ...]
     methods: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     repository: str = "models"

@@ -103,6 +103,12 @@ PYTHON_BACKEND = (
                 adding='default_model_filename: "mymodel.py"',
             ),
         ),
+        left_out={
+            "test_growth_error": "it needs a container whose shared memory is 1 GiB",
+            "test_gpu_tensor_error": "it needs CUDA",
+            "test_dlpack_tensor_error": "it needs CUDA",
+            "test_bf16": "tritonclient takes BF16 in another form since it was written",
+        },
         environment={"TRITON_DIR": "{root}"},
     ),
     Suite(
