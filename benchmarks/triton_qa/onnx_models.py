@@ -35,7 +35,7 @@ def config_type(name: str) -> str:
 def tensors(kind: str, values: Sequence[tuple[str, str, Sequence[int]]], *, first_extra: str = "") -> str:
     """The part "input" or "output" of a configuration, for triples of name, type and dims."""
     entries = [
-        f'{{ name: "{name}" data_type: {config_type(dtype)} dims: [ {", ".join(map(str, dims))} ] {first_extra if not index else ""} }}'
+        f'{{ name: "{name}" data_type: {config_type(dtype)} dims: {list(dims)} {"" if index else first_extra} }}'
         for index, (name, dtype, dims) in enumerate(values)
     ]
     return f"{kind} [ {', '.join(entries)} ]\n"
@@ -149,8 +149,8 @@ def add_sub_ensembles(
 ) -> Builder:
     """Builder of the QA's ensembles around a model of `add_sub`.
 
-    "simple" has the model as its one step; "sequence" passes the inputs on first; "fan" passes inputs and outputs on. The last two
-    take no text.
+    "simple" has the model as its one step; "sequence" passes the inputs on first; "fan" passes inputs and outputs on. The last
+    two take no text.
     """
     took, *gave = types
 

@@ -163,8 +163,8 @@ class ResponseReader:
 def _converted(array: Array, datatype: Datatype) -> Array:
     """An output in the dtype of the configuration.
 
-    Floating-point numbers are converted, and other numbers where each keeps its value: `np.array([0])` is an INT64 that an INT32
-    output means.
+    Floating-point numbers are converted, and other numbers where each keeps its value: `np.array([0])` is an INT64 that an
+    INT32 output means.
 
     Raises:
         ValueError: a number would change.
