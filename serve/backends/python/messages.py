@@ -172,6 +172,8 @@ def _converted(array: Array, datatype: Datatype) -> Array:
     wanted = datatype.array_dtype
     if array.dtype == wanted:
         return array
+    if not array.size:  # without values, as `np.array([])`, which is FP64 whatever it stands for
+        return np.empty(array.shape, wanted)
     kinds = array.dtype.kind, wanted.kind
     if kinds == ("f", "f"):
         with np.errstate(over="ignore"):
