@@ -114,6 +114,8 @@ def _is_about_text(error: BaseException | None) -> bool:
     """Whether the assertion that failed compares the text of an error."""
     if not isinstance(error, AssertionError):
         return False
+    if ' does not match "' in str(error):
+        return True
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         values = frame.f_locals
         for pair in (("first", "second"), ("member", "container"), ("text", "expected_regex")):
