@@ -2,9 +2,10 @@
 
     python -m benchmarks.triton_qa SOURCES [SUITE ...] [--triton COMMAND]
 
-SOURCES is a checkout of triton-inference-server/server, release 24.10, which is not part of this repository. The QA's test files
-have the ports 8000 to 8002 and the names of shared memory written into them, so one run at a time fits a network namespace:
-`unshare --net --mount`. Models of the QA's C++ backends become Python models, those of its generators ONNX models.
+SOURCES is a checkout of triton-inference-server/server, release 24.10, which is not part of this repository. The QA's test
+files name the ports 8000 to 8002 and regions of shared memory, so runs at the same time each need namespaces of their own
+(`unshare --net --mount --pid`). Python models stand in for those of the QA's C++ backends, and ONNX models for those that its
+generators write. The QA's checks in scripts of the shell are left out: what counts are the methods of its test files.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.triton_qa.methods FILE OUTCOMES [METHOD ...]
 
-Each line of OUTCOMES is a JSON object with the name of a method: one when the method starts, one with its `outcome` when it ends.
-The first line lists all methods; without a METHOD there is no other.
+Each line of OUTCOMES is a JSON object. The first lists all methods, and without a METHOD it is the only one. Each method
+has a line when it starts, and one with its `outcome` when it ends.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def _is_about_text(error: BaseException | None) -> bool:
     """Whether the assertion that failed compares the text of an error."""
     if not isinstance(error, AssertionError):
         return False
+    if ' does not match "' in str(error):
+        return True
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         values = frame.f_locals
         for pair in (("first", "second"), ("member", "container"), ("text", "expected_regex")):

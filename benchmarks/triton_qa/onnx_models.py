@@ -35,7 +35,7 @@ def config_type(name: str) -> str:
 def tensors(kind: str, values: Sequence[tuple[str, str, Sequence[int]]], *, first_extra: str = "") -> str:
     """The part "input" or "output" of a configuration, for triples of name, type and dims."""
     entries = [
-        f'{{ name: "{name}" data_type: {config_type(dtype)} dims: [ {", ".join(map(str, dims))} ] {first_extra if not index else ""} }}'
+        f'{{ name: "{name}" data_type: {config_type(dtype)} dims: {list(dims)} {"" if index else first_extra} }}'
         for index, (name, dtype, dims) in enumerate(values)
     ]
     return f"{kind} [ {', '.join(entries)} ]\n"
@@ -68,6 +68,8 @@ def add_sub(
     versions: Sequence[int] = (1,),
     policy: str = "",
     extra: str = "",
+    output: str = "OUTPUT",
+    swaps: bool = True,
 ) -> Builder:
     """Builder of a model whose OUTPUT0 is INPUT0 + INPUT1 and whose OUTPUT1 is INPUT0 - INPUT1.
 
@@ -77,17 +79,19 @@ def add_sub(
         prefix: the start of that name.
         batch: the largest batch; 0 without batches.
         dims: shape of each tensor, without the batch.
-        versions: versions to write; those above 1 have both outputs swapped, as in the QA.
+        versions: versions to write.
         policy: text of the version policy.
         extra: text of the configuration besides.
+        output: the start of the outputs' names.
+        swaps: whether versions above 1 have both outputs swapped.
     """
     took, *gave = types
 
     def build(_qa: Path, repository: Path) -> None:
         folder = repository / (name or model_name(types, batch=batch, prefix=prefix))
         for version in versions:
-            _save_add_sub(folder / str(version), took, gave, batch, dims, is_swapped=version > 1)
-        outputs = [(f"OUTPUT{index}", dtype, dims) for index, dtype in enumerate(gave)]
+            _save_add_sub(folder / str(version), took, gave, batch, dims, output=output, is_swapped=swaps and version > 1)
+        outputs = [(f"{output}{index}", dtype, dims) for index, dtype in enumerate(gave)]
         config = f'name: "{folder.name}"\nplatform: "onnxruntime_onnx"\nmax_batch_size: {batch}\n'
         config += f"version_policy: {{ {policy} }}\n" if policy else ""
         config += tensors("input", [("INPUT0", took, dims), ("INPUT1", took, dims)])
@@ -99,15 +103,17 @@ def add_sub(
     return build
 
 
-def _save_add_sub(folder: Path, took: str, gave: Sequence[str], batch: int, dims: Sequence[int], *, is_swapped: bool) -> None:
+def _save_add_sub(
+    folder: Path, took: str, gave: Sequence[str], batch: int, dims: Sequence[int], *, output: str, is_swapped: bool
+) -> None:
     works_in = "int32" if took in CAST_TO_ADD else took
     nodes = [helper.make_node("Cast", [f"INPUT{index}"], [f"cast{index}"], to=TYPES[works_in]) for index in (0, 1)]
     for index, dtype in enumerate(gave):
         operator = "Add" if (index == 0) != is_swapped else "Sub"
         nodes.append(helper.make_node(operator, ["cast0", "cast1"], [f"result{index}"]))
-        nodes.append(helper.make_node("Cast", [f"result{index}"], [f"OUTPUT{index}"], to=TYPES[dtype]))
+        nodes.append(helper.make_node("Cast", [f"result{index}"], [f"{output}{index}"], to=TYPES[dtype]))
     inputs = [value(f"INPUT{index}", took, dims, batch=batch) for index in (0, 1)]
-    outputs = [value(f"OUTPUT{index}", dtype, dims, batch=batch) for index, dtype in enumerate(gave)]
+    outputs = [value(f"{output}{index}", dtype, dims, batch=batch) for index, dtype in enumerate(gave)]
     save(helper.make_graph(nodes, "add_sub", inputs, outputs), folder)
 
 
@@ -149,8 +155,8 @@ def add_sub_ensembles(
 ) -> Builder:
     """Builder of the QA's ensembles around a model of `add_sub`.
 
-    "simple" has the model as its one step; "sequence" passes the inputs on first; "fan" passes inputs and outputs on. The last two
-    take no text.
+    "simple" has the model as its one step; "sequence" passes the inputs on first; "fan" passes inputs and outputs on. The last
+    two take no text.
     """
     took, *gave = types
 

@@ -64,7 +64,7 @@ def folder(source: str, *names: str) -> Builder:
 
 
 def stand_in(backend: str, name: str, config: str) -> Builder:
-    """Builder of a model that stands in for one of a C++ backend, with a configuration of its own; or, without one, of an ensemble."""
+    """Builder of a model of a C++ backend, for which another stands in, with its own configuration; or of an ensemble."""
 
     def build(_qa: Path, repository: Path) -> None:
         made = repository / name

@@ -101,7 +101,7 @@ class SuiteRun:
             self._stop()
 
     def _batch(self, waiting: list[str]) -> list[str]:
-        """The methods that one process runs; the server's child processes are killed before the suite's last one, if it says so."""
+        """The methods that one process runs; before the suite's last one, the server's child processes may be killed."""
         last = self._suite.kills_children_before
         if not last:
             return waiting[:1] if self._suite.has_fresh_servers else waiting

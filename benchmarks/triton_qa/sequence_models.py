@@ -39,7 +39,7 @@ def summing_sequence(
     suffix: str = "",
     initial: str = "",
 ) -> Builder:
-    """Builder of a model with implicit state: OUTPUT is the sum of the sequence's INPUTs; `initial` is of the state's settings."""
+    """Builder of a model with implicit state: OUTPUT is the sum of the sequence's INPUTs; `initial` is a setting of it."""
     return _sequence(dtype, batch, dims, scheduling, count, suffix, has_state=True, initial=initial)
 
 

@@ -2,14 +2,15 @@
 
 import json
 import time
+from typing import Any
 
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # (Triton brings it)
 
 
 class TritonPythonModel:
     """Answers each request with its inputs."""
 
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         """Read the delays, in milliseconds."""
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
@@ -20,7 +21,7 @@ class TritonPythonModel:
             self._delay *= max(1, instance * int(parameters["instance_wise_delay_multiplier"]))
         time.sleep(int(parameters.get("creation_delay_sec", 0)))
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
         """Copy each input to the output of its number."""
         if self._delay:
             time.sleep(self._delay)
@@ -28,6 +29,6 @@ class TritonPythonModel:
             pb_utils.InferenceResponse([copy for copy in map(self._copy, request.inputs()) if copy]) for request in requests
         ]
 
-    def _copy(self, tensor):
+    def _copy(self, tensor: Any) -> Any:
         name = tensor.name().replace("INPUT", "OUTPUT")
         return pb_utils.Tensor(name, tensor.as_numpy()) if name in self._outputs else None

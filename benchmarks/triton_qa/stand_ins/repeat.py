@@ -3,20 +3,21 @@
 import json
 import threading
 import time
+from typing import Any
 
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # (Triton brings it)
 
 
 class TritonPythonModel:
     """Answers each request from a thread of its own where the model is decoupled."""
 
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         """See whether the model is decoupled."""
         config = json.loads(args["model_config"])
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._outputs = {output["name"] for output in config["output"]}
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> None:
         """Send the responses, and return when the last request allows it."""
         wait = 0
         for request in requests:
@@ -29,7 +30,7 @@ class TritonPythonModel:
                 self._send(sender, values)
         time.sleep(wait / 1000)
 
-    def _send(self, sender, values):
+    def _send(self, sender: Any, values: dict[str, Any]) -> None:
         count = len(values["IN"])
         for index in range(count):
             time.sleep(int(values["DELAY"][index]) / 1000 if "DELAY" in values else 0)

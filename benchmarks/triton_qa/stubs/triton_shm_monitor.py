@@ -1,4 +1,4 @@
-"""Stands in for the module of Triton's build that reads the free memory of its Python backend's own regions: there is no leak."""
+"""Stands in for the module of Triton's build that reads the free memory of its Python backend's regions; it sees no leak."""
 
 
 class SharedMemoryManager:

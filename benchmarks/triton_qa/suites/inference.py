@@ -68,7 +68,7 @@ INFERENCE: tuple[Suite, ...] = (
         name="simple_ensemble",
         tests="L0_simple_ensemble/ensemble_test.py",
         models=(
-            add_sub("int32", "int32", "int32", name="simple"),
+            add_sub("int32", "int32", "int32", name="simple", versions=(1, 2), policy="all { }", swaps=False),
             copied("L0_simple_ensemble/models/ensemble_add_sub_int32_int32_int32"),
         ),
         has_fresh_servers=True,
@@ -85,7 +85,12 @@ INFERENCE: tuple[Suite, ...] = (
             "test_wrong_shape",
             "test_one_to_multi_many",
         ),
-        models=(folder("L0_decoupled/models"), REPEAT, SQUARE),
+        models=(
+            folder("L0_decoupled/models"),
+            REPEAT,
+            SQUARE,
+            add_sub("int32", "int32", "int32", batch=0, dims=(1,), prefix="libtorch", output="OUTPUT__"),
+        ),
     ),
     Suite(
         name="decoupled_not",

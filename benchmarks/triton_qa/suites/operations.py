@@ -8,6 +8,9 @@ from benchmarks.triton_qa.stand_in_models import REPEAT, repeat
 from benchmarks.triton_qa.suite import Suite
 
 SIMPLE = add_sub("int32", "int32", "int32", name="simple")
+OTHERS = tuple(
+    identity(1, "int32", name=f"other_{number}") for number in range(7)
+)  # the index is expected to list 7 or 8 models
 SHARED_MEMORY = (
     "test_invalid_create_shm",
     "test_valid_create_set_register",
@@ -33,6 +36,7 @@ CLEANUP_MODELS = (
     REPEAT,
     repeat("repeat_int32_non_decoupled"),
 )
+ONE_AND_THREE = "specific { versions: [1, 3] }"
 METRICS = "L0_metrics/metrics_config_test.py"
 EXPLICIT = "--model-control-mode=explicit"
 SUMMARIES = ("--metrics-config", "summary_latencies=true")
@@ -80,15 +84,15 @@ OPERATIONS = (
             "--grpc-restricted-protocol=inference,health:infer-key=infer-value",
         ),
     ),
-    Suite(name="http_aio", tests="L0_http/python_http_aio_test.py", models=(SIMPLE,)),
-    Suite(name="grpc_aio", tests="L0_grpc/python_grpc_aio_test.py", models=(SIMPLE,)),
+    Suite(name="http_aio", tests="L0_http/python_http_aio_test.py", models=(SIMPLE, *OTHERS[:6])),
+    Suite(name="grpc_aio", tests="L0_grpc/python_grpc_aio_test.py", models=(SIMPLE, *OTHERS)),
     Suite(
         name="http",
         tests="L0_http/http_test.py",
         models=(
             identity(1, "float32"),
             identity(1, "object"),
-            identity(1, "float16"),
+            identity(1, "float16", dims=(-1, -1)),
             identity(3, "float32"),
             identity(1, "object", name="onnx_zero_1_object_1_element", dims=(1,)),
             identity(
@@ -118,16 +122,15 @@ OPERATIONS = (
         )
         for client in ("http", "grpc")
     ),
-    Suite(
-        name="shared_memory_in_use",
-        tests="L0_shared_memory/shared_memory_test.py",
-        methods=(
-            "TestSharedMemoryUnregister.test_unregister_shm_during_inference_http",
-            "TestSharedMemoryUnregister.test_unregister_shm_during_inference_grpc",
-        ),
-        models=(copied("python_models/execute_delayed_model", "simple"),),
-        environment={"CLIENT_TYPE": "grpc"},
-        has_fresh_servers=True,
+    *(
+        Suite(
+            name=f"shared_memory_in_use_{client}",
+            tests="L0_shared_memory/shared_memory_test.py",
+            methods=(f"TestSharedMemoryUnregister.test_unregister_shm_during_inference_{client}",),
+            models=(copied("python_models/execute_delayed_model", "simple"),),
+            environment={"CLIENT_TYPE": client},
+        )
+        for client in ("http", "grpc")
     ),
     Suite(
         name="grpc_state_cleanup",
@@ -242,8 +245,8 @@ OPERATIONS = (
         name="response_cache",
         tests="L0_response_cache/ensemble_cache_test.py",
         models=(
-            add_sub("float32", "float32", "float32", prefix="graphdef"),
-            add_sub_ensembles("float32", "float32", "float32", prefix="graphdef"),
+            add_sub("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
+            add_sub_ensembles("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
         ),
         repository="models/ensemble_models",
         flags=("--cache-config", "local,size=10840", EXPLICIT),

@@ -1,4 +1,4 @@
-"""Suites of sequence batching. Models of the QA's other backends are left out: ONNX and Python models, and ensembles, are here."""
+"""Suites of sequence batching and of cancelled requests, with ONNX models, ensembles and stand-ins."""
 
 from __future__ import annotations
 

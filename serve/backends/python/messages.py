@@ -163,8 +163,8 @@ class ResponseReader:
 def _converted(array: Array, datatype: Datatype) -> Array:
     """An output in the dtype of the configuration.
 
-    Floating-point numbers are converted, and other numbers where each keeps its value: `np.array([0])` is an INT64 that an INT32
-    output means.
+    Floating-point numbers are converted, and other numbers where each keeps its value: `np.array([0])` is an INT64 that an
+    INT32 output means.
 
     Raises:
         ValueError: a number would change.
@@ -172,6 +172,8 @@ def _converted(array: Array, datatype: Datatype) -> Array:
     wanted = datatype.array_dtype
     if array.dtype == wanted:
         return array
+    if not array.size:  # without values, as `np.array([])`, which is FP64 whatever it stands for
+        return np.empty(array.shape, wanted)
     kinds = array.dtype.kind, wanted.kind
     if kinds == ("f", "f"):
         with np.errstate(over="ignore"):

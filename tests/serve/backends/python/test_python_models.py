@@ -159,8 +159,13 @@ def test_other_rows_than_the_request_has_pass_unless_strict(tmp_path: Path, sett
             infer(client, "rows", np.ones((2, 2), np.float32))
 
 
-@pytest.mark.parametrize(("datatype", "given"), [("BOOL", "np.array([1], np.float16)"), ("FP32", "np.array([1])")])
-def test_an_output_of_another_type_that_keeps_its_value_is_converted(tmp_path: Path, datatype: str, given: str) -> None:
+@pytest.mark.parametrize(
+    ("datatype", "given", "expected"),
+    [("BOOL", "np.array([1], np.float16)", [True]), ("FP32", "np.array([1])", [1]), ("STRING", "np.array([])", [])],
+)
+def test_an_output_of_another_type_that_keeps_its_value_is_converted(
+    tmp_path: Path, datatype: str, given: str, expected: list[object]
+) -> None:
     code = f"""
     class TritonPythonModel:
         def execute(self, requests):
@@ -168,7 +173,7 @@ def test_an_output_of_another_type_that_keeps_its_value_is_converted(tmp_path: P
     """
     save_python_model(tmp_path, "converts", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', f'"y" data_type: TYPE_{datatype}'))
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        assert infer(client, "converts", np.ones(1, np.float32)) == [1]
+        assert infer(client, "converts", np.ones(1, np.float32)).tolist() == expected
 
 
 @pytest.mark.parametrize(
