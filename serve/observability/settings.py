@@ -315,7 +315,7 @@ class TraceControl:
 
 def _with(settings: TraceSettings, values: Mapping[str, tuple[str, ...]]) -> TraceSettings:
     """Settings with checked changes."""
-    now = {name: tuple(value) for name, value in settings.as_values().items()} | values
+    now = {name: tuple(value) for name, value in settings.as_values().items()} | dict(values)
     return TraceSettings(
         levels=now["trace_level"],
         rate=int(now["trace_rate"][0]),
