@@ -26,7 +26,7 @@ class Logger:
     INFO, WARNING, ERROR, VERBOSE = LogLevel
 
     @staticmethod
-    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+    def log(message: str, level: IntEnum = LogLevel.INFO) -> None:
         """Write a line.
 
         Raises:
