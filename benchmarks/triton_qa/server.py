@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import psutil
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -65,9 +64,9 @@ class Server:
 
     def kill_children(self) -> None:
         """Kill the processes of the server's models."""
-        for child in psutil.Process(self.pid).children(recursive=True):
-            if not child.children():
-                child.kill()
+        for process in _descendants(self.pid):
+            if not _children(process):
+                os.kill(process, signal.SIGKILL)
 
     def _wait(self, http_port: int) -> None:
         end = time.monotonic() + START_SECONDS
@@ -87,3 +86,14 @@ class Server:
             time.sleep(0.2)
         lines = self.log.read_text(errors="replace").strip().splitlines()
         raise ServerError(f"the server did not start: {lines[-1] if lines else 'its log is empty'}")
+
+
+def _children(process: int) -> list[int]:
+    files = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def _descendants(process: int) -> Iterator[int]:
+    for child in _children(process):
+        yield child
+        yield from _descendants(child)

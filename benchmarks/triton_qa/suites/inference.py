@@ -85,6 +85,7 @@ INFERENCE: tuple[Suite, ...] = (
             "test_wrong_shape",
             "test_one_to_multi_many",
         ),
+        method_seconds=600,
         models=(
             folder("L0_decoupled/models"),
             REPEAT,

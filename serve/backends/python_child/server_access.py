@@ -189,14 +189,14 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: ARG001  (Triton's signature)
-    """Unload a model, later: this returns at once.
+    """Unload a model, later: this returns at once. One of the repository that is not loaded stays so.
 
     Raises:
-        TritonModelException: no such model is served.
+        TritonModelException: there is no such model.
     """
     done(server().call("unload_model", {"model": model_name}, []))
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether a model, or one version of it, takes requests."""
+    """Whether a model, or one version of it, is there and takes requests."""
     return bool(done(server().call("is_ready", {"model": model_name, "version": model_version}, []))[0]["ready"])

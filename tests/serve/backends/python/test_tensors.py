@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.log_and_metrics import Logger
 from halfserve.serve.backends.python_child.tensors import Tensor
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
@@ -40,6 +43,20 @@ def test_bfloat16_goes_by_dlpack_alone() -> None:
 def test_what_has_no_dlpack_is_refused(wrong: object) -> None:
     with pytest.raises(TritonModelException, match="expected an object with __dlpack__, or a DLPack capsule"):
         Tensor.from_dlpack("x", wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (partial(Tensor, None, np.ones(1)), "a name and an array, got None and ndarray"),
+        (partial(Tensor, "x", None), "a name and an array, got 'x' and NoneType"),
+        (partial(Logger.log_info, None), "a text and a level"),
+        (partial(Logger.log, "text", 1), "a text and a level"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_raise_type_error_as_in_triton(call: Callable[[], object], expected: str) -> None:
+    with pytest.raises(TypeError, match=expected):
+        call()
 
 
 def test_texts_and_bytes_are_bytes_elements() -> None:
