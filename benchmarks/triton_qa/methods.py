@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import linecache
 import sys
 import time
 import traceback
@@ -122,7 +123,12 @@ def _is_about_text(error: BaseException | None) -> bool:
             if all(name in values for name in pair):
                 return all(isinstance(values[name], str) for name in pair if name != "expected_regex")
     own = [entry for entry in traceback.extract_tb(error.__traceback__) if "/unittest/" not in entry.filename]
-    return bool(own) and any(part in (own[-1].line or "") for part in TEXT_PARTS)
+    return bool(own) and any(part in _statement(own[-1]) for part in TEXT_PARTS)
+
+
+def _statement(entry: traceback.FrameSummary) -> str:
+    first = entry.lineno or 1
+    return "".join(linecache.getline(entry.filename, line) for line in range(first, (entry.end_lineno or first) + 1))
 
 
 if __name__ == "__main__":

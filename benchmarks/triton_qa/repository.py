@@ -10,6 +10,7 @@ from benchmarks.triton_qa.suite import Builder
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 BACKEND = re.compile(r'^\s*backend\s*:\s*"(\w+)"', re.MULTILINE)
+LIBRARY = re.compile(r'^\s*default_model_filename\s*:\s*".*\.so"', re.MULTILINE)
 CONFIG = "config.pbtxt"
 
 
@@ -101,7 +102,7 @@ def _stand_in(model: Path) -> None:
     code = STAND_INS / f"{found[1]}.py" if found else None
     if code is None or not code.exists():
         return
-    config.write_text(BACKEND.sub('backend: "python"', text, count=1))
+    config.write_text(LIBRARY.sub("", BACKEND.sub('backend: "python"', text, count=1)))
     versions = [entry for entry in model.iterdir() if entry.is_dir() and entry.name.isdecimal()]
     for version in versions or [model / "1"]:
         version.mkdir(exist_ok=True)

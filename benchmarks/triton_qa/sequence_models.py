@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
-from benchmarks.triton_qa.onnx_models import config_type, identity, save, tensors, value
+from benchmarks.triton_qa.onnx_models import TYPES, config_type, identity, save, tensors, value
 from benchmarks.triton_qa.suite import Builder
 
+CONTROLS = ("START", "READY")
 IDLE = "max_sequence_idle_microseconds: 5000000"
 
 
@@ -48,54 +49,62 @@ def _sequence(
 ) -> Builder:
     tensor = "int32" if dtype == "bool" else dtype
     control = {"bool": "bool", "float32": "float32"}.get(dtype, "int32")
-    control_word = {"bool": "bool", "float32": "fp32"}.get(control, control)
 
     def build(_qa: Path, repository: Path) -> None:
         folder = repository / f"{'onnx' if batch else 'onnx_nobatch'}_sequence_{dtype}{suffix}"
-        nodes = [
-            helper.make_node("Cast", [name], [f"{name}_int"], to=TensorProto.INT32) for name in ("INPUT", "START", "READY")
-        ]
-        inputs = [value("INPUT", tensor, dims, batch=batch)]
-        inputs += [value(name, control, (1,), batch=batch) for name in ("START", "READY")]
-        outputs = [value("OUTPUT", tensor, dims, batch=batch)]
-        if has_state:
-            nodes += [
-                helper.make_node("Cast", ["INPUT_STATE"], ["state"], to=TensorProto.INT32),
-                helper.make_node("Constant", [], ["one"], value=helper.make_tensor("one", TensorProto.INT32, [1], [1])),
-                helper.make_node("Sub", ["one", "START_int"], ["goes_on"]),
-                helper.make_node("Mul", ["goes_on", "READY_int"], ["uses_state"]),
-                helper.make_node("Mul", ["uses_state", "state"], ["before"]),
-                helper.make_node("Add", ["before", "INPUT_int"], ["result"]),
-                helper.make_node("Cast", ["result"], ["OUTPUT_STATE"], to=outputs[0].type.tensor_type.elem_type),
-            ]
-            inputs.append(value("INPUT_STATE", tensor, dims, batch=batch))
-            outputs.append(value("OUTPUT_STATE", tensor, dims, batch=batch))
+        names = ("INPUT", "INPUT_STATE") if has_state else ("INPUT",)
+        inputs = [value(name, tensor, dims, batch=batch) for name in names]
+        inputs += [value(name, control, (1,), batch=batch) for name in CONTROLS]
+        outputs = [value(name.replace("INPUT", "OUTPUT"), tensor, dims, batch=batch) for name in names]
+        if tensor == "object":  # its answer is INPUT, as the QA's tests expect it
+            nodes = [helper.make_node("Identity", [name], [name.replace("INPUT", "OUTPUT")]) for name in names]
         else:
-            nodes += [
-                helper.make_node("Add", ["INPUT_int", "START_int"], ["sum"]),
-                helper.make_node("Mul", ["READY_int", "sum"], ["result"]),
-            ]
-        nodes.append(helper.make_node("Cast", ["result"], ["OUTPUT"], to=outputs[0].type.tensor_type.elem_type))
+            nodes = _nodes(TYPES[tensor], has_state=has_state)
         save(helper.make_graph(nodes, "sequence", inputs, outputs), folder / "1")
-        controls = ", ".join(
-            f'{{ name: "{name}" control [ {{ kind: CONTROL_SEQUENCE_{name} {control_word}_false_true: [ 0, 1 ] }} ] }}'
-            for name in ("START", "READY")
-        )
-        state = (
-            f'state [ {{ input_name: "INPUT_STATE" output_name: "OUTPUT_STATE" data_type: {config_type(tensor)} '
-            f"dims: [ {', '.join(map(str, dims))} ] {initial} }} ]"
-            if has_state
-            else ""
-        )
         (folder / "config.pbtxt").write_text(
             f'name: "{folder.name}"\nplatform: "onnxruntime_onnx"\nmax_batch_size: {batch}\n'
             + tensors("input", [("INPUT", tensor, dims)])
             + tensors("output", [("OUTPUT", tensor, dims)])
             + f"instance_group [ {{ kind: KIND_CPU count: {count} }} ]\n"
-            + f"sequence_batching {{ {IDLE} {scheduling} control_input [ {controls} ] {state} }}\n"
+            + f"sequence_batching {{ {IDLE} {scheduling} {_controls(control)} {_state(tensor, dims, initial) if has_state else ''} }}\n"
         )
 
     return build
+
+
+def _nodes(dtype: int, *, has_state: bool) -> list[NodeProto]:
+    """What OUTPUT, and OUTPUT_STATE, are computed by, in int32."""
+
+    def node(operator: str, inputs: Sequence[str], output: str, **attributes: object) -> NodeProto:
+        return helper.make_node(operator, inputs, [output], **attributes)
+
+    nodes = [node("Cast", [name], f"{name}_int", to=TensorProto.INT32) for name in ("INPUT", *CONTROLS)]
+    if has_state:
+        nodes += [
+            node("Cast", ["INPUT_STATE"], "state", to=TensorProto.INT32),
+            node("Constant", [], "one", value=helper.make_tensor("one", TensorProto.INT32, [1], [1])),
+            node("Sub", ["one", "START_int"], "goes_on"),
+            node("Mul", ["goes_on", "READY_int"], "uses_state"),
+            node("Mul", ["uses_state", "state"], "before"),
+            node("Add", ["before", "INPUT_int"], "result"),
+            node("Cast", ["result"], "OUTPUT_STATE", to=dtype),
+        ]
+    else:
+        nodes += [node("Add", ["INPUT_int", "START_int"], "sum"), node("Mul", ["READY_int", "sum"], "result")]
+    return [*nodes, node("Cast", ["result"], "OUTPUT", to=dtype)]
+
+
+def _controls(dtype: str) -> str:
+    word = {"bool": "bool", "float32": "fp32"}.get(dtype, "int32")
+    entries = (
+        f'{{ name: "{name}" control [ {{ kind: CONTROL_SEQUENCE_{name} {word}_false_true: [ 0, 1 ] }} ] }}' for name in CONTROLS
+    )
+    return f"control_input [ {', '.join(entries)} ]"
+
+
+def _state(dtype: str, dims: Sequence[int], initial: str) -> str:
+    names = 'input_name: "INPUT_STATE" output_name: "OUTPUT_STATE"'
+    return f"state [ {{ {names} data_type: {config_type(dtype)} dims: {list(dims)} {initial} }} ]"
 
 
 def sequence_ensembles(dtype: str, *, batch: int, dims: Sequence[int] = (1,)) -> Builder:
