@@ -48,9 +48,10 @@ def options_of_all_commands() -> set[str]:
     return found
 
 
-# Of docker, torchrun, aws and ray.
+# Of docker, torchrun, aws, ray and curl.
 OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
 OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom", "--head", "--redis-password"}
+OTHERS |= {"--data-binary"}
 OTHERS |= {
     "--cache-config",
     "--model-repository",
