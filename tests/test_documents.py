@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfserve import cli
+from halfserve.serve.triton_flags import FLAGS
 from tests import torchvision_on_cpu
 from tests.written_blocks import ROOT, blocks_of, run_in_order
 
@@ -52,13 +53,7 @@ def options_of_all_commands() -> set[str]:
 OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
 OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom", "--head", "--redis-password"}
 OTHERS |= {"--data-binary"}
-OTHERS |= {
-    "--cache-config",
-    "--model-repository",
-    "--model-control-mode",
-    "--exit-timeout-secs",
-    "--log-verbose",
-}  # tritonserver's
+OTHERS |= {f"--{name}" for name in FLAGS}
 
 
 def test_options_that_documents_name_are_there() -> None:

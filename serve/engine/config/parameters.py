@@ -299,8 +299,8 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="off",
         values="`on`, `off`",
         meaning=(
-            "Whether an output of a Python model in another shape than its configuration has is an error. Otherwise a warning "
-            "names it once; a batch's rows are always checked."
+            "Whether an output of a Python model in another shape than its configuration has, or with other rows than its "
+            "request, is an error. Otherwise a warning names it once."
         ),
     ),
     "halfserve.task": OwnParameter(
