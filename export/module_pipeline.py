@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -38,7 +39,7 @@ from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
 from halfserve.export.to_onnx.capture import FlatModel, run
 from halfserve.export.to_onnx.dimensions import BATCH
 from halfserve.export.to_onnx.export_onnx import traced_model, write_onnx
-from halfserve.export.to_onnx.forward_call import ForwardCall, call_of, require_python
+from halfserve.export.to_onnx.forward_call import ForwardCall, as_tensors, call_of, require_python
 from halfserve.export.to_onnx.provenance import MODULE
 from halfserve.export.verification.samples import SampleSet
 from halfserve.export.verification.torch_reference import require_batch_invariance
@@ -93,7 +94,7 @@ def export_module(
     repository: Path | str,
     name: str,
     *,
-    labels: Tensor | None = None,
+    labels: Tensor | NDArray[Any] | None = None,
     budget: Budget | None = None,
     dtype: DtypeChoice = "float16",
     precisions: Collection[HalfName] = (),
@@ -121,7 +122,8 @@ def export_module(
     Args:
         module: The module, in evaluation mode and on the CPU; it stays as it is. One that holds half-precision weights is
             compared with a copy in float32, which keeps every weight's value.
-        samples: Inputs, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of tensors.
+        samples: Inputs, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of tensors. Numpy
+            arrays do too; float64, numpy's own type, becomes the float32 of a module that has no float64 itself.
         repository: The model repository's folder, made if missing; or its URL in object storage.
         name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
@@ -171,9 +173,8 @@ def export_module(
         precisions=precisions,
     )
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
-    return export_verified(
-        module, Samples(inputs=samples, labels=labels), target, options, policy=chosen, record=record, progress=progress
-    )
+    given = Samples(inputs=as_tensors(samples), labels=as_tensors(labels)).fitting(module)
+    return export_verified(module, given, target, options, policy=chosen, record=record, progress=progress)
 
 
 def export_verified(

@@ -43,6 +43,17 @@ class Samples:
         """The same with one more remark; "" adds none."""
         return replace(self, note="; ".join(filter(None, (self.note, remark))))
 
+    def fitting(self, module: nn.Module) -> Samples:
+        """The samples with float64, numpy's own type, rounded to the float32 of a module that has no float64 itself."""
+        tensors = [*module.parameters(), *module.buffers()]
+        given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
+        if torch.float64 in {tensor.dtype for tensor in tensors} or torch.float64 not in {tensor.dtype for tensor in given}:
+            return self
+        rounded = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor, self.inputs
+        )
+        return replace(self, inputs=rounded).noting("the samples are float64, and were rounded to the model's float32")
+
 
 def take_samples(data: Dataset[Any], count: int) -> Samples:
     """Stack the first `count` items (input, target) of a data set with a length, by its own `collate_fn` where it has one.

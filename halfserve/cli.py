@@ -11,6 +11,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand, TyperGroup
 
 from halfserve.configuration import ConfigurableCommand, ConfigurationError, variable
@@ -114,6 +116,17 @@ STAGES = {
 
 class StageCommand(TyperCommand):
     """One stage's command; its help has a heading for each group of options (their `rich_help_panel`)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the options; an unknown one that another option's help mentions, such as --png, suggests that option."""
+        try:
+            return super().parse_args(ctx, args)
+        except NoSuchOption as error:
+            word = re.compile(rf"\b{re.escape(error.option_name.lstrip('-'))}\b", re.IGNORECASE)
+            described = [p for p in self.get_params(ctx) if word.search(getattr(p, "help", None) or "")]
+            if described:
+                error.possibilities = [parameter.opts[0] for parameter in described]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, group after group in the order of their first."""

@@ -21,7 +21,7 @@ from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
 from halfserve.serve.engine.resource_limits import usable_cores
-from halfserve.serve.http.options import HttpOptions, checked_origin
+from halfserve.serve.http.options import MIB, HttpLimits, HttpOptions, checked_origin
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.members.process_count import check_room, process_count
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
@@ -45,6 +45,7 @@ EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, Faile
 HTTP_PORT, METRICS_PORT = HttpOptions.port, HttpOptions.metrics_port
 MAX_ROWS = 2**31 - 1  # the largest value of max_batch_size in a model's config
 HOUR_US = 3_600_000_000
+MAX_TEXT_MIB = 32  # the texts of one request have at most 8 Mi characters, of up to 4 bytes each
 MAX_THREADS = 4096  # the runtime starts as many threads as this option says
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
@@ -97,6 +98,14 @@ def serve(
             help="An origin such as https://app.example whose pages may send inference requests, or '*'; may be repeated."
         ),
     ] = None,
+    max_text_mib: Annotated[
+        int,
+        _listening(
+            min=1,
+            max=MAX_TEXT_MIB,
+            help="MiB of one request to the text endpoints, such as /v1/embeddings, as sent and decompressed.",
+        ),
+    ] = HttpLimits.max_text_body_bytes // MIB,
     grpc_header_forward_pattern: Annotated[
         str | None,
         _as_triton(
@@ -353,6 +362,7 @@ def serve(
         metrics_port=None if metrics is None or metrics < 0 else metrics,
         allowed_hosts=tuple(http_allowed_host or ()),
         allowed_origins=tuple(_origin(text) for text in http_allowed_origin or ()),
+        limits=HttpLimits(max_text_body_bytes=max_text_mib * MIB),
     )
     options = ServerOptions(
         path=_place(path, storage_folder, storage_gib),

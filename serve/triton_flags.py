@@ -209,8 +209,8 @@ def _repository(given: dict[str, list[str]]) -> str:
         raise TritonFlagError("there is no --model-repository; expected one")
     if len(found) > 1:
         raise TritonFlagError(
-            f"there are {len(found)} model repositories ({', '.join(found)}), expected one; put links to all model folders "
-            "into one folder, or start a server for each"
+            f"there are {len(found)} model repositories ({', '.join(found)}), expected one; put all model folders into "
+            "one folder (copied or mounted: the server follows no link out of it), or start a server for each"
         )
     return found[0]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfserve import cli
+from halfserve.serve.triton_flags import FLAGS
 from tests import torchvision_on_cpu
 from tests.written_blocks import ROOT, blocks_of, run_in_order
 
@@ -48,16 +49,19 @@ def options_of_all_commands() -> set[str]:
     return found
 
 
-# Of docker, torchrun, aws and ray.
+# Of docker, torchrun, aws, ray and curl.
 OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
-OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom", "--head", "--redis-password"}
 OTHERS |= {
-    "--cache-config",
-    "--model-repository",
-    "--model-control-mode",
-    "--exit-timeout-secs",
-    "--log-verbose",
-}  # tritonserver's
+    "--cap-drop",
+    "--security-opt",
+    "--health-cmd",
+    "--shm-size",
+    "--sbom",
+    "--head",
+    "--redis-password",
+    "--data-binary",
+}
+OTHERS |= {"--data-binary", *(f"--{name}" for name in FLAGS)}
 
 
 def test_options_that_documents_name_are_there() -> None:

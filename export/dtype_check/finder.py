@@ -30,7 +30,7 @@ from halfserve.export.errors import ExportError
 from halfserve.export.half_module.tensors import detached_copy, torch_dtype
 from halfserve.export.half_types import HalfName, HalfType, half_named
 from halfserve.export.to_onnx.capture import silenced
-from halfserve.export.to_onnx.forward_call import require_python
+from halfserve.export.to_onnx.forward_call import as_tensors, require_python
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,7 +48,7 @@ def find_dtype_leaks(module: nn.Module, *inputs: Any, dtype: HalfName = "float16
 
     Args:
         module: A module whose floating tensors are float32; it is not changed.
-        *inputs: Example inputs, as `module(*inputs)` takes them; their values matter for overflow.
+        *inputs: Example inputs, tensors or numpy arrays, as `module(*inputs)` takes them; their values matter for overflow.
         dtype: The type to check, "float16" or "bfloat16".
         **kwargs: Named inputs.
 
@@ -60,6 +60,7 @@ def find_dtype_leaks(module: nn.Module, *inputs: Any, dtype: HalfName = "float16
         UsageError: `dtype` is another type.
     """
     half = half_named(dtype)
+    inputs, kwargs = as_tensors((inputs, kwargs))
     module = _unwrapped(module)
     locator = SourceLocator.of(module)
     log = FindingLog()

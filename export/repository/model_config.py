@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import onnx
@@ -14,6 +15,8 @@ from halfserve.protos.model_config_pb2 import DataType, ModelConfig
 
 PLATFORM = "onnxruntime_onnx"
 _FLOATING = frozenset({"FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16"})
+_FLOATING_CONFIG = frozenset({"FP32", "FP16", "FP64", "BF16"})
+REMEDY = "mend that file, delete it to have it written for this model, or use another --name"
 
 
 def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> ModelConfig:
@@ -69,8 +72,14 @@ def write_config(config: ModelConfig) -> bytes:
     return text_format.MessageToString(config).encode()
 
 
-def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str) -> None:
+def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str, *, is_converted: bool = True) -> None:
     """Check that a configuration, which a user may have edited, describes the model; fields that it omits are not checked.
+
+    Args:
+        existing: The configuration.
+        wanted: Describes the model.
+        path: Of the configuration, for errors.
+        is_converted: Whether the model's floating types are final; otherwise one floating type is as good as another.
 
     Raises:
         ExportError: The configuration has another name, platform, input or output; the text says which.
@@ -78,13 +87,17 @@ def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str) -> 
     for field in ("name", "platform"):
         there, here = getattr(existing, field), getattr(wanted, field)
         if there and there != here:
-            raise ExportError(f"{path} says {field} {there!r}, this model needs {here!r}; mend it or use another --name")
+            raise ExportError(f"{path} says {field} {there!r}, this model needs {here!r}; {REMEDY}")
     if bool(existing.max_batch_size) != bool(wanted.max_batch_size):
         raise ExportError(
             f"{path} says max_batch_size {existing.max_batch_size}, this model {wanted.max_batch_size}; make them agree"
         )
     for kind in ("input", "output"):
-        _require_same_tensors(kind, getattr(existing, kind), getattr(wanted, kind), path)
+        theirs, ours = (
+            {tensor.name: _text(tensor, with_floats=is_converted) for tensor in getattr(config, kind)}
+            for config in (existing, wanted)
+        )
+        _require_same_tensors(kind, theirs, ours, path)
 
 
 def require_twin(model: onnx.ModelProto, twin: onnx.ModelProto) -> None:
@@ -110,19 +123,21 @@ def _kinds(model: onnx.ModelProto, kind: str) -> dict[str, str]:
     return {name: "floating" if text in _FLOATING else text for name, text in types.items()}
 
 
-def _require_same_tensors(kind: str, existing: Any, wanted: Any, path: str) -> None:
-    theirs, ours = ({tensor.name: _text(tensor) for tensor in tensors} for tensors in (existing, wanted))
+def _require_same_tensors(kind: str, theirs: Mapping[str, str], ours: Mapping[str, str], path: str) -> None:
     for name, text in theirs.items():
         if ours.get(name) != text:
             has = f"the model has {ours[name]}" if name in ours else f"the model's are {', '.join(ours)}"
-            raise ExportError(f"{path} says {kind} {name!r} is {text}, {has}; mend it or use another --name")
+            raise ExportError(f"{path} says {kind} {name!r} is {text}, {has}; {REMEDY}")
     missing = sorted(ours.keys() - theirs.keys())
     if theirs and missing:
-        raise ExportError(f"{path} lacks the {kind} {missing[0]!r} of this model; add it or use another --name")
+        raise ExportError(f"{path} lacks the {kind} {missing[0]!r} of this model; {REMEDY}")
 
 
-def _text(tensor: Any) -> str:
-    return f"{DataType.Name(tensor.data_type)} {list(tensor.dims)}"
+def _text(tensor: Any, *, with_floats: bool) -> str:
+    kind = DataType.Name(tensor.data_type)
+    if not with_floats and kind.removeprefix("TYPE_") in _FLOATING_CONFIG:
+        kind = "a floating type"
+    return f"{kind} {list(tensor.dims)}"
 
 
 def _describe(entry: Any, value: onnx.ValueInfoProto, *, batched: bool) -> None:

@@ -17,12 +17,10 @@ from google.protobuf.message import DecodeError
 
 from halfserve.export.errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import LARGE_BYTES
-from halfserve.export.repository.version_writer import LABELS, MODEL, require_name
+from halfserve.export.repository.version_writer import CONFIG, LABELS, MODEL, require_name
 from halfserve.protos.certificates import CERTIFICATE
 from halfserve.protos.object_storage import ObjectExistsError, ObjectStore, StorageError
 from halfserve.protos.onnx_outline import DamagedFileError, without_large_tensors
-
-CONFIG = "config.pbtxt"
 
 
 class StoredRepository:

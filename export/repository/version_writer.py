@@ -34,6 +34,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 MODEL = "model.onnx"
 FP32_TWIN = f"fp32/{MODEL}"
 LABELS = "labels.txt"
+CONFIG = "config.pbtxt"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LARGEST_VERSION = 2**63 - 1
 FACTORY = "halfserve.model"
@@ -241,16 +242,22 @@ def require_addable(
         The configuration that describes the model.
 
     Raises:
-        ExportError: The name or version is not valid or is taken, or the model cannot be batched.
+        ExportError: The name or version is not valid or is taken, the model cannot be batched, or an existing config.pbtxt
+            has other inputs, outputs or sizes.
     """
     _require_valid(name, version, max_batch_size)
+    existing = Path(repository) / name / CONFIG
     try:
         taken = version is not None and (Path(repository) / name / str(version)).exists()
+        has_config = existing.is_file()
     except OSError as error:  # a name that is too long
         raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
     if version is not None and taken:
         raise _taken(name, version)
-    return config_for(name, model.outline, max_batch_size=max_batch_size)
+    config = config_for(name, model.outline, max_batch_size=max_batch_size)
+    if has_config:
+        require_agreement(read_config(existing.read_bytes(), str(existing)), config, str(existing), is_converted=False)
+    return config
 
 
 def _taken(name: str, version: int) -> ExportError:
@@ -284,7 +291,7 @@ def _add_model(folder: Path, files: VersionFiles, config: ModelConfig, version: 
         staged = Path(hidden) / folder.name
         staged.mkdir()
         files.write(staged / str(number))
-        write_and_sync(staged / "config.pbtxt", write_config(config))
+        write_and_sync(staged / CONFIG, write_config(config))
         if files.labels:
             write_and_sync(staged / LABELS, files.labels)
         sync_folder(staged)
@@ -300,7 +307,7 @@ def _add_version(folder: Path, files: VersionFiles, config: ModelConfig, version
     if version is not None and target.exists():
         raise _taken(folder.name, version)
     _require_labels(folder, files.labels)
-    _keep_or_write_config(folder / "config.pbtxt", config)
+    _keep_or_write_config(folder / CONFIG, config)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as hidden:
         staged = Path(hidden) / target.name
         files.write(staged)

@@ -31,7 +31,7 @@ def open_factory(factory: str, options: SourceOptions) -> Source:
     """
     samples = _samples(options, factory)
     module = model_of(factory)
-    samples = _fitting(samples, module)
+    samples = samples.fitting(module)
     source = Source(module=module.eval(), samples=samples, name=factory_name(factory), metadata={FACTORY: factory})
     if options.weights is None:
         return source
@@ -63,7 +63,7 @@ def open_pickled_module(path: Path, options: SourceOptions) -> Source:
             f"{path} holds a {type(module).__name__}; expected a torch.nn.Module, as torch.save(module, FILE) writes"
         )
     module = module.float().eval()
-    return Source(module=module, samples=_fitting(_samples(options, str(path)), module), name=repository_name(path.stem))
+    return Source(module=module, samples=_samples(options, str(path)).fitting(module), name=repository_name(path.stem))
 
 
 def _samples(options: SourceOptions, source: str) -> Samples:
@@ -73,15 +73,3 @@ def _samples(options: SourceOptions, source: str) -> Samples:
             "numpy.savez('samples.npz', PARAMETER=array) and give --samples samples.npz"
         )
     return Samples(inputs=read_arrays(options.samples, options.max_samples), labels=None)
-
-
-def _fitting(samples: Samples, module: nn.Module) -> Samples:
-    """Samples of float64, numpy's own type, in the float32 of a module that has no float64 itself."""
-    tensors = (*module.parameters(), *module.buffers())
-    given = samples.inputs if isinstance(samples.inputs, dict) else {"": samples.inputs}
-    wide = [name for name, tensor in given.items() if tensor.dtype == torch.float64]
-    if not wide or any(tensor.dtype == torch.float64 for tensor in tensors):
-        return samples
-    rounded = {name: tensor.float() if name in wide else tensor for name, tensor in given.items()}
-    inputs = rounded if isinstance(samples.inputs, dict) else rounded[""]
-    return replace(samples, inputs=inputs).noting("the samples are float64, and were rounded to the model's float32")

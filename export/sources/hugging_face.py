@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from halfserve.amp_core.weights.state_dicts import load_weights
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.audio_clips import clip_samples
+from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
 from halfserve.export.sources.image_libraries import open_timm_folder
 from halfserve.export.sources.pictures import picture_samples
 from halfserve.export.sources.sentence_transformers import sentence_layers
@@ -24,8 +25,8 @@ from halfserve.export.sources.source import Source, SourceOptions, repository_na
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
 from halfserve.export.sources.training import with_training
 from halfserve.export.tasks.audio_models import AudioModel
-from halfserve.export.tasks.image_models import ImageModel, Preprocessing
-from halfserve.export.tasks.judges import judge_decoded, judge_embeddings, judge_token_labels, judge_token_vectors
+from halfserve.export.tasks.image_models import ImageModel, PooledImage, Preprocessing
+from halfserve.export.tasks.judges import judge_decoded
 from halfserve.export.tasks.task import Task
 from halfserve.export.tasks.text_models import Embedder, Normalized, TextModel
 from halfserve.export.tasks.two_towers import Tower
@@ -36,52 +37,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 CONFIG = "config.json"
-AUDIO = "raw audio"
-TOWERS = "pictures and text"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """How models of a task are loaded.
-
-    Attributes:
-        auto_class: The class of transformers that loads them.
-        architecture: The end of the architecture's name by which the task is known.
-        takes: What the model is given; one that has a tower for each takes `TOWERS`.
-        output: The attribute of the model's answer.
-        judge: See `Task`.
-        pairs: Whether a sample is a pair of texts.
-    """
-
-    auto_class: str
-    architecture: str
-    takes: str = "text"
-    output: str = "logits"
-    judge: Judge | None = None
-    pairs: bool = False
-
-
-KINDS = {
-    "embeddings": _Kind(auto_class="AutoModel", architecture="Model", judge=judge_embeddings),
-    "feature-extraction": _Kind(
-        auto_class="AutoModel", architecture="Model", output="last_hidden_state", judge=judge_token_vectors
-    ),
-    "text-classification": _Kind(auto_class="AutoModelForSequenceClassification", architecture="ForSequenceClassification"),
-    "rerank": _Kind(auto_class="AutoModelForSequenceClassification", architecture="ForSequenceClassification", pairs=True),
-    "token-classification": _Kind(
-        auto_class="AutoModelForTokenClassification", architecture="ForTokenClassification", judge=judge_token_labels
-    ),
-    "image-classification": _Kind(
-        auto_class="AutoModelForImageClassification", architecture="ForImageClassification", takes="pictures"
-    ),
-    "image-embeddings": _Kind(auto_class="AutoModel", architecture="Model", takes=TOWERS, judge=judge_embeddings),
-    "text-embeddings": _Kind(auto_class="AutoModel", architecture="Model", takes=TOWERS, judge=judge_embeddings),
-    "audio-classification": _Kind(
-        auto_class="AutoModelForAudioClassification", architecture="ForSequenceClassification", takes=AUDIO
-    ),
-    "automatic-speech-recognition": _Kind(auto_class="AutoModelForCTC", architecture="ForCTC", takes=AUDIO),
-}
-PER_TOKEN = frozenset({"feature-extraction", "token-classification"})
 # Of raw audio, as wav2vec 2.0, HuBERT and WavLM take it; other models want spectrograms.
 RAW_AUDIO = "Wav2Vec2FeatureExtractor"
 
@@ -104,12 +59,12 @@ def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
         return open_timm_folder(folder, content, options)
     transformers = _transformers()
     config = _config(transformers, folder, content, trusted=options.trust_remote_code)
-    task = _task(transformers, config, folder, options.task)
+    task = task_of(transformers, config, folder, options.task)
     kind = KINDS[task]
     network = _network(transformers, folder, config, kind, trusted=options.trust_remote_code)
     if kind.takes == AUDIO:
         source = _audio_source(folder, options, network, task)
-    elif task in ("image-classification", "image-embeddings"):
+    elif kind.takes == PICTURES:
         source = _image_source(folder, options, network, task)
     else:
         tokenizer = read_tokenizer(transformers, folder, config, trusted=options.trust_remote_code)
@@ -158,48 +113,12 @@ def _config(transformers: Any, folder: Path, content: Mapping[str, Any], *, trus
     return config
 
 
-def _task(transformers: Any, config: PretrainedConfig, folder: Path, asked: str | None) -> str:
-    if asked is not None and asked not in KINDS:
-        raise UsageError(f"--task {asked!r} is not known; expected one of {', '.join(KINDS)}")
+def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: Kind, *, trusted: bool) -> PreTrainedModel:
     architecture = next(iter(config.architectures or ()), "")
-    takes = _takes(getattr(transformers, architecture, None))
-    fitting = [name for name, kind in KINDS.items() if architecture.endswith(kind.architecture) and kind.takes in takes]
-    if asked is not None:
-        # The body of any text model embeds, whatever head its weights have beside it.
-        if asked in fitting or (KINDS[asked].architecture == "Model" and KINDS[asked].takes in takes - {TOWERS}):
-            return asked
-        raise UsageError(
-            f"--task {asked} needs the weights of a ...{KINDS[asked].architecture} that takes {KINDS[asked].takes}; {folder} "
-            f"holds a {architecture or 'model of no architecture'}" + (f", which is for --task {fitting[0]}" if fitting else "")
-        )
-    if not fitting and AUDIO in takes:
-        heads = " or ".join(f"...{kind.architecture}" for kind in KINDS.values() if kind.takes == AUDIO)
-        raise UsageError(f"{folder} holds a {architecture}; of raw audio, expected a {heads}; give others as MODULE:FACTORY")
-    if not fitting:
-        raise UsageError(f"{folder} holds a {architecture or 'model of no architecture'}; give its --task: {', '.join(KINDS)}")
-    found = fitting[0]
-    if KINDS[found].takes == TOWERS:
-        raise UsageError(
-            f"{folder} holds a {architecture}, which has a tower for pictures and one for texts, each a model of its own; "
-            f"export one with --task {fitting[0]} and the other with --task {fitting[1]}"
-        )
-    if found == "text-classification" and config.num_labels == 1:
-        return "rerank"
-    return "feature-extraction" if found == "embeddings" and not (folder / "modules.json").is_file() else found
-
-
-def _takes(architecture: Any) -> frozenset[str]:
-    """What an architecture's models may be given, by its class; None where transformers has none."""
-    if getattr(architecture, "main_input_name", "") == "input_values":
-        return frozenset({AUDIO})
-    if hasattr(architecture, "get_image_features") and hasattr(architecture, "get_text_features"):
-        return frozenset({TOWERS})
-    return frozenset({"text", "pictures"})
-
-
-def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _Kind, *, trusted: bool) -> PreTrainedModel:
+    # The class for any body would load the decoder too.
+    loader = architecture if architecture.endswith("EncoderModel") and hasattr(transformers, architecture) else kind.auto_class
     try:
-        network, loading = getattr(transformers, kind.auto_class).from_pretrained(
+        network, loading = getattr(transformers, loader).from_pretrained(
             folder,
             config=config,
             local_files_only=True,
@@ -212,7 +131,8 @@ def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _K
         _require_whole_weights(folder)
         raise ExportError(f"cannot load the model in {folder}: {one_line(error)}") from error
     # A body's own pooler and the mask of training are not used, and may be missing; anything else would be random numbers.
-    unused = {name for name in loading["missing_keys"] if name.startswith("pooler.") or name.endswith("masked_spec_embed")}
+    pooler = () if kind.takes == PICTURES else ("pooler.",)
+    unused = {name for name in loading["missing_keys"] if name.startswith(pooler) or name.endswith("masked_spec_embed")}
     missing = sorted(loading["missing_keys"] - unused)
     if missing:
         raise ExportError(
@@ -267,8 +187,8 @@ def _labels(config: Any) -> tuple[str, ...]:
 
 
 def _source(folder: Path, module: nn.Module, samples: Samples, task: Task) -> Source:
-    tower = f"-{task.name.partition('-')[0]}" if KINDS[task.name].takes == TOWERS else ""
-    return Source(module=module.eval(), samples=samples, name=repository_name(folder.resolve().name) + tower, task=task)
+    name = repository_name(folder.resolve().name)
+    return Source(module=module.eval(), samples=samples, name=name, task=task)
 
 
 def _text_source(
@@ -295,21 +215,22 @@ def _text_source(
         padding=padding_values(tokenizer, dynamic),
         per_token=task in PER_TOKEN,
     )
-    return replace(_source(folder, module, samples, made), dynamic=dynamic)
+    source = _source(folder, module, samples, made)
+    return replace(source, dynamic=dynamic, name=f"{source.name}-text" if kind.takes == TOWERS else source.name)
 
 
 def _image_source(folder: Path, options: SourceOptions, network: PreTrainedModel, task: str) -> Source:
     path, content = _preparation(folder, "image_processor", "images")
-    is_tower = KINDS[task].takes == TOWERS
+    is_tower, embeds = hasattr(network, "get_image_features"), KINDS[task].has_towers
     try:
         preprocessing = Preprocessing.from_hugging_face(content, network.config.vision_config if is_tower else network.config)
     except (AttributeError, TypeError, ValueError) as error:
         raise _unprepared(path, "images", error) from error
-    module = ImageModel(Tower(network, "image"), preprocessing, "embedding") if is_tower else ImageModel(network, preprocessing)
-    labels = () if is_tower else _labels(network.config)
-    return _source(
-        folder, module, picture_samples(preprocessing, options), Task(name=task, judge=KINDS[task].judge, labels=labels)
-    )
+    body: nn.Module = Tower(network, "image") if is_tower else PooledImage(network) if embeds else network
+    module = ImageModel(body, preprocessing, "embedding" if embeds else "logits")
+    made = Task(name=task, judge=KINDS[task].judge, labels=() if embeds else _labels(network.config))
+    source = _source(folder, module, picture_samples(preprocessing, options), made)
+    return replace(source, name=f"{source.name}-image") if is_tower else source
 
 
 def _audio_source(folder: Path, options: SourceOptions, network: PreTrainedModel, task: str) -> Source:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
+from halfserve.amp_core.weights.state_dicts import load_weights
 from halfserve.export.errors import ExportError
 from halfserve.export.tasks.text_models import Normalized, Pooling
 from halfserve.export.to_onnx.capture import one_line
@@ -68,7 +68,7 @@ def _dense(folder: Path) -> list[nn.Module]:
         raise ExportError(f"{folder / 'config.json'} has the activation {name!r}; expected a module of torch.nn")
     try:
         linear = nn.Linear(content["in_features"], content["out_features"], bias=content.get("bias", True))
-        weights = load_file(folder / "model.safetensors")
+        weights = load_weights(folder)
         linear.load_state_dict({key.removeprefix("linear."): tensor.to(torch.float32) for key, tensor in weights.items()})
         return [linear, activation()]
     except Exception as error:  # a missing size, file or tensor, or one that does not fit

@@ -68,6 +68,22 @@ class Preprocessing:
         )
 
 
+class PooledImage(nn.Module):
+    """A body of pictures alone, such as DINOv2, as a network that embeds.
+
+    Args:
+        network: Returns an object that has `pooler_output`, (batch, size) or (batch, size, 1, 1).
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Vectors (batch, size) of length 1, of images (batch, 3, height, width)."""
+        return nn.functional.normalize(self.network(pixel_values).pooler_output.flatten(1), dim=-1)
+
+
 class ImageModel(nn.Module):
     """A network with its preprocessing in front.
 

@@ -42,6 +42,28 @@ class Dimensions:
         dim = torch.export.Dim(name, min=least, max=most)
         return self if (dim.min, dim.max) == (known.min, known.max) else replace(self, dims={**self.dims, name: dim})
 
+    def left_out(self, call: ForwardCall) -> str:
+        """What to say of fixed axes that have the size of a dimension in the example, which may have been forgotten; or ""."""
+        named = {name: size for name, size in self._sizes(call).items() if name != BATCH and size > 1}
+        options = [
+            f"--dynamic {input_name}.{axis}={name}"
+            for input_name, tensor, axes in zip(call.names, call.tensors, self.axes, strict=True)
+            for axis, size in enumerate(tensor.shape)
+            for name in named
+            if axis not in axes and size == named[name] and name not in axes.values()
+        ]
+        if not options:
+            return ""
+        return f"in the samples, more inputs have a size that is to vary, and theirs stays fixed; try {' '.join(options)} too"
+
+    def _sizes(self, call: ForwardCall) -> dict[str, int]:
+        """The size of each dimension in the example."""
+        return {
+            name: tensor.shape[axis]
+            for tensor, axes in zip(call.tensors, self.axes, strict=True)
+            for axis, name in axes.items()
+        }
+
     def distinct(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Example tensors in which no two names have equal sizes, which `torch.export` would merge; enlarged where needed."""
         taken: set[int] = set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 import onnx_ir
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfserve.amp_core.policy import Policy
@@ -33,7 +34,7 @@ SIZES_ROUNDED = frozenset({"AveragePool", "MaxPool", "Resize"})
 
 def export_onnx(
     module: nn.Module,
-    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    inputs: Tensor | NDArray[Any] | Sequence[Any] | Mapping[str, Any],
     path: Path | str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -54,8 +55,9 @@ def export_onnx(
     Args:
         module: A module in evaluation mode. It may return a tensor, or tensors in tuples, lists, dicts, named tuples,
             dataclasses and key-value caches, nested.
-        inputs: Example inputs: one for each positional parameter of `forward`, or a dict by name. Tensors (their values do not
-            matter), containers of tensors, None for what is left out, and plain constants, which become part of the model.
+        inputs: Example inputs: one for each positional parameter of `forward`, or a dict by name. Tensors or numpy arrays
+            (their values do not matter), containers of these, None for what is left out, and plain constants, which become
+            part of the model.
         path: Where to write the model (atomically); its folder must exist. None only returns it.
         kwargs: More inputs by name, beside positional ones.
         dynamic_shapes: Which sizes vary: one entry per input, or a dict by input. An entry is `{axis: name}`, `{axis:
@@ -92,7 +94,7 @@ def export_onnx(
 
 def traced_model(
     module: nn.Module,
-    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    inputs: Tensor | NDArray[Any] | Sequence[Any] | Mapping[str, Any],
     *,
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
@@ -112,8 +114,13 @@ def traced_model(
     _require_evaluation_mode(module)
     call = call_of(module, inputs, kwargs)
     sizes, tensors = dimensions(call, dynamic_shapes)
-    tensors, results = _run_on_distinct_sizes(module, call, sizes, tensors)
-    program = captured(module, call, tensors, sizes)
+    try:
+        tensors, results = _run_on_distinct_sizes(module, call, sizes, tensors)
+        program = captured(module, call, tensors, sizes)
+    except ExportError as error:
+        if fixed := sizes.left_out(call):
+            raise ExportError(f"{fixed}; or else {error}") from error
+        raise
     model = translated(program, inputs=len(tensors), outputs=len(results), opset_version=opset_version)
     note_origins(model)
     transpose_weights(model)

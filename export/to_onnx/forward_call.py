@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -48,13 +50,13 @@ def call_of(module: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None = N
 
     Args:
         module: The model.
-        inputs: A tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+        inputs: A tensor or numpy array, a sequence of positional arguments, or a mapping of keyword arguments.
         kwargs: More keyword arguments.
 
     Raises:
         ExportError: `forward` does not take them, none is a tensor, or one is neither a tensor nor a plain constant.
     """
-    args, named = _arguments(inputs, kwargs or {})
+    args, named = as_tensors(_arguments(inputs, kwargs or {}))
     parameters = _parameters(module, args, named)
     paths, spec = pytree.tree_flatten_with_path((args, named))
     leaves, names, tensors, places = [], [], [], []
@@ -72,8 +74,25 @@ def call_of(module: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None = N
     return ForwardCall(names=tuple(names), tensors=tuple(tensors), leaves=tuple(leaves), places=tuple(places), spec=spec)
 
 
+def as_tensors(inputs: Any) -> Any:
+    """Inputs with a tensor in the place of each numpy array, of the same dtype; arrays that may be written are shared.
+
+    Raises:
+        ExportError: An array's dtype is none of torch's, such as a text's.
+    """
+    return pytree.tree_map_only(np.ndarray, _as_tensor, inputs)
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    try:
+        # torch shares the memory, and knows neither arrays that are read-only nor those with steps backwards.
+        return torch.from_numpy(np.require(array, requirements=("C", "W")))
+    except TypeError as error:
+        raise ExportError(f"an input is an array of {array.dtype}; expected numbers or booleans that torch knows") from error
+
+
 def _arguments(inputs: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Tensor):
+    if isinstance(inputs, Tensor | np.ndarray):
         return (inputs,), dict(kwargs)
     if isinstance(inputs, Mapping):
         return (), {**inputs, **kwargs}

@@ -153,10 +153,25 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
     return worst
 
 
-def describe(result: TrialResult, precision: Any, rows: int) -> str:
-    """The measurement in words. `rows`: of the model's largest batch; 0 for a model without a batch dimension."""
+def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
+    """The largest difference to recorded answers, divided by the output's largest value; infinite where the model fails."""
+    try:
+        return _error(_run(backend, samples.inputs)[1], samples.answers)
+    except (InferenceError, InstanceLostError):
+        return math.inf
+
+
+def describe(result: TrialResult, precision: Any, rows: int, float32_runtime: str) -> str:
+    """The measurement in words.
+
+    Args:
+        result: the measurement.
+        precision: the half precision.
+        rows: of the model's largest batch; 0 for a model without a batch dimension.
+        float32_runtime: that computed in float32.
+    """
     batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
     half, float32 = (f"{ms:.3g}" if ms < SHORT_MS else f"{ms:,.0f}" for ms in (result.half_ms, result.float32_ms))
-    times = f"OpenVINO in {precision} {half} ms, ONNX Runtime in float32 {float32} ms {batch}"
+    times = f"OpenVINO in {precision} {half} ms, {float32_runtime} in float32 {float32} ms {batch}"
     answers = "the answers to recorded samples" if result.recorded else "they"
     return f"{times}; {answers} differ by {result.error:.2g} of the largest value"

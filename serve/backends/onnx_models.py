@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ import onnxruntime as ort
 
 from halfserve.protos.certificates import CERTIFICATE, NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared, describe
+from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared, describe, recorded_error
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
@@ -38,7 +39,7 @@ from halfserve.serve.engine.backend import (
     ModelInterface,
     OnnxOnOpenVino,
 )
-from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
+from halfserve.serve.engine.config.parameters import MEASURED, PREFIX, own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -51,6 +52,7 @@ INSTALL = f"in a checkout of halfserve, pip install '.[{PACKAGE}]'"
 USUAL_ERROR = 0.04  # bfloat16's budget where a certificate has none
 # Made-up inputs are no more like the model's own than a certificate's adversarial samples, for which it allows as much.
 TRIAL_FACTOR = 5.0
+UNMEASURED = "; no batch could be made up to measure it"
 
 
 def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
@@ -106,35 +108,35 @@ class _Question:
     written: frozenset[str]
     unfit: str | None
 
-    def answer(self, asked: CpuPrecision) -> CpuPrecision:
-        """The precision to compute in; `asked` may leave it open.
+    def answer(self, asked: CpuPrecision) -> Sequence[CpuPrecision]:
+        """The half precisions that the model may be computed in here; none for float32. `asked` may leave it open.
 
         Raises:
             ModelLoadError: the precision that is asked for is not proved, or cannot be computed here.
         """
         if asked is CpuPrecision.FLOAT32:
-            return asked
-        chosen = self._best() if asked is CpuPrecision.AUTO else self._required(asked)
-        if chosen is not CpuPrecision.FLOAT32 and self.unfit is not None:
+            return ()
+        allowed = self._proved() if asked is CpuPrecision.AUTO else [self._required(asked)]
+        if allowed and self.unfit is not None:
             logger.warning("%s: is computed in float32 by ONNX Runtime: %s", self.path, self.unfit)
-            return CpuPrecision.FLOAT32
-        return chosen
+            return ()
+        return allowed
 
-    def _best(self) -> CpuPrecision:
+    def _proved(self) -> Sequence[CpuPrecision]:
         if not self.written:
-            return CpuPrecision.FLOAT32
+            return ()
         able = [precision for precision, short in SHORT.items() if short in fast_halves()]
         passed = passed_precisions(self.path, self.named)
-        found = next((precision for precision in able if precision in passed), CpuPrecision.FLOAT32)
+        found = [precision for precision in able if precision in passed]
         if find_spec(PACKAGE) is None:
-            if found is not CpuPrecision.FLOAT32:
+            if found:
                 logger.info(
                     "%s: is computed in float32; this processor computes it faster in %s, which its verdict allows, with "
                     "the package %r, which is not installed; %s",
-                    *(self.path, found, PACKAGE, INSTALL),
+                    *(self.path, " or ".join(found), PACKAGE, INSTALL),
                 )
-            return CpuPrecision.FLOAT32
-        if able and found is CpuPrecision.FLOAT32:
+            return ()
+        if able and not found:
             logger.info(
                 "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
                 "faster; %s would find out",
@@ -163,12 +165,104 @@ class _Question:
 
 
 def _largest_error(path: Path, precision: CpuPrecision) -> float:
-    """The scaled error that the certificate's budget for a precision allows."""
+    """The scaled error that the certificate's budget for a precision allows; for float32 that of the certificate's own."""
+    certificate = _read(path)
+    verdict = certificate if precision is CpuPrecision.FLOAT32 else _verdicts(certificate).get(precision, {})
     try:
-        allowed = _verdicts(_read(path))[precision]["budget"]["max_scaled_error"]
+        allowed = verdict["budget"]["max_scaled_error"]
     except (KeyError, TypeError):
         return USUAL_ERROR
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else USUAL_ERROR
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A copy of a model to load on the CPU.
+
+    Attributes:
+        path: the model file.
+        interface: of the file.
+        placement: of the copy.
+        config: the model's, which gets what was measured.
+        in_half: loads it in a half precision.
+        in_float32: loads it in float32.
+        float32_runtime: that computes it in float32.
+        samples: recorded ones; None where there are none to use.
+    """
+
+    path: Path
+    interface: ModelInterface
+    placement: DevicePlacement
+    config: ModelConfig
+    in_half: Callable[[ModelConfig, CpuPrecision], Backend]
+    in_float32: Callable[[ModelConfig], Backend]
+    float32_runtime: str
+    samples: RecordedSamples | None
+
+    @cached_property
+    def reference(self) -> Backend:
+        """The model in float32, to compare with."""
+        return self.in_float32(self.scratch())
+
+    def key(self, precision: CpuPrecision) -> str:
+        """Equal for trials with equal results."""
+        circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name(), self.float32_runtime]
+        given = self.config.parameters.items()
+        parameters = sorted((key, value.string_value) for key, value in given if not key.startswith(PREFIX))
+        settings = [str(precision), str(self.placement.threads), str(self.config.max_batch_size), repr(parameters)]
+        return verdict_key(self.path, [*circumstances, *settings])
+
+    def scratch(self) -> ModelConfig:
+        """A copy of the configuration, for a backend that may not be used."""
+        config = ModelConfig()
+        config.CopyFrom(self.config)
+        return config
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """A half precision that a model may be computed in.
+
+    Attributes:
+        precision: the precision.
+        config: that the backend is loaded with.
+        backend: the model in this precision; None where it is not loaded.
+        gain: the time in float32 divided by the time in this precision; 0 where nothing was measured.
+        said: what was measured, in words; "" where nothing could be.
+        refusal: why it is not computed in this precision; None where it may be.
+        level: of the refusal in the log.
+    """
+
+    precision: CpuPrecision
+    config: ModelConfig
+    backend: Backend | None = None
+    gain: float = 0.0
+    said: str = ""
+    refusal: str | None = None
+    level: int = logging.WARNING
+
+    def load(self, copy: _Copy) -> Backend | None:
+        """Load the model; None where it is refused."""
+        try:
+            self.backend = copy.in_half(self.config, self.precision)
+        except ModelLoadError as error:
+            self.refusal = str(error)
+        return self.backend
+
+    def judge(self, result: TrialResult, copy: _Copy, *, measure: bool) -> None:
+        """Take note of a trial. `measure`: whether float32 is wanted where it is faster."""
+        self.gain = result.float32_ms / result.half_ms
+        self.said = describe(result, self.precision, copy.config.max_batch_size, copy.float32_runtime)
+        allowed = _largest_error(copy.path, self.precision) * (1 if result.recorded else TRIAL_FACTOR)
+        if result.error > allowed:
+            self.refusal = f"OpenVINO's answers are wrong here ({self.said}, {allowed:.2g} allowed)"
+        elif measure and result.float32_ms < result.half_ms:
+            self.refusal, self.level = f"float32 is faster ({self.said})", logging.INFO
+
+
+def _gain(candidate: _Candidate) -> tuple[bool, float]:
+    """The order of candidates: refused ones first, then by their gain."""
+    return candidate.refusal is None, candidate.gain
 
 
 class OnnxModels:
@@ -199,87 +293,95 @@ class OnnxModels:
             return self._onnx.load(path, interface, placement, config)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
-        precision, named = asked, None
-        if asked is not CpuPrecision.FLOAT32:
-            with open_onnx(path) as file:
-                written = frozenset(HALF_TYPES[number] for number in half_types(file.model))
-                unfit = None if forced else why_unfit(file.model) or _why_tied(config, path)
-                named = next((entry.value for entry in file.model.metadata_props if entry.key == NAME), None)
-            precision = _Question(path=path, named=named, written=written, unfit=unfit).answer(asked)
-        if forced:
-            return self._openvino(path).load_onnx(path, interface, placement, config, precision)
-        if precision is CpuPrecision.FLOAT32:
+        if not forced and asked is CpuPrecision.FLOAT32:
             return self._onnx.load(path, interface, placement, config)
-        try:
-            samples = read_samples(path, _named(path, named), interface)
-            return self._tried(path, interface, placement, config, precision, samples, measure=asked is CpuPrecision.AUTO)
-        except _NotInHalfError as reason:
-            logger.log(reason.level, "%s: is computed in float32 by ONNX Runtime: %s", path, reason)
-        return self._onnx.load(path, interface, placement, config)
+        with open_onnx(path) as file:
+            written = frozenset(HALF_TYPES[number] for number in half_types(file.model))
+            unfit = None if forced else why_unfit(file.model) or _why_tied(config, path)
+            named = next((entry.value for entry in file.model.metadata_props if entry.key == NAME), None)
+        halves = _Question(path=path, named=named, written=written, unfit=unfit).answer(asked)
+        if not forced and not halves:
+            return self._onnx.load(path, interface, placement, config)
+        openvino = self._openvino(path)
+        copy = _Copy(
+            path=path,
+            interface=interface,
+            placement=placement,
+            config=config,
+            in_half=lambda config, precision: openvino.load_onnx(path, interface, placement, config, precision),
+            in_float32=lambda config: (
+                openvino.load_onnx(path, interface, placement, config, CpuPrecision.FLOAT32)
+                if forced
+                else self._onnx.load(path, interface, placement, config)
+            ),
+            float32_runtime="OpenVINO" if forced else "ONNX Runtime",
+            samples=read_samples(path, _named(path, named), interface),
+        )
+        backend = self._in_half(copy, halves, measure=asked is CpuPrecision.AUTO)
+        if backend is None:
+            backend = copy.in_float32(config)
+            if forced:
+                _require_right(backend, copy)
+        return backend
 
-    def _tried(
-        self,
-        path: Path,
-        interface: ModelInterface,
-        placement: DevicePlacement,
-        config: ModelConfig,
-        precision: CpuPrecision,
-        samples: RecordedSamples | None,
-        *,
-        measure: bool,
-    ) -> Backend:
-        """The model in half precision, where a trial has not shown that it is slower so, or that its answers are wrong.
+    def _in_half(self, copy: _Copy, precisions: Sequence[CpuPrecision], *, measure: bool) -> Backend | None:
+        """The model in the fastest of these half precisions; None where a trial has shown that none is right and pays.
 
-        `samples` are tried, or else a made-up batch. `measure`: whether the faster one is wanted.
-
-        Raises:
-            _NotInHalfError: it is to be computed in float32.
+        The configuration's parameters get what was measured, in words. `measure`: whether float32 is wanted where it is faster.
         """
-        circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name()]
-        settings = [str(precision), str(placement.threads), str(config.max_batch_size)]
-        key = verdict_key(path, [*circumstances, *settings])
+        tried: list[_Candidate] = []
+        for precision in precisions:
+            tried.append(self._tried(copy, precision, measure=measure))
+            # The faster one so far is kept in memory.
+            for slower in sorted(tried, key=_gain)[:-1]:
+                slower.backend = None
+        best = max(tried, key=_gain, default=None)
+        if best is not None and best.refusal is None and best.backend is None:
+            best.load(copy)
+        measured = "; ".join(candidate.said for candidate in tried if candidate.said)
+        chosen = None if best is None or best.refusal is not None else best
+        if chosen is not None:
+            copy.config.CopyFrom(chosen.config)
+        if measured:
+            copy.config.parameters[MEASURED].string_value = measured
+        computed = f"float32 by {copy.float32_runtime}" if chosen is None else chosen.precision
+        for candidate in tried:
+            if candidate.refusal is not None:
+                logger.log(candidate.level, "%s: is computed in %s: %s", copy.path, computed, candidate.refusal)
+        if chosen is None:
+            return None
+        logger.info("%s: is computed in %s%s", copy.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
+        return chosen.backend
+
+    def _tried(self, copy: _Copy, precision: CpuPrecision, *, measure: bool) -> _Candidate:
+        """A half precision with its trial, which may have been made at an earlier load."""
+        candidate = _Candidate(precision, copy.scratch())
+        key = copy.key(precision)
         result = self._trials.find(key)
+        if result is None and (half := candidate.load(copy)) is not None:
+            result = compared(half, copy.reference, copy.interface, copy.config.max_batch_size, copy.samples)
+            if result is not None:
+                self._trials.keep(key, result)
         if result is not None:
-            said = _judged(result, path, config, precision, measure=measure)
-        try:
-            half = self._openvino(path).load_onnx(path, interface, placement, config, precision)
-        except ModelLoadError as error:
-            raise _NotInHalfError(str(error), logging.WARNING) from None
-        if result is None:
-            scratch = ModelConfig()
-            scratch.CopyFrom(config)
-            float32 = self._onnx.load(path, interface, placement, scratch)
-            result = compared(half, float32, interface, config.max_batch_size, samples)
-            if result is None:
-                logger.info("%s: is computed in %s; no batch could be made up to measure it", path, precision)
-                return half
-            self._trials.keep(key, result)
-            said = _judged(result, path, config, precision, measure=measure)
-        logger.info("%s: is computed in %s (%s)", path, precision, said)
-        return half
+            candidate.judge(result, copy, measure=measure)
+        return candidate
 
 
-class _NotInHalfError(Exception):
-    """Why a model is computed in float32; `level` is the log's."""
-
-    def __init__(self, reason: str, level: int) -> None:
-        super().__init__(reason)
-        self.level = level
-
-
-def _judged(result: TrialResult, path: Path, config: ModelConfig, precision: CpuPrecision, *, measure: bool) -> str:
-    """What was measured, in words; the configuration's parameters get it too.
+def _require_right(backend: Backend, copy: _Copy) -> None:
+    """Check OpenVINO's answers in float32 to recorded samples, where the configuration leaves no other runtime.
 
     Raises:
-        _NotInHalfError: the answers in half precision are wrong, or slower where the faster ones are wanted.
+        ModelLoadError: they are wrong.
     """
-    allowed = _largest_error(path, precision) * (1 if result.recorded else TRIAL_FACTOR)
-    config.parameters[MEASURED].string_value = said = describe(result, precision, config.max_batch_size)
-    if result.error > allowed:
-        raise _NotInHalfError(f"OpenVINO's answers are wrong here ({said}, {allowed:.2g} allowed)", logging.WARNING)
-    if measure and result.float32_ms < result.half_ms:
-        raise _NotInHalfError(f"it is faster ({said})", logging.INFO)
-    return said
+    if copy.samples is None:
+        return
+    error, allowed = recorded_error(backend, copy.samples), _largest_error(copy.path, CpuPrecision.FLOAT32)
+    if error > allowed:
+        raise ModelLoadError(
+            f"{copy.path}: OpenVINO's answers to recorded samples are wrong here: computed in {backend.precision}, they differ "
+            f"by {error:.2g} of the largest value, {allowed:.2g} allowed; remove backend: {OPENVINO_BACKEND!r} from its "
+            "configuration, and the parameter HINT_BF16 if it is there"
+        )
 
 
 def _why_tied(config: ModelConfig, path: Path) -> str | None:

@@ -43,7 +43,9 @@ class AsyncClient(ClientBase, AsyncRunner):
         if self._loop is asyncio.get_running_loop():
             self._over.set()
         if self._must_unregister:
-            if self._loop is not None and self._loop.is_closed():  # its channel can send nothing any more
+            if self._loop is asyncio.get_running_loop():
+                await self._channel.close()  # the server does not unregister what a call under way uses
+            if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
                 self._channel, self._loop = None, None
                 self._rpcs.clear()
             await self._run(self._unregistering)

@@ -35,6 +35,9 @@ class Client(ClientBase, SyncRunner):
         self._closed = True  # first: other threads would register again what is unregistered here
         self._ended.set()
         if self._must_unregister:
+            self._channel.close()  # the server does not unregister what a call under way uses
+            self._rpcs.clear()
+            self._channel = self._new_channel(grpc, SyncClusterChannel)
             self._run(self._unregistering)
             self._unregistered = True
         if self._channel is not None:

@@ -94,6 +94,7 @@ class ModelInterface:
         row_names: names of the first dimensions in the model file. Where there are several, they may not be one batch.
         data_files: paths of its weight files, relative to the model file's folder.
         open_ended: the values in a batch, not only its shape, decide how long it takes.
+        unranked: names of tensors of which the model file says no rank; a configuration has to declare them, as numbers.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -104,6 +105,7 @@ class ModelInterface:
     row_names: frozenset[str] = frozenset()
     data_files: frozenset[str] = frozenset()
     open_ended: bool = False
+    unranked: frozenset[str] = frozenset()
 
     def is_steady(self, *, batched: bool) -> bool:
         """Whether batches of equal rows take about equally long: neither their shapes nor values make a difference."""

@@ -146,12 +146,17 @@ class Model:
         self.scheduler: Scheduler = self.batcher
         self.composition: Composition | None = None
         self.holders: list[Holder] = []
-        self.is_decoupled: bool = self.config.model_transaction_policy.decoupled  # it may answer any number of times
+        self._decoupled: bool = self.config.model_transaction_policy.decoupled
 
     @property
     def max_batch_size(self) -> int:
         """Rows that one request may bring; 0 for a model without a batch dimension."""
         return self.config.max_batch_size
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether it may answer a request any number of times."""
+        return self._decoupled if self.composition is None else self.composition.is_decoupled
 
     def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
         """The bucket of a request: requests with equal ones can share a batch.

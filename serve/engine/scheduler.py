@@ -44,6 +44,10 @@ class Composition(Protocol):
     def parts(self) -> Sequence[str]:
         """Each part in a line: its model, where and in which precision it computes, and its certificate's verdict."""
 
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether one of its parts gives any number of responses to a request."""
+
     def labels_of(self, output: str) -> Sequence[str]:
         """Class names of an output, of the part that computes it."""
 

@@ -93,12 +93,29 @@ def left_error(caller: CallingExecution) -> InferenceError:
     return UnavailableError(f"the clients of model {caller.label!r} for which it makes this call have gone")
 
 
+def require_many(request: InferRequest, name: str) -> Respond:
+    """What takes the responses to a request of the decoupled model `name`.
+
+    Raises:
+        UnsupportedError: the request takes one response.
+    """
+    if request.respond is None:
+        raise UnsupportedError(
+            f"model {name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
+        )
+    return request.respond
+
+
 class DecoupledRequests:
-    """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses."""
+    """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses.
+
+    Attributes:
+        behind: the scheduler that it hands requests to.
+    """
 
     def __init__(self, name: str, scheduler: Scheduler, statistics: Statistics) -> None:
+        self.behind = scheduler
         self._name = name
-        self._scheduler = scheduler
         self._statistics = statistics
         self._unfinished: dict[int, _Unfinished] = {}  # by id()
         self._finished = asyncio.Event()
@@ -109,15 +126,12 @@ class DecoupledRequests:
         Raises:
             UnsupportedError: the request takes one response.
         """
-        if request.respond is None:
-            raise UnsupportedError(
-                f"model {self._name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
-            )
-        unfinished = _Unfinished(self, request, request.done, request.respond)
+        respond = require_many(request, self._name)
+        unfinished = _Unfinished(self, request, request.done, respond)
         request.done, request.respond = unfinished.done, unfinished.respond
         self._unfinished[id(request)] = unfinished
         try:
-            self._scheduler.submit(request)
+            self.behind.submit(request)
         except InferenceError:
             self.ended(request)
             raise
@@ -125,7 +139,7 @@ class DecoupledRequests:
     def cancel(self, request: InferRequest) -> None:
         """See `Scheduler`."""
         is_waiting = request.line is not None
-        self._scheduler.cancel(request)
+        self.behind.cancel(request)
         if self.ended(request) and not is_waiting:
             self._statistics.failed(request.arrived_ns)
 
@@ -135,7 +149,7 @@ class DecoupledRequests:
         while self._unfinished:
             self._finished.clear()
             await self._finished.wait()
-        await self._scheduler.drain()
+        await self.behind.drain()
 
     def ended(self, request: InferRequest) -> bool:
         """A request gets nothing more; whether it was unfinished."""

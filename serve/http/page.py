@@ -24,6 +24,7 @@ from halfserve.serve.engine.model import Model, VersionStatus
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
 from halfserve.serve.http.responses import dump_list, dump_with_field, json_response, json_text_response
+from halfserve.serve.http.tasks.text_models import task_of
 
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -166,7 +167,8 @@ def _model(model: Model) -> dict[str, Any]:
             for one in model.batcher.instances
         ],
         "inputs": [_tensor(spec) for spec in model.interface.inputs],
-        "outputs": [_tensor(spec) for spec in model.interface.outputs],
+        "outputs": [{**_tensor(spec), "labelled": bool(model.labels_of(spec.name))} for spec in model.interface.outputs],
+        "task": task_of(model),
         "requests": s.success.count,
         "failed": s.fail.count,
         "failures": dict(s.failures),

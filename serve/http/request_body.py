@@ -25,6 +25,8 @@ from halfserve.serve.security.memory_budget import MemoryBudget
 
 T = TypeVar("T")
 FULL = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"
+TEXTS_ADVICE = "send fewer texts at once, or start the server with a larger --max-text-mib"
+UNCOMPRESSED = "send it uncompressed"
 SMALL_BYTES = 1024  # inflated on the event loop: a thousandfold of this is still quick
 LEVEL = 1  # higher levels take several times as long and hardly shrink tensors further
 SMALLEST_WORTH_BYTES = 1024
@@ -126,7 +128,7 @@ class BodyReader:
     async def read_texts(self, request: Request) -> bytes:
         """The body of a request whose texts are to be tokenized, as received and decompressed."""
         limit = min(self._limits.max_body_bytes, self._limits.max_text_body_bytes)
-        return await self._read(request, limit, limit, "split the request")
+        return await self._read(request, limit, limit, TEXTS_ADVICE, TEXTS_ADVICE)
 
     def hold_answer(self, request: Request, size: int) -> None:
         """Count `size` bytes for an answer in place of its request, until the connection takes it over.
@@ -141,7 +143,9 @@ class BodyReader:
         """Apply `read` to a body; on a thread if it is large, so that other requests need not wait."""
         return await asyncio.to_thread(read, body) if len(body) > self._limits.inline_bytes else read(body)
 
-    async def _read(self, request: Request, limit: int, inflated_limit: int, advice: str) -> bytes:
+    async def _read(
+        self, request: Request, limit: int, inflated_limit: int, advice: str, inflated_advice: str = UNCOMPRESSED
+    ) -> bytes:
         length = request.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise MessageTooLargeError(int(length), limit, advice)
@@ -159,9 +163,9 @@ class BodyReader:
         if not coding:
             return body
         if len(body) <= SMALL_BYTES:
-            body = decompressed(body, coding, inflated_limit)
+            body = decompressed(body, coding, inflated_limit, inflated_advice)
         else:
-            body = await asyncio.to_thread(decompressed, body, coding, inflated_limit)
+            body = await asyncio.to_thread(decompressed, body, coding, inflated_limit, inflated_advice)
         received.hold(len(body) - received.size)
         return body
 
@@ -236,13 +240,14 @@ def header_length(request: Request, body_bytes: int) -> int | None:
     return length
 
 
-def decompressed(body: bytes, coding: str, limit: int) -> bytes:
+def decompressed(body: bytes, coding: str, limit: int, advice: str = UNCOMPRESSED) -> bytes:
     """Decompress a request's body.
 
     Args:
         body: as received.
         coding: the Content-Encoding; "" or "identity" is none.
         limit: bytes of the result; at most one more is ever inflated.
+        advice: what to do if the result is over the limit.
 
     Raises:
         UnsupportedError: the coding is unknown.
@@ -254,7 +259,7 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
         return body
     if coding not in WINDOW_BITS:
         raise UnsupportedError(f"Content-Encoding {coding!r} is not known here; expected gzip, deflate or none")
-    return inflate(body, coding, limit, what="the body", advice="send it uncompressed")
+    return inflate(body, coding, limit, what="the body", advice=advice)
 
 
 def accepted_coding(accept: str) -> str | None:

@@ -20,6 +20,8 @@ from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.protocol.status import RETRY_HINT, status_of
 
 JSON_TYPE = "application/json"
+# Errors of all interfaces name the RPC that says more; a client of REST asks its path.
+INDEX_RPC, INDEX_PATH = "RepositoryIndex", "POST /v2/repository/index"
 # By gRPC status, as google.rpc.Code maps them, except that FAILED_PRECONDITION is a conflict:
 # https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 HTTP_STATUSES: dict[int, int] = {
@@ -127,13 +129,14 @@ def _converter(field: Any) -> Callable[[Any], Any] | None:
 def http_status(error: Exception) -> tuple[int, str, dict[str, str]]:
     """The status, the text for the client, and headers. An unexpected error is 500, and its text is not sent."""
     status = status_of(error)
+    text = status.details.replace(INDEX_RPC, INDEX_PATH)
     if isinstance(error, MessageTooLargeError):
-        return 413, status.details, {}
+        return 413, text, {}
     headers = {}
     for name, value in status.trailers:
         if name == RETRY_HINT:
             headers["retry-after"] = str(max(1, math.ceil(int(value) / 1000)))
-    return HTTP_STATUSES.get(status.code, 500), status.details, headers
+    return HTTP_STATUSES.get(status.code, 500), text, headers
 
 
 def error_response(

@@ -1,7 +1,7 @@
 """Requests for models that other members of the cluster serve: forward them, as a client may ask any member for any model.
 
-Our own clients know where each model is served, and ask there. A forwarded call has the token of its caller; it says in its
-metadata that it is forwarded, and is not forwarded again.
+Our own clients know where each model is served, and ask there. A forwarded call has the token of its caller; its metadata says
+how often it has been forwarded: twice at most, as the model may have moved since the first member heard where it is.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from halfserve.serve.transports.listener import LogThrottle
 logger = logging.getLogger(__name__)
 
 FORWARDED, AUTHORIZATION = b"halfserve-forwarded", b"authorization"
+ONCE, TWICE = "1", "2"
 CONFIG_PATH = f"/{SERVICE}/ModelConfig"
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TRIES = 2  # a member may have gone a moment ago
@@ -84,17 +85,17 @@ class Elsewhere:
 
     def inference(self, service: Service, headers: Headers) -> Inference:
         """The entry for requests with these headers."""
-        if FORWARDED in headers:
+        if _is_last(headers):
             return service.inference
         return service.inference.with_elsewhere(partial(self._infer, service, headers))
 
     async def call(self, name: str, path: str, request: Message, answer: type[M], headers: Headers) -> M | None:
-        """Call a method of a member that serves a model; None where there is none, or the call is forwarded already.
+        """Call a method of a member that serves a model; None where there is none, or the call is not forwarded again.
 
         Raises:
             InferenceError: that member refuses.
         """
-        if FORWARDED in headers or not self.serving(name):
+        if _is_last(headers) or not self.serving(name):
             return None
 
         async def ask(channel: Any, metadata: list[tuple[str, str]]) -> bytes:
@@ -130,7 +131,7 @@ class Elsewhere:
         return task.cancel  # type: ignore[return-value]  # its result says nothing to the caller
 
     async def _call(self, name: str, ask: Ask, headers: Headers, sequence: bytes | None = None) -> bytes:
-        metadata = [(FORWARDED.decode(), "1")]
+        metadata = [(FORWARDED.decode(), TWICE if FORWARDED in headers else ONCE)]
         if AUTHORIZATION in headers:
             metadata.append((AUTHORIZATION.decode(), headers[AUTHORIZATION].decode("latin-1")))
         tried: list[str] = []
@@ -235,6 +236,11 @@ class StreamedRequest:
             response, is_final = _streamed(received)
             self._many.response(response, final=is_final)
         return b""
+
+
+def _is_last(headers: Headers) -> bool:
+    """Whether the member that gets a call with these headers must answer it itself."""
+    return headers.get(FORWARDED) == TWICE.encode()
 
 
 def _streamed(data: bytes) -> tuple[bytes, bool]:

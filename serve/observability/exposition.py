@@ -110,6 +110,7 @@ async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
     for metric in (
         *server_metrics(core.figures, is_ready=core.is_ready),
         *_cpu().collect(),
+        *pinned_memory_metrics(),
         *gpu_metrics(find_nvml()),
     ):
         yield metric
@@ -194,6 +195,17 @@ class CpuMetrics:
 @cache
 def _cpu() -> CpuMetrics:
     return CpuMetrics()
+
+
+def pinned_memory_metrics() -> Iterator[Metric]:
+    """Triton's figures of its pool of pinned memory, which dashboards read. There is none here: the runtimes have their own."""
+    for name, text in (
+        ("nv_pinned_memory_pool_total_bytes", "Pool of pinned memory; 0: there is none"),
+        ("nv_pinned_memory_pool_used_bytes", "Pinned memory of the pool in use"),
+    ):
+        metric = Metric(name, text, "gauge")
+        metric.add_sample(name, {}, 0)
+        yield metric
 
 
 @cache

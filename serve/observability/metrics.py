@@ -27,17 +27,20 @@ from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Totals,
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters, OutputCounters
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
+from halfserve.serve.engine.whole_requests import DecoupledRequests
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
-# Triton has four reasons of failures.
+# Triton has four reasons of failures. An error of any other class is the model's own: BACKEND, and OTHER for an ensemble.
 REASONS = {
     "queue_full": "REJECTED",
+    "overloaded": "REJECTED",
     "deadline_exceeded": "REJECTED",
     "unavailable": "REJECTED",
     CANCELLED: "CANCELED",
-    "backend": "BACKEND",
+    "request_cancelled": "CANCELED",
+    "failed_precondition": "OTHER",
 }
 TRITON_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 TRITON_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
@@ -144,8 +147,14 @@ def number(value: float) -> str:
 
 
 def _line(sample: Sample) -> str:
-    labels = ",".join([f'{key}="{_escaped(value)}"' for key, value in sample.labels.items()])
+    # By name as in Triton, whose metrics are looked for by whole lines; the bucket comes last.
+    ordered = sorted(sample.labels.items(), key=_place)
+    labels = ",".join([f'{key}="{_escaped(value)}"' for key, value in ordered])
     return f"{sample.name}{{{labels}}} {number(sample.value)}\n" if labels else f"{sample.name} {number(sample.value)}\n"
+
+
+def _place(label: tuple[str, str]) -> tuple[bool, str]:
+    return label[0] == "le", label[0]
 
 
 def _escaped(value: str) -> str:
@@ -172,13 +181,16 @@ def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     for model in models:
         counts = dict.fromkeys(TRITON_REASONS, 0)
         for reason, count in model.statistics.totals.failures.items():
-            counts[REASONS.get(reason, "OTHER")] += count
+            counts[REASONS.get(reason, "BACKEND" if model.composition is None else "OTHER")] += count
         for reason, count in counts.items():
             failures.add_sample(failures.name, labels_of(model) | {"reason": reason}, count)
     yield failures
     pending = Metric("nv_inference_pending_request_count", "Requests that wait for their batch now", "gauge")
     for model in models:
-        pending.add_sample(pending.name, labels_of(model), model.batcher.waiting)
+        sequences = _sequences_of(model)
+        ahead = sum(instance.waiting for instance in model.batcher.instances)
+        waiting = model.batcher.waiting + ahead + (0 if sequences is None else sequences.pending)
+        pending.add_sample(pending.name, labels_of(model), waiting)
     yield pending
 
 
@@ -254,7 +266,7 @@ def guard_metrics(models: Sequence[Model]) -> Iterator[Metric]:
 
 def sequence_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     """The halfserve_sequence* metrics of the models that have sequences."""
-    found = [(labels_of(model), model.scheduler) for model in models if isinstance(model.scheduler, SequenceScheduler)]
+    found = [(labels_of(model), sequences) for model in models if (sequences := _sequences_of(model)) is not None]
     for name, text, read in SEQUENCE_GAUGES:
         gauge = Metric(name, text, "gauge")
         for labels, scheduler in found:
@@ -264,6 +276,13 @@ def sequence_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     for labels, scheduler in found:
         expired.add_sample("halfserve_sequences_expired_total", labels, scheduler.expired)
     yield expired
+
+
+def _sequences_of(model: Model) -> SequenceScheduler | None:
+    scheduler = model.scheduler
+    if isinstance(scheduler, DecoupledRequests):
+        scheduler = scheduler.behind
+    return scheduler if isinstance(scheduler, SequenceScheduler) else None
 
 
 def labels_of(model: Model) -> Labels:

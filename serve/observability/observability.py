@@ -16,6 +16,8 @@ from halfserve.serve.observability.observed_request import Caller, ObservedReque
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
 from halfserve.serve.observability.settings import (
     OTLP,
+    TENSORS,
+    TIMESTAMPS,
     AccessLog,
     LogFilter,
     LogSettings,
@@ -28,6 +30,8 @@ from halfserve.serve.observability.settings import (
 )
 from halfserve.serve.observability.span_export import Exporter, make_exporter
 from halfserve.serve.observability.tracing import Tracer, TraceRecord
+
+logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0  # for the last lines and traces
 MAX_TRACES_WAITING = 8192
@@ -90,9 +94,12 @@ class Observability:
             InvalidArgumentError: a name or a value is invalid; then nothing has changed.
             FailedPreconditionError: traces have no destination.
         """
-        if "TIMESTAMPS" in changes.get("trace_level", ()):
+        levels = changes.get("trace_level", ())
+        if TIMESTAMPS in levels:
             check_can_trace(self.trace_to)
         self.traces.update(model, changes)
+        if TENSORS in levels:
+            logger.warning("traces have no tensors: TENSORS in trace_level has no effect")
         self._follow()
 
     def close(self) -> None:

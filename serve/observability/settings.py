@@ -21,7 +21,7 @@ FIXED_LOG_SETTINGS = {
     "access_log_file": "it is set when the server starts (--access-log-file)",
 }
 OWN_LOG_SETTINGS = ("access_log", "access_log_every")
-LEVELS = ("OFF", "TIMESTAMPS")
+OFF, TIMESTAMPS, TENSORS = LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 UNBOUNDED = -1
 LEAST = {"trace_rate": 1, "trace_count": UNBOUNDED, "log_frequency": 0}
 CHANGEABLE = ("trace_level", *LEAST)
@@ -192,21 +192,26 @@ class TraceSettings:
     """The settings of the RPC TraceSetting.
 
     Attributes:
-        level: OFF, or TIMESTAMPS.
+        levels: OFF alone, or TIMESTAMPS, TENSORS or both. Spans are written under TIMESTAMPS, tensors never.
         rate: one in this many requests is traced.
         count: number of further traces; UNBOUNDED is no limit.
         log_frequency: traces per file, plus the rest of the last one's batch; 0 puts all in one.
     """
 
-    level: str = "OFF"
+    levels: tuple[str, ...] = (OFF,)
     rate: int = 1000
     count: int = UNBOUNDED
     log_frequency: int = 0
 
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are traced."""
+        return TIMESTAMPS in self.levels
+
     def as_values(self) -> dict[str, list[str]]:
         """By Triton's names."""
         return {
-            "trace_level": [self.level],
+            "trace_level": list(self.levels),
             "trace_rate": [str(self.rate)],
             "trace_count": [str(self.count)],
             "log_frequency": [str(self.log_frequency)],
@@ -231,7 +236,7 @@ class TraceSampler:
 
     def take(self, *, decided: bool | None) -> bool:
         """Whether the next request is traced; `decided` is its caller's decision, None without one."""
-        if self.settings.level == "OFF" or not self.left or decided is False:
+        if not self.settings.is_on or not self.left or decided is False:
             return False
         if decided is None:
             self.turn += 1
@@ -254,12 +259,14 @@ class TraceControl:
         self._at_start = settings
         self.everywhere = TraceSampler(settings)
         self.by_model: dict[str, TraceSampler] = {}
-        self._own: dict[str, dict[str, str]] = {}  # what was set for one model; its other settings are the global ones
+        self._own: dict[
+            str, dict[str, tuple[str, ...]]
+        ] = {}  # what was set for one model; its other settings are the global ones
 
     @property
     def is_on(self) -> bool:
         """Whether any request can be traced."""
-        return any(s.settings.level != "OFF" for s in (self.everywhere, *self.by_model.values()))
+        return any(sampler.settings.is_on for sampler in (self.everywhere, *self.by_model.values()))
 
     @property
     def is_uniform(self) -> bool:
@@ -284,8 +291,8 @@ class TraceControl:
             own = self._own.get(model, {}) | {name: value for name, value in checked.items() if value is not None}
             self._own[model] = {name: value for name, value in own.items() if checked.get(name, value) is not None}
         else:
-            start = {name: values[0] for name, values in self._at_start.as_values().items()}
-            news = {name: start[name] if value is None else value for name, value in checked.items()}
+            start = self._at_start.as_values()
+            news = {name: tuple(start[name]) if value is None else value for name, value in checked.items()}
             left = self.everywhere.left
             self.everywhere = TraceSampler(_with(self.everywhere.settings, news))
             if "trace_count" not in checked:
@@ -306,18 +313,19 @@ class TraceControl:
             self.by_model[model] = sampler
 
 
-def _with(settings: TraceSettings, values: Mapping[str, str]) -> TraceSettings:
+def _with(settings: TraceSettings, values: Mapping[str, tuple[str, ...]]) -> TraceSettings:
     """Settings with checked changes."""
+    now = {name: tuple(value) for name, value in settings.as_values().items()} | dict(values)
     return TraceSettings(
-        level=values.get("trace_level", settings.level),
-        rate=int(values.get("trace_rate", settings.rate)),
-        count=int(values.get("trace_count", settings.count)),
-        log_frequency=int(values.get("log_frequency", settings.log_frequency)),
+        levels=now["trace_level"],
+        rate=int(now["trace_rate"][0]),
+        count=int(now["trace_count"][0]),
+        log_frequency=int(now["log_frequency"][0]),
     )
 
 
-def _checked_trace_setting(name: str, values: Sequence[str]) -> str | None:
-    """The value of a setting; None clears it."""
+def _checked_trace_setting(name: str, values: Sequence[str]) -> tuple[str, ...] | None:
+    """The values of a setting; None clears it."""
     if name in FIXED_TRACE_SETTINGS:
         raise InvalidArgumentError(f"{name} is set when the server starts (--trace-to), not over the network")
     if name not in CHANGEABLE:
@@ -325,24 +333,23 @@ def _checked_trace_setting(name: str, values: Sequence[str]) -> str | None:
     if not values:
         return None
     if name == "trace_level":
-        return _level(values)
+        return _levels(values)
     least = LEAST[name]
     text = values[0] if len(values) == 1 else ""
     digits = text.removeprefix("-") if least < 0 else text
     if not (digits.isascii() and digits.isdigit() and len(digits) < 19 and int(text) >= least):
         given = ", ".join(values)
         raise InvalidArgumentError(f"{name} is {given!r}, expected one whole number of {least} or more")
-    return text
+    return (text,)
 
 
-def _level(values: Sequence[str]) -> str:
+def _levels(values: Sequence[str]) -> tuple[str, ...]:
     unknown = [value for value in values if value not in LEVELS]
     if unknown:
-        hint = "; tensors are never written" if "TENSORS" in unknown else ""
-        raise InvalidArgumentError(f"trace_level is {unknown[0]!r}, expected {' or '.join(LEVELS)}{hint}")
-    if len(set(values)) > 1:
-        raise InvalidArgumentError("trace_level is both OFF and TIMESTAMPS, expected one of them")
-    return values[0]
+        raise InvalidArgumentError(f"trace_level is {unknown[0]!r}, expected OFF, or of TIMESTAMPS and TENSORS one or both")
+    if OFF in values and len(set(values)) > 1:
+        raise InvalidArgumentError(f"trace_level has OFF beside {', '.join(sorted({*values} - {OFF}))}, expected OFF alone")
+    return tuple(dict.fromkeys(values))
 
 
 def destination(options: ObserveOptions, environment: Mapping[str, str]) -> str:
@@ -358,7 +365,7 @@ def settings_at_start(options: ObserveOptions, environment: Mapping[str, str]) -
         asked = False
     rate = sampler_rate(environment) if asked else None
     return TraceSettings(
-        level="TIMESTAMPS" if asked and rate != 0 else "OFF",
+        levels=(TIMESTAMPS if asked and rate != 0 else OFF,),
         rate=rate or options.trace_rate,
         count=options.trace_count,
         log_frequency=options.trace_log_frequency,

@@ -29,7 +29,7 @@ from halfserve.serve.protocol.codec import decode_inputs, input_slices, raw_layo
 from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
 from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
 from halfserve.serve.protocol.requested_outputs import requested_names, special_outputs
-from halfserve.serve.protocol.shared_memory import SharedMemory
+from halfserve.serve.protocol.shared_memory import RegionUse, SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +153,16 @@ class Inference:
             else:
                 cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
-            if self._elsewhere is not None and isinstance(error, NotFoundError | UnavailableError):
-                cancel = self._elsewhere(bytes(data), time_left_s, reply)
-                if cancel is not None:
-                    return cancel
+            cancel = self._ask_elsewhere(data, time_left_s, reply, error)
+            if cancel is not None:
+                return cancel
             self._core.figures.refuse(error)
             raise
         turn = cached.turn
+        use: RegionUse | None = None
+        if cached.slices:
+            use = RegionUse(self._memory, cached.slices)
+            reply = _Releasing(use, reply)
         deferred: DeferredResponse | None = None
         answer: Done
         if cached.takes_long:
@@ -190,7 +193,15 @@ class Inference:
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
-        return _Cancellation(cached.model.scheduler, queued, deferred)
+        return _Cancellation(cached.model.scheduler, queued, deferred, use)
+
+    def _ask_elsewhere(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, error: InferenceError
+    ) -> Cancel | None:
+        """Have another server answer a request that this one refuses with `error`; None if none can."""
+        if self._elsewhere is None or not isinstance(error, NotFoundError | UnavailableError):
+            return None
+        return self._elsewhere(bytes(data), time_left_s, reply)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Nothing: only observed inference records failures."""
@@ -291,19 +302,43 @@ class _Responding:
         self._many.response(self._inference.response(self._cached, self._request_id, 0, result), final=final)
 
 
+class _Releasing:
+    """Lets the regions of a request be unregistered from its answer on."""
+
+    __slots__ = ("_reply", "_use")
+
+    def __init__(self, use: RegionUse, reply: Reply) -> None:
+        self._use = use
+        self._reply = reply
+
+    def __call__(self, response: bytes | InferenceError) -> None:
+        self._use.end()
+        self._reply(response)
+
+
 class _Cancellation:
-    """Frees a request's place in the queue, and drops its response."""
+    """Frees a request's place in the queue, drops its response, and lets its regions be unregistered.
 
-    __slots__ = ("_deferred", "_request", "_scheduler")
+    It is made when the request has been queued, from when on its regions are in use.
+    """
 
-    def __init__(self, scheduler: Scheduler, request: InferRequest, deferred: DeferredResponse | None) -> None:
+    __slots__ = ("_deferred", "_request", "_scheduler", "_use")
+
+    def __init__(
+        self, scheduler: Scheduler, request: InferRequest, deferred: DeferredResponse | None, use: RegionUse | None
+    ) -> None:
         self._scheduler = scheduler
         self._request = request
         self._deferred = deferred
+        self._use = use
+        if use is not None:
+            use.begin()
 
     def __call__(self) -> None:
         if self._deferred is not None:
             self._deferred.gone()
+        if self._use is not None:
+            self._use.end()
         self._scheduler.cancel(self._request)
 
 

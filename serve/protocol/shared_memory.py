@@ -19,6 +19,7 @@ from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    RegionInUseError,
     UnsupportedError,
 )
 from halfserve.serve.engine.tensors import Array
@@ -67,7 +68,12 @@ class RegionSlice:
 
 
 class SharedMemory:
-    """The registered regions."""
+    """The registered regions.
+
+    Attributes:
+        enabled: clients may use them.
+        uses: the number of requests without an answer that use a region, by its name; see `RegionUse`.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -76,6 +82,7 @@ class SharedMemory:
         self.latest = 0
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
+        self.uses: dict[str, int] = {}
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a region of system memory.
@@ -106,10 +113,24 @@ class SharedMemory:
         self._add(open_cuda_region(name, raw_handle, device_id, byte_size))
 
     def unregister(self, name: str, kind: type[Kind]) -> None:
-        """Close a region of one kind; "" closes all of that kind. Unknown names are ignored."""
+        """Close a region of one kind; "" closes all of that kind. Unknown names are ignored.
+
+        Raises:
+            RegionInUseError: requests use a region; the others are closed.
+        """
+        used = []
         for region in [r for r in self._regions.values() if isinstance(r, kind) and name in {"", r.name}]:
+            if region.name in self.uses:
+                used.append(region.name)
+                continue
             del self._regions[region.name]
             del self._numbers[region.name]
+        if used:
+            regions = "region" if len(used) == 1 else "regions"
+            raise RegionInUseError(
+                f"a request without an answer uses shared memory {regions} {', '.join(map(repr, used))}; unregister after the "
+                "answer, or cancel the request"
+            )
 
     def regions(self, name: str, kind: type[Kind]) -> list[Kind]:
         """The region of this name and kind; "" lists all of the kind.
@@ -198,6 +219,32 @@ class SharedMemory:
             raise InvalidArgumentError("the region has no name; expected one that requests can use")
         if name in self._regions:
             raise AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
+
+
+class RegionUse:
+    """Keeps the regions of one request registered until its end. On the event loop only."""
+
+    __slots__ = ("_has_ended", "_names", "_uses")
+
+    def __init__(self, memory: SharedMemory, places: Sequence[RegionSlice]) -> None:
+        self._uses = memory.uses
+        self._names = {place.region for place in places}
+        self._has_ended = False
+
+    def begin(self) -> None:
+        """The request is queued. Nothing happens where it has ended before."""
+        if not self._has_ended:
+            for name in self._names:
+                self._uses[name] = self._uses.get(name, 0) + 1
+
+    def end(self) -> None:
+        """The request has its answer, or its client has gone. Ending twice does no harm."""
+        if not self._has_ended:
+            self._has_ended = True
+            for name in self._names:
+                count = self._uses.pop(name, 0) - 1
+                if count > 0:
+                    self._uses[name] = count
 
 
 def _unknown(name: str) -> NotFoundError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -90,6 +91,45 @@ def image_folder(folder: Path) -> Path:
         "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3],
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(content))
+    return folder
+
+
+def encoder_folder(folder: Path) -> Path:
+    """A sentence-transformers folder of a T5's encoder alone, whose dense layer torch.save wrote."""
+    sentence_folder(folder, "mean_tokens", dense=True)
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=len(tokenizer()), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    transformers.T5EncoderModel(config).save_pretrained(folder)
+    dense = folder / "2_Dense" / "model.safetensors"
+    torch.save(safetensors.torch.load_file(dense), dense.with_name("pytorch_model.bin"))
+    dense.unlink()
+    return folder
+
+
+def decoder_folder(folder: Path, architecture: str = "Qwen3ForCausalLM") -> Path:
+    """A sentence-transformers folder of a Qwen, whose texts are pooled by their last token."""
+    sentence_folder(folder, "lasttoken")
+    torch.manual_seed(0)
+    heads: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = transformers.Qwen3Config(vocab_size=len(tokenizer()) + 7, initializer_range=0.2, **SIZES, **heads)
+    getattr(transformers, architecture)(config).save_pretrained(folder)
+    return folder
+
+
+def picture_body_folder(folder: Path) -> Path:
+    """A folder of a DINOv2, which embeds images of 32 by 32."""
+    image_folder(folder)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.Dinov2Model(transformers.Dinov2Config(image_size=32, patch_size=8, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def writer_folder(folder: Path, architecture: str) -> Path:
+    """A folder whose config.json names this architecture; nothing else in it is read."""
+    folder.mkdir()
+    kind = "whisper" if architecture.startswith("Whisper") else "t5"
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
     return folder
 
 

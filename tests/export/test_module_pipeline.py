@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from torch import nn
 
-from halfserve import BudgetExceeded, ExportError, export_module
+from halfserve import BudgetExceeded, ExportError, export_module, export_onnx, find_dtype_leaks
 from halfserve.amp_core.recorder import Recorder
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
@@ -34,6 +35,32 @@ def test_a_module_of_ones_own_becomes_a_certified_version(tmp_path: Path) -> Non
     assert [value.name for value in graph.input] == ["words", "lengths"]
     assert graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
     assert told[0] == "exporting to ONNX"
+
+
+def test_numpy_arrays_are_samples_labels_and_examples(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((16, 4))  # float64, numpy's own type
+    rows.flags.writeable = False  # as of a file that is mapped into memory
+    module = nn.Linear(4, 2).eval()
+    done = export_module(module, {"input": rows}, tmp_path, "linear", labels=np.zeros(16, np.int32))
+    assert done.certificate.samples == 16
+    assert done.certificate.accuracy is not None
+    assert "rounded to the model's float32" in (done.path / "certificate.json").read_text()
+    assert export_onnx(module, rows.astype(np.float32)).graph.input[0].name == "input"
+    assert not find_dtype_leaks(module, rows.astype(np.float32)).findings
+
+
+def test_a_config_of_other_sizes_is_refused_before_the_conversion(tmp_path: Path) -> None:
+    export_module(nn.Linear(4, 2).eval(), torch.rand(4, 4), tmp_path, "linear")
+    told: list[str] = []
+    expected = r"config.pbtxt says input 'input' is .*\[4\], the model has .*\[3\]; mend that file, delete it to have"
+    with pytest.raises(ExportError, match=expected):
+        export_module(nn.Linear(3, 2).eval(), torch.rand(4, 3), tmp_path, "linear", progress=told.append)
+    assert told == ["exporting to ONNX", "reading the model"]
+    (tmp_path / "linear" / "config.pbtxt").unlink()
+    assert export_module(nn.Linear(3, 2).eval(), torch.rand(4, 3), tmp_path, "linear").path.name == "2"
+    # Types that the conversion changes are no difference.
+    export_module(nn.Linear(4, 2).eval(), torch.rand(4, 4), tmp_path, "half", keep_io_types=False)
+    assert export_module(nn.Linear(4, 2).eval(), torch.rand(4, 4), tmp_path, "half", keep_io_types=False).path.name == "2"
 
 
 @pytest.mark.long

@@ -100,6 +100,9 @@ def test_the_second_equal_request_of_several_inputs_is_a_hit(tmp_path: Path) -> 
         for hits in range(3):
             assert client.infer("two", inputs).as_numpy("y").tolist() == [[2, 2]]
             assert statistics(client, "two")[:2] == (hits, 1)
+        for hits in range(3, 5):  # parsed at first, and matched with the request before at the second time
+            assert client.infer("two", inputs[::-1]).as_numpy("y").tolist() == [[2, 2]]
+            assert statistics(client, "two")[:2] == (hits, 1)
 
 
 @pytest.mark.parametrize(("own", "steps"), [(True, False), (False, True), (True, True)])

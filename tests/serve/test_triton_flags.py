@@ -88,7 +88,7 @@ def test_each_ignored_flag_gets_one_line() -> None:
     ("flags", "text"),
     [
         ("--http-port=1", "there is no --model-repository; expected one"),
-        ("--model-repository=a --model-repository=b", r"there are 2 model repositories \(a, b\), expected one; put links to"),
+        ("--model-repository=a --model-repository=b", r"there are 2 model repositories \(a, b\), .*copied or mounted"),
         ("--model-repository=a --no-such-flag=1", "'--no-such-flag' is no flag of tritonserver that is known here"),
         ("--model-repository=a serve", "'serve' is no flag of tritonserver"),
         ("--model-repository=a --http-port", "--http-port has no value, expected --http-port=VALUE"),

@@ -52,7 +52,13 @@ def read_interface(path: Path) -> ModelInterface:
     firsts = [value.type.tensor_type.shape.dim[0].dim_param for value in (*taken, *graph.output)] if batched else []
     names = frozenset(name for name in firsts if name and not name.startswith(UNKNOWN))
     return ModelInterface(
-        inputs=inputs, outputs=outputs, batched=batched, row_names=names, data_files=files, open_ended=open_ended
+        inputs=inputs,
+        outputs=outputs,
+        batched=batched,
+        row_names=names,
+        data_files=files,
+        open_ended=open_ended,
+        unranked=frozenset(value.name for value in (*taken, *graph.output) if not value.type.tensor_type.HasField("shape")),
     )
 
 
@@ -77,9 +83,7 @@ def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
         known = tensor.elem_type in onnx.TensorProto.DataType.values()
         name = onnx.TensorProto.DataType.Name(tensor.elem_type) if known else f"number {tensor.elem_type}"
         raise ModelLoadError(f"{where} {value.name!r} has the type {name}, which cannot be served; cast it inside the model")
-    if not tensor.HasField("shape"):
-        raise ModelLoadError(f"{where} {value.name!r} has no shape, not even a rank; export the model with one")
-    # ONNX Runtime treats negative sizes as unknown.
+    # ONNX Runtime treats negative sizes as unknown, and says of a tensor without a rank that it has no dimensions.
     shape = tuple(max(ANY_SIZE, d.dim_value) if d.HasField("dim_value") else ANY_SIZE for d in tensor.shape.dim)
     return TensorSpec(name=value.name, datatype=datatype, shape=shape)
 

@@ -110,8 +110,7 @@ class OpenVinoRuntime:
         types = TYPES.get(precision, UPCAST)
         with prepared(path, for_gpu=False, types=types) as model:
             compilation, names = self._compiled(path, model.source, settings, placement, str(precision)), model.given_names
-            words = model.precision if types == UPCAST else in_words(compilation.nodes, model.halves)
-            compilation = replace(compilation, precision=words)
+            compilation = replace(compilation, precision=in_words(compilation.nodes, model.halves))
         with open_onnx(path) as file:
             ranges = index_ranges(file.model.graph)
         return _backend(compilation, interface, config, ranges, names)

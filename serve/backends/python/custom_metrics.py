@@ -43,10 +43,10 @@ class CustomMetrics:
         self._families: dict[str, _Family] = {}
 
     def declare(self, name: str, text: str, kind: str) -> None:
-        """Add a family ("counter", "gauge", "histogram"), or join one that was declared alike.
+        """Add a family ("counter", "gauge", "histogram"), or join the one of this name, which keeps its description (Triton).
 
         Raises:
-            InvalidArgumentError: the name is none of a metric, is the server's, or was declared otherwise.
+            InvalidArgumentError: the name is none of a metric, is the server's, or was declared as another kind.
         """
         if not NAME.fullmatch(name):
             raise InvalidArgumentError(
@@ -56,10 +56,8 @@ class CustomMetrics:
             raise InvalidArgumentError(f"metric {name!r} has a prefix of the server's own metrics; use another name")
         with self._lock:
             family = self._families.setdefault(name, _Family(text, kind))
-            if (family.text, family.kind) != (text, kind):
-                raise InvalidArgumentError(
-                    f"metric {name!r} was declared as a {family.kind} described as {family.text!r}, expected the same again"
-                )
+            if family.kind != kind:
+                raise InvalidArgumentError(f"metric {name!r} was declared as a {family.kind}, expected the same kind again")
 
     def add(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> None:
         """Add a metric to a family; the same labels mean the same metric.
@@ -107,7 +105,10 @@ class CustomMetrics:
         with self._lock:
             return [
                 CustomMetric(
-                    name, family.text, family.kind, [s for key, one in family.series.items() for s in _samples(key, one)]
+                    name,
+                    family.text,
+                    family.kind,
+                    [s for key, one in family.series.items() for s in _samples(family.kind, key, one)],
                 )
                 for name, family in sorted(self._families.items())
             ]
@@ -117,12 +118,12 @@ def _key(labels: Mapping[str, str]) -> Labels:
     return tuple(sorted((str(name), str(value)) for name, value in labels.items()))
 
 
-def _samples(key: Labels, series: _Series) -> list[tuple[str, dict[str, str], float]]:
+def _samples(kind: str, key: Labels, series: _Series) -> list[tuple[str, dict[str, str], float]]:
     """A metric's samples: (suffix, labels, value)."""
     labels = dict(key)
-    if not series.bounds and len(series.counts) <= 1:
+    if kind != "histogram":
         return [("", labels, series.value)]
-    names = [*(repr(bound) for bound in series.bounds), "+Inf"]
+    names = [*(repr(bound).removesuffix(".0") for bound in series.bounds), "+Inf"]  # as Triton writes them: 1, 2.5
     counts = list(accumulate(series.counts))
     buckets = [("_bucket", {**labels, "le": name}, float(count)) for name, count in zip(names, counts, strict=True)]
     return [*buckets, ("_sum", labels, series.value), ("_count", labels, float(counts[-1]))]

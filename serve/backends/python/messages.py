@@ -133,17 +133,14 @@ class ResponseReader:
             except ValueError as error:
                 return BackendError(f"output {tensor.name!r} of model {self._label} {error}")
             mismatch = self._mismatch(array.shape, spec)
+            if mismatch is None and self._keeps_rows and array.size and array.shape[:1] != (rows,):
+                mismatch = f"has shape {list(array.shape)}, expected {rows} row(s) as in the request"
             if mismatch is not None:
                 text = f"output {tensor.name!r} of model {self._label} {mismatch}"
                 # Clients of a reshaped output get it in another shape.
                 if self._is_strict or spec.model_shape is not None:
                     return BackendError(text)
                 self._warn(tensor.name, text)
-            if self._keeps_rows and array.size and array.shape[:1] != (rows,):
-                return BackendError(
-                    f"output {tensor.name!r} of model {self._label} has shape {list(array.shape)}, expected {rows} row(s) as "
-                    "in the request"
-                )
             given[tensor.name] = array
         outputs = {name: given[name] for name in wanted if name in given}
         return RemarkedAnswer(outputs, parameters) if parameters else outputs
@@ -166,21 +163,25 @@ class ResponseReader:
 def _converted(array: Array, datatype: Datatype) -> Array:
     """An output in the dtype of the configuration.
 
-    Numbers of the same kind are converted, integers where they fit: `np.array([0])` is an INT64 that an INT32 output means.
+    Floating-point numbers are converted, and other numbers where each keeps its value: `np.array([0])` is an INT64 that an
+    INT32 output means.
 
     Raises:
-        ValueError: that would change what they mean.
+        ValueError: a number would change.
     """
     wanted = datatype.array_dtype
     if array.dtype == wanted:
         return array
+    if not array.size:  # without values, as `np.array([])`, which is FP64 whatever it stands for
+        return np.empty(array.shape, wanted)
     kinds = array.dtype.kind, wanted.kind
     if kinds == ("f", "f"):
         with np.errstate(over="ignore"):
             return array.astype(wanted)
-    if kinds[0] in "iu" and kinds[1] in "iu":
-        limits = np.iinfo(wanted)
-        if not array.size or (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
-            return array.astype(wanted)
+    if set(kinds) <= set("biuf"):
+        with np.errstate(invalid="ignore", over="ignore"):
+            converted = array.astype(wanted)
+            if np.array_equal(converted.astype(array.dtype), array):
+                return converted
         raise ValueError(f"has {array.dtype} values from {array.min()} to {array.max()}, which {datatype.wire} cannot hold")
     raise ValueError(f"has dtype {array.dtype}, its configuration has {datatype.config_name}")

@@ -12,7 +12,7 @@ from halfserve.serve.backends.python.custom_metrics import CustomMetrics
 from halfserve.serve.backends.python.messages import END, SEQUENCE, START, TIMEOUT, code_of, from_wire, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.background_threads import Worker
-from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError, ModelLoadError
+from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError, ModelLoadError, NotFoundError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCall, ModelCalls, RunningCall
 from halfserve.serve.engine.requests import CallingExecution, Parameter, RemarkedAnswer
@@ -181,7 +181,10 @@ class CopyServices:
         asyncio.run_coroutine_threadsafe(run(), loop)
 
     async def _ready(self, model: str, version: str) -> dict[str, Any]:
-        return {"ready": self._services.connected().core.is_model_ready(model, version)}
+        try:
+            return {"ready": self._services.connected().core.is_model_ready(model, version)}
+        except NotFoundError:
+            return {"ready": False}
 
     async def _load(self, model: str, config: str, caller: str | None) -> dict[str, Any]:
         await self._services.connected().core.load(model, config or None, caller=caller)
@@ -189,7 +192,12 @@ class CopyServices:
 
     async def _unload(self, model: str) -> dict[str, Any]:
         core = self._services.connected().core
-        core.versions(model)
+        try:
+            core.versions(model)
+        except NotFoundError:
+            if model not in core.loadable:
+                raise
+            return {}
         # In the background, as Triton does: the model may unload itself, which waits for this very request.
         core.wait_for(asyncio.get_running_loop().create_task(_unloaded(core.unload(model), model)))
         return {}

@@ -29,7 +29,8 @@ if __name__ != PACKAGE + ".child":
         importlib.import_module(PACKAGE + ".model_processes").end_together(_lifeline, (_calls, _events))
     sys.modules["triton_python_backend_utils"] = importlib.import_module(PACKAGE + ".triton_python_backend_utils")
 
-from halfserve.serve.backends.python_child.model_host import ModelFailedError  # noqa: E402  (after the package is there)
+from halfserve.serve.backends.python_child.forked_processes import ForkedProcesses  # noqa: E402  (after the package is there)
+from halfserve.serve.backends.python_child.model_host import ModelFailedError  # noqa: E402  (see above)
 from halfserve.serve.backends.python_child.model_server import ModelServer  # noqa: E402  (see above)
 from halfserve.serve.backends.python_child.server_access import EventAccess, connect  # noqa: E402  (see above)
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor  # noqa: E402  (see above)
@@ -53,15 +54,6 @@ def serve(calls: Channel, model: ModelServer) -> None:
         del outputs
 
 
-def take_replies(events: Channel, access: EventAccess) -> None:
-    """Hand on the server's replies; its end is this process's end."""
-    try:
-        while True:
-            access.deliver(*events.receive())
-    finally:
-        os._exit(0)
-
-
 def main() -> None:
     """Serve one model, over the descriptors of the command line."""
     numbers = [int(argument) for argument in sys.argv[1:3]]
@@ -70,16 +62,10 @@ def main() -> None:
         os.set_inheritable(number, False)
     calls, events = (Channel(socket.socket(fileno=number)) for number in numbers)
     owner = os.getpid()
-
-    def forked() -> None:
-        # A fork must neither answer in this process's place nor keep its connections open.
-        calls.close()
-        events.close()
-
-    os.register_at_fork(after_in_child=forked)
     access = EventAccess(events.send)
     connect(access)
-    threading.Thread(target=take_replies, args=(events, access), name="halfserve-replies", daemon=True).start()
+    ForkedProcesses(access, calls, events)
+    threading.Thread(target=access.take_replies, args=(events,), name="halfserve-replies", daemon=True).start()
     with contextlib.suppress(ChannelClosedError):
         serve(calls, ModelServer(access))
     sys.stdout.flush()

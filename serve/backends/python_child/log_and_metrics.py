@@ -26,8 +26,15 @@ class Logger:
     INFO, WARNING, ERROR, VERBOSE = LogLevel
 
     @staticmethod
-    def log(message: str, level: int = LogLevel.INFO) -> None:
-        server().tell("log", {"level": int(level), "text": str(message)}, [])
+    def log(message: str, level: IntEnum = LogLevel.INFO) -> None:
+        """Write a line.
+
+        Raises:
+            TypeError: the message is no text, or the level none of Logger's.
+        """
+        if not isinstance(message, str) or not isinstance(level, LogLevel):
+            raise TypeError(f"log takes a text and a level such as Logger.INFO, got {message!r} and {level!r}")
+        server().tell("log", {"level": int(level), "text": message}, [])
 
     @staticmethod
     def log_info(message: str) -> None:
@@ -117,10 +124,10 @@ class MetricFamily:
     COUNTER, GAUGE, HISTOGRAM = MetricKind
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Declare a family, or join one that was declared alike.
+        """Declare a family, or join the one of this name, which keeps its description.
 
         Raises:
-            TritonModelException: the name is none of a metric, is the server's, or was declared otherwise.
+            TritonModelException: the name is none of a metric, is the server's, or was declared as another kind.
         """
         self.name = str(name)
         self.kind = MetricKind(kind)

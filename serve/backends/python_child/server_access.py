@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from halfserve.serve.backends.python_child.errors import TritonModelException
-from halfserve.serve.backends.python_child.wire import ChannelClosedError, WireTensor
+from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
 Reply = tuple[Mapping[str, Any], list[WireTensor]]
 
@@ -36,13 +37,20 @@ class ServerAccess(Protocol):
         """Make `tell_later` work from now on."""
 
 
+class Replies(Protocol):
+    """Takes the replies to one call."""
+
+    def put(self, reply: Reply, /) -> None:
+        """Take the next reply, on any thread."""
+
+
 class EventAccess:
     """Reaches a server by messages: each call has a number, by which its replies come back."""
 
     def __init__(self, send: Callable[[dict[str, Any], list[WireTensor]], None]) -> None:
         """`send` takes each message, on any thread."""
         self._send = send
-        self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}
+        self._waiting: dict[int, Replies] = {}
         self._numbers = count()
         self._later: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -54,13 +62,31 @@ class EventAccess:
         if replies is not None:
             replies.put((header, tensors))
 
+    def take_replies(self, events: Channel) -> None:
+        """Hand on the replies that come over a channel; its end is this process's end."""
+        try:
+            while True:
+                self.deliver(*events.receive())
+        finally:
+            os._exit(0)
+
+    def begin_call(self, replies: Replies) -> int:
+        """The number of a call that the caller sends by `tell`, as its argument "call"."""
+        number = next(self._numbers)
+        self._waiting[number] = replies
+        return number
+
+    def end_call(self, number: int) -> None:
+        """Take no further replies to a call."""
+        self._waiting.pop(number, None)
+
     def call(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Reply:
         """See ServerAccess."""
         number, replies = self._ask(kind, arguments, tensors)
         try:
             return replies.get()
         finally:
-            self._waiting.pop(number, None)
+            self.end_call(number)
 
     def call_for_many(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Iterator[Reply]:
         """See ServerAccess."""
@@ -72,7 +98,7 @@ class EventAccess:
                 is_over = bool(reply[0].get("final"))
                 yield reply
         finally:
-            self._waiting.pop(number, None)
+            self.end_call(number)
             if not is_over:
                 self.tell("abandon", {"call": number}, [])
 
@@ -98,8 +124,8 @@ class EventAccess:
                 self.tell(kind, arguments, [])
 
     def _ask(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> tuple[int, queue.SimpleQueue[Reply]]:
-        number, replies = next(self._numbers), queue.SimpleQueue[Any]()
-        self._waiting[number] = replies
+        replies = queue.SimpleQueue[Any]()
+        number = self.begin_call(replies)
         self._send({"k": kind, "call": number, **arguments}, tensors)
         return number, replies
 
@@ -163,14 +189,14 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: ARG001  (Triton's signature)
-    """Unload a model, later: this returns at once.
+    """Unload a model, later: this returns at once. One of the repository that is not loaded stays so.
 
     Raises:
-        TritonModelException: no such model is served.
+        TritonModelException: there is no such model.
     """
     done(server().call("unload_model", {"model": model_name}, []))
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether a model, or one version of it, takes requests."""
+    """Whether a model, or one version of it, is there and takes requests."""
     return bool(done(server().call("is_ready", {"model": model_name, "version": model_version}, []))[0]["ready"])

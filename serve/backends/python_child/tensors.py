@@ -132,7 +132,8 @@ class Tensor:
         """A tensor of an array's elements, which are not copied. Text and bytes come as an array of objects or of bytes.
 
         Raises:
-            TritonModelException: there is no name, or no datatype for the array's dtype.
+            TritonModelException: the name is empty, or no datatype stands for the array's dtype.
+            TypeError: the name is no text, or there is no array.
         """
         if isinstance(numpy_array, _Received):
             tensor = numpy_array.tensor
@@ -144,9 +145,11 @@ class Tensor:
             )
             self._is_encoded = tensor.datatype == "BYTES"
             return
+        if not isinstance(name, str) or numpy_array is None:
+            raise TypeError(f"Tensor takes a name and an array, got {name!r} and {type(numpy_array).__name__}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
-        self._name = str(name)
+        self._name = name
         self._array = np.asarray(numpy_array)
         self._is_encoded = False
         self._shape = tuple(self._array.shape)

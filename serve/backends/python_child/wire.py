@@ -163,7 +163,9 @@ class Channel:
             self._socket.sendall(b"".join(pieces)[sent:])
 
     def receive(self) -> tuple[Header, list[WireTensor]]:
-        """The next message. Its tensors are writable views of shared memory, or arrays of their own.
+        """The next message: its header as it was given to `send`, and its tensors.
+
+        They are writable views of shared memory, or arrays of their own.
 
         Raises:
             ChannelClosedError: the other side has gone.
@@ -182,10 +184,10 @@ class Channel:
         header = DECODE(data[PREFIX.size : start].decode())
         if "free" in header:
             with self._sending:
-                for number in header["free"]:
+                for number in header.pop("free"):
                     self._pool.give_back(number)
         tensors = self._tensors(header, bytearray(data[start:whole])) if "t" in header else []
-        for number in header.get("drop", ()):
+        for number in header.pop("drop", ()):
             self._mapped.drop(number)
         return header, tensors
 
@@ -211,12 +213,12 @@ class Channel:
 
     def _tensors(self, header: Header, payload: bytearray) -> list[WireTensor]:
         if "s" in header:
-            fd = self._fds.popleft() if "new" in header else None
-            source: Any = self._mapped.view(header["s"], fd)
+            fd = self._fds.popleft() if header.pop("new", 0) else None
+            source: Any = self._mapped.view(header.pop("s"), fd)
         else:
             source = payload
         tensors = []
-        for name, datatype, shape, offset, size in header["t"]:
+        for name, datatype, shape, offset, size in header.pop("t"):
             dtype = DTYPES[datatype]
             piece = np.frombuffer(source, dtype, size // dtype.itemsize, offset) if size else np.empty(0, dtype)
             if datatype != "BYTES" and len(shape) != 1:

@@ -54,6 +54,7 @@ class MemberRecord:
         figures_number: what they answer.
         served: names of the models that it serves.
         failed: names of those of which the last order failed.
+        published: names of the models that it serves by the last directory.
         profile: what others see of it, to be compared with the one before.
         drains: the member shall leave.
         hands_over_until: the member answers on until then, in seconds of the controller's clock, unless other members serve its
@@ -68,6 +69,7 @@ class MemberRecord:
         self.figures_number = 0
         self.served: frozenset[str] = frozenset()
         self.failed: frozenset[str] = frozenset()
+        self.published: frozenset[str] = frozenset()
         self.profile: object = None
         self.drains = False
         self.hands_over_until: float | None = None

@@ -155,6 +155,8 @@ class MemberTable:
         self._is_stale = False
         self.version += 1
         entries = [record.entry() for record in self.members.values()]
+        for record in self.members.values():
+            record.published = record.served
         self.directory = cluster_pb2.Directory(version=self.version, members=entries).SerializeToString()
         pause = max(PUBLISH_S, len(self.members) * len(self.directory) / DIRECTORY_BYTES_S)
         self._publish_at = self.clock() + pause

@@ -96,9 +96,9 @@ class PlacedModels:
         return self._is_stale or not all(self._is_elsewhere(name, members) for name in placed)
 
     def _is_elsewhere(self, name: str, members: Mapping[str, MemberRecord]) -> bool:
-        """Whether all members that shall serve a model do."""
+        """Whether all members that shall serve a model do, and the others can know that."""
         placed = [members[one] for one in self._placement.get(name, ()) if one in members]
-        return bool(placed) and all(one.serves(name) for one in placed)
+        return bool(placed) and all(one.serves(name) and name in one.published for one in placed)
 
     def _room(self, record: MemberRecord, models: Mapping[str, object], held: set[str]) -> MemberRoom:
         """A member, with the models placed there; it may also have what was placed by an earlier controller."""

@@ -1,10 +1,11 @@
 """The keys of the response cache: equal for requests to one model that must get equal answers.
 
 A key has two parts. The first is the form: names, datatypes and shapes of the inputs, the wanted outputs and the request's
-parameters; requests of one form share it. The second is the inputs' bytes. A part of up to WHOLE_BYTES is kept as it is: the
-cache compares them, and Python's hash of bytes has a secret key, so that nobody can send many that collide. Of a longer one the
-SHA-256 digest is kept: no two contents with one digest are known, so comparing digests is as good, and the cache need not hold
-what the client sent. SHA-256 has processor instructions (1.4 GB/s on a machine where BLAKE2b reaches 0.55).
+parameters; requests of one form share it. The second is the inputs' bytes. Both have the inputs in the order of their names,
+as a client may send them in any. A part of up to WHOLE_BYTES is kept as it is: the cache compares them, and Python's hash of
+bytes has a secret key, so that nobody can send many that collide. Of a longer one the SHA-256 digest is kept: no two contents
+with one digest are known, so comparing digests is as good, and the cache need not hold what the client sent. SHA-256 has
+processor instructions (1.4 GB/s on a machine where BLAKE2b reaches 0.55).
 """
 
 from __future__ import annotations
@@ -94,15 +95,15 @@ def key_of(request: InferRequest, inputs: Tensors) -> RequestKey:
     else:
         # The same bytes as those of RawInputs: the first request of a client is parsed, and the next one is not. The sizes of
         # numbers are in the form; texts say theirs.
-        content = _short(b"".join([_bytes_of(array) for array in inputs.values()]))
+        content = _short(b"".join([_bytes_of(inputs[name]) for name in sorted(inputs)]))
     return _form_of(request, inputs), content
 
 
 def _form_of(request: InferRequest, inputs: Tensors) -> bytes:
     if isinstance(inputs, RawInputs):
-        tensors = [(entry.name, entry.dtype.str, entry.shape) for entry in inputs.layout.inputs]
+        tensors = sorted([(entry.name, entry.dtype.str, entry.shape) for entry in inputs.layout.inputs])
     else:
-        tensors = [(name, array.dtype.str, array.shape) for name, array in inputs.items()]
+        tensors = sorted([(name, array.dtype.str, array.shape) for name, array in inputs.items()])
     parameters = sorted((name, value) for name, value in request.parameters.items() if name not in WITHOUT_EFFECT)
     return _short(repr((tensors, request.outputs, parameters)).encode())
 
@@ -112,7 +113,7 @@ def _content(inputs: RawInputs) -> bytes:
     if len(names) == 1:
         for name in names:
             return _short(inputs.piece(name))
-    return _short(b"".join([inputs.piece(name) for name in names]))  # their sizes are in the form
+    return _short(b"".join([inputs.piece(name) for name in sorted(names)]))  # their sizes are in the form
 
 
 def _short(content: bytes | memoryview) -> bytes:

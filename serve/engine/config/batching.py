@@ -13,8 +13,6 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.pace import BatchLimits
 
-MAX_LEVELS = 1000  # each has its own line in the queue
-
 
 @dataclass(frozen=True, kw_only=True)
 class LevelPolicy:
@@ -65,10 +63,15 @@ class QueuePolicy:
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
 
     @property
-    def max_waiting_by_level(self) -> dict[int, int]:
-        """The bounds of the levels that have one; the default policy's is for each level that has no policy of its own."""
-        bounds = {level: self.by_level.get(level, self.default).max_waiting for level in range(self.levels)}
-        return {level: bound for level, bound in bounds.items() if bound is not None}
+    def max_waiting_by_level(self) -> dict[int, int | None]:
+        """The bounds of the levels that have a policy of their own; the default policy's is for each of the others."""
+        return {level: policy.max_waiting for level, policy in self.by_level.items()}
+
+    @property
+    def most_waiting(self) -> int:
+        """The bounds of all levels together."""
+        others = (self.default.max_waiting or 0) * (self.levels - len(self.by_level))
+        return sum([policy.max_waiting or 0 for policy in self.by_level.values()], others)
 
     def turn(self, priority: int, timeout_s: float | None) -> Turn:
         """How a request waits that asks for this priority and timeout.
@@ -93,13 +96,9 @@ def queue_policy(config: ModelConfig) -> QueuePolicy:
     """The queue policy of a model's configuration.
 
     Raises:
-        ModelLoadError: its priorities contradict each other, or are too many.
+        ModelLoadError: its priorities contradict each other.
     """
     batching = config.dynamic_batching
-    if batching.priority_levels > MAX_LEVELS:
-        raise ModelLoadError(
-            f"model {config.name!r}: priority_levels is {batching.priority_levels}, expected at most {MAX_LEVELS}"
-        )
     levels = max(1, batching.priority_levels)
     default_level = batching.default_priority_level or levels
     strange = sorted(level for level in batching.priority_queue_policy if not 1 <= level <= levels)
@@ -146,11 +145,10 @@ def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
         ModelLoadError: its settings contradict each other.
     """
     dynamic, policy = config.dynamic_batching, queue_policy(config)
-    bounds = policy.max_waiting_by_level
-    if policy.levels == 1:  # its bound is the queue's own
-        max_waiting, bounds = bounds.get(0, defaults.max_queue_size), {}
-    else:
-        max_waiting = max(defaults.max_queue_size, sum(bounds.values()))
+    is_one = policy.levels == 1  # its bound is the queue's own
+    max_waiting = (
+        (policy.most_waiting or defaults.max_queue_size) if is_one else max(defaults.max_queue_size, policy.most_waiting)
+    )
     target_ms = own_parameter(config, "halfserve.latency_target_ms", _source(config))
     weight = own_parameter(config, "halfserve.compute_weight", _source(config))
     delay_us, preferred = dynamic.max_queue_delay_microseconds, tuple(dynamic.preferred_batch_size)
@@ -163,7 +161,8 @@ def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
         max_waiting=max_waiting,
         max_waiting_bytes=defaults.max_queue_mib * 2**20,
         levels=policy.levels,
-        max_waiting_by_level=bounds,
+        max_waiting_by_level={} if is_one else policy.max_waiting_by_level,
+        max_waiting_of_others=None if is_one else policy.default.max_waiting,
         padded_rows=_padded_rows(config),
         latency_target_s=None if target_ms is None else target_ms / 1e3,
         compute_weight=1.0 if weight is None else weight,

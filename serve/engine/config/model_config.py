@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf import json_format, text_format
 
@@ -22,6 +23,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 logger = logging.getLogger(__name__)
 
 
+A_NUMBER: Final = (1,)  # dims of a tensor without dimensions: Triton has no empty ones, nor a reshape to them
 # Unsupported settings that a model made for them cannot do without, and what to do.
 UNSERVED = {
     "ensemble_scheduling": "set platform: 'ensemble', or use dynamic_batching",
@@ -130,8 +132,9 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
             f"{interface.most_rows}; set that or less"
         )
     batched = result.max_batch_size > 0
-    _complete_tensors(result.input, interface.inputs, f"{source}: input", batched=batched)
-    _complete_tensors(result.output, interface.outputs, f"{source}: output", batched=batched)
+    unranked = interface.unranked
+    _complete_tensors(result.input, interface.inputs, f"{source}: input", batched=batched, unranked=unranked)
+    _complete_tensors(result.output, interface.outputs, f"{source}: output", batched=batched, unranked=unranked)
     if result.HasField("sequence_batching"):
         complete_sequences(result)
     elif result.max_batch_size and interface.kind is not PYTHON and not result.HasField("dynamic_batching"):
@@ -204,7 +207,9 @@ def _usual_batch_size(interface: ModelInterface, defaults: Defaults, source: Pat
     return min(defaults.max_batch_size, defaults.max_batch_size if interface.most_rows is None else interface.most_rows)
 
 
-def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, *, batched: bool) -> None:
+def _complete_tensors(
+    declared: Any, specs: tuple[TensorSpec, ...], where: str, *, batched: bool, unranked: AbstractSet[str]
+) -> None:
     entries = {entry.name: entry for entry in declared}
     known = {spec.name for spec in specs}
     if len(entries) < len(declared):
@@ -216,14 +221,21 @@ def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, 
         dims = spec.shape[1:] if batched else spec.shape
         if spec.name in entries:
             _check_tensor(entries[spec.name], spec, dims, f"{where} {spec.name!r}", batched=batched)
+        elif spec.name in unranked:
+            raise ModelLoadError(
+                f"{where} {spec.name!r} has no shape in the model, not even a rank; export the model with one, or declare "
+                f"dims: {list(A_NUMBER)} where it is a single number"
+            )
         else:
-            declared.add(name=spec.name, data_type=spec.datatype.config, dims=dims)
+            declared.add(name=spec.name, data_type=spec.datatype.config, dims=dims if spec.shape else A_NUMBER)
 
 
 def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
+    if not spec.shape and not entry.dims:
+        entry.dims[:] = A_NUMBER
     declared = list(entry.dims)
     if not spec.shape and set(declared) == {1} and not entry.HasField("reshape"):
-        declared = []  # Triton has no empty dims, nor a reshape to them: a scalar is a tensor of [ 1 ]
+        declared = []
     if min(declared, default=0) < ANY_SIZE:
         raise ModelLoadError(f"{where} has dims {declared}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
     if entry.HasField("reshape"):

@@ -299,8 +299,8 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="off",
         values="`on`, `off`",
         meaning=(
-            "Whether an output of a Python model in another shape than its configuration has is an error. Otherwise a warning "
-            "names it once; a batch's rows are always checked."
+            "Whether an output of a Python model in another shape than its configuration has, or with other rows than its "
+            "request, is an error. Otherwise a warning names it once."
         ),
     ),
     "halfserve.task": OwnParameter(
@@ -308,6 +308,15 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="none",
         values="a task's name",
         meaning="What the model is for, such as `embeddings`, for clients to read. `halfserve export` writes it.",
+    ),
+    "halfserve.token_ids": OwnParameter(
+        parse=one_of("refused", "own"),
+        default="refused",
+        values="`refused`, `own`",
+        meaning=(
+            "Whether `/v1/embeddings` takes token ids in place of texts. With `own` it computes them as ids of the model's own "
+            "vocabulary. Clients such as LangChain send ids of OpenAI's vocabulary by default, which mean other tokens."
+        ),
     ),
     "halfserve.warm_up": OwnParameter(
         parse=switch, default="on", values="`on`, `off`", meaning="Run the model before it serves."

@@ -19,6 +19,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.step_memory import RunSizes, StepMemory
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.whole_requests import require_many
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Ensemble:
     Attributes:
         graph: of the steps.
         fault: why the models that are served now cannot compute it; "" where they can.
+        is_decoupled: one of its steps is, so that it gives any number of responses to a request.
     """
 
     def __init__(self, graph: EnsembleGraph, config: ModelConfig, source: Path, statistics: Statistics, version: int) -> None:
@@ -45,6 +47,7 @@ class Ensemble:
         self._core: InferenceCore | None = None
         self._sizes = RunSizes(StepMemory())  # the core's memory, once it is connected
         self._binding: Binding | None = None
+        self.is_decoupled = False
         self._own_fault = NOT_CONNECTED
         self._in_flight = 0
         self._is_draining = False
@@ -108,6 +111,7 @@ class Ensemble:
 
         Raises:
             UnavailableError: the ensemble is draining, or a step's model is not served or does not fit.
+            UnsupportedError: a step is decoupled, and the request takes one response.
             QueueFullError: too many requests wait for memory for their tensors between the steps.
             InferenceError: the model of a first step refuses its request.
         """
@@ -116,6 +120,8 @@ class Ensemble:
             away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
             self._statistics.failed(request.arrived_ns, away)
             raise away
+        if self.is_decoupled:
+            require_many(request, self.graph.name)
         run = EnsembleRun(request, binding, self._sizes, self._statistics, self._ended)
         self._in_flight += 1
         run.start()
@@ -158,7 +164,7 @@ class Ensemble:
             if found != self._own_fault:
                 logger.warning("%s: cannot be computed: %s", self._label, found, extra={"model": self._label})
             self._unbind(found)
-        elif tuple(found) != self._models():
+        elif tuple(found) != self._models() or self.is_decoupled is not _is_decoupled(found):
             if self._own_fault:
                 logger.info("%s: can be computed again", self._label, extra={"model": self._label})
             self._unbind("")
@@ -167,6 +173,9 @@ class Ensemble:
     def _bind(self, models: list[Model]) -> None:
         self._own_fault = ""
         self._binding = Binding(self.graph, models, self._config.max_batch_size, CallingExecution(self._label))
+        self.is_decoupled = _is_decoupled(models)
+        if self.is_decoupled or self._config.HasField("model_transaction_policy"):
+            self._config.model_transaction_policy.decoupled = self.is_decoupled
         parameters = self._config.parameters
         parameters["halfserve.provider"].string_value = self.provider
         parameters["halfserve.precision"].string_value = self.precision
@@ -189,6 +198,8 @@ class Ensemble:
         _, cycle = dependency_order([self.graph.name], lambda name: self._below(core, name))
         if cycle:
             return f"its steps lead back to it: {' -> '.join(map(repr, cycle))}; an ensemble cannot be a step of itself"
+        if self._config.response_cache.enable and _is_decoupled(models):
+            return "response_cache is for models with one answer to a request, but a step is decoupled; remove response_cache"
         return misfit(self.graph, models, self._config.max_batch_size) or models
 
     def _below(self, core: InferenceCore, name: str) -> list[str]:
@@ -210,6 +221,10 @@ def _served(core: InferenceCore, step: EnsembleStep) -> Model | str:
     if not served:
         return "the model is not served; load it, or correct model_name"
     return f"version {step.version} of the model is not served; served: {', '.join(str(model.version) for model in served)}"
+
+
+def _is_decoupled(models: Sequence[Model]) -> bool:
+    return any(model.is_decoupled for model in models)
 
 
 def _lines(model: Model) -> list[str]:

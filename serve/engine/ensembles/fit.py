@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep
+from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep, dependency_order
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
@@ -60,6 +60,9 @@ def misfit(graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -
         wrong = _wrong_names(step, model) or _wrong_batch(model, max_batch_size)
         if wrong is not None:
             return f"{step.label}: {wrong}"
+    mixed = _mixed_responses(graph, models)
+    if mixed is not None:
+        return mixed
     sources = sources_of(graph, models, batched=max_batch_size > 0)
     for step, model in zip(graph.steps, models, strict=True):
         for name, tensor in sorted(step.inputs.items()):
@@ -82,6 +85,28 @@ def _wrong_names(step: EnsembleStep, model: Model) -> str | None:
             return f"{kind}_map names {strange[0]!r}, but the model's {kind}s are {', '.join(map(repr, known))}"
     missing = [name for name, spec in model.inputs.items() if name not in step.inputs and not spec.optional]
     return f"input_map has no entry for input {missing[0]!r} of the model; map a tensor to it" if missing else None
+
+
+def _mixed_responses(graph: EnsembleGraph, models: Sequence[Model]) -> str | None:
+    """Why responses of decoupled steps cannot be matched; None where each step and the outputs follow one of them, or none."""
+    followed: dict[int, int | None] = {}  # the decoupled step whose responses the outputs of a step come with, by its index
+
+    def mixed(indices: Iterable[int], what: str) -> str | None:
+        counts = {followed[index] for index in indices}
+        if len(counts) < 2:
+            return None
+        ways = sorted(graph.steps[index].label if index is not None else "no decoupled step" for index in counts)
+        different = f"{what} come with different numbers of responses: after {' and after '.join(ways)}"
+        return f"{different}; expected one of these for all"
+
+    order, _ = dependency_order(range(len(graph.steps)), graph.waits_for)
+    for index in order:
+        before = graph.waits_for(index)
+        wrong = mixed(before, f"{graph.steps[index].label}: its inputs")
+        if wrong is not None:
+            return wrong
+        followed[index] = index if models[index].is_decoupled else next((followed[one] for one in before), None)
+    return mixed((graph.writers[spec.name] for spec in graph.outputs), "the outputs of the ensemble")
 
 
 def _wrong_batch(model: Model, max_batch_size: int) -> str | None:

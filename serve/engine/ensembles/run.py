@@ -1,4 +1,7 @@
-"""One request of an ensemble: sends a step's request as soon as its inputs are there, and answers with the last one."""
+"""One request of an ensemble: sends a step's request as soon as its inputs are there, and answers with the last one.
+
+Each response of a decoupled step begins a branch of its own, through the steps that follow.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.step_memory import COUNTED_BYTES, RunSizes, bytes_of
 from halfserve.serve.engine.queueing.waiting_line import is_late
-from halfserve.serve.engine.requests import Answer, InferRequest
+from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, RemarkedAnswer
+from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -23,23 +27,48 @@ logger = logging.getLogger(__name__)
 NOTHING: Final[Tensors] = MappingProxyType({})  # in place of the answer of a step that has not been computed
 
 
+class Branch:
+    """The answers on one way through the graph.
+
+    Attributes:
+        answers: of the steps, by the step's index.
+        held: bytes of the answers that other steps read.
+        left: steps without an answer.
+        waits: how many steps each step waits for, by its index.
+    """
+
+    __slots__ = ("answers", "held", "left", "waits")
+
+    def __init__(self, answers: list[Tensors], waits: list[int], left: int) -> None:
+        self.answers = answers
+        self.held = 0
+        self.left = left
+        self.waits = waits
+
+    def fork(self) -> Branch:
+        """A branch for one response of a decoupled step."""
+        return Branch(self.answers.copy(), self.waits.copy(), self.left)
+
+
 class StepCall:
     """One step's call: takes the answer, and knows how long the steps on the way to it have computed.
 
     Attributes:
         step: that is called.
+        branch: that it belongs to.
         request: to its model.
         input_ns: time of the steps on the longest way here, this one included once it is answered, by stage.
         infer_ns: likewise.
         output_ns: likewise.
     """
 
-    __slots__ = ("_run", "infer_ns", "input_ns", "output_ns", "request", "step")
+    __slots__ = ("_run", "branch", "infer_ns", "input_ns", "output_ns", "request", "step")
 
-    def __init__(self, run: EnsembleRun, step: BoundStep, before: StepCall | None) -> None:
+    def __init__(self, run: EnsembleRun, step: BoundStep, branch: Branch, before: StepCall | None) -> None:
         """`before`: the call whose answer this one has waited for last."""
         self._run = run
         self.step = step
+        self.branch = branch
         self.request: InferRequest | None = None
         self.input_ns: int = 0 if before is None else before.input_ns
         self.infer_ns: int = 0 if before is None else before.infer_ns
@@ -48,9 +77,13 @@ class StepCall:
     def __call__(self, result: Tensors | InferenceError) -> None:
         self._run.answered(self, result)
 
-    def count(self) -> None:
+    def respond(self, result: Tensors | InferenceError, final: bool) -> None:
+        """See `InferRequest.respond`."""
+        self._run.responded(self, result, final=final)
+
+    def count(self, request: InferRequest | None) -> None:
         """Add the times of the batch whose answers are being delivered, which is this step's unless something else answered."""
-        times, request = self.step.model.statistics.latest, self.request
+        times = self.step.model.statistics.latest
         if times is not None and request is not None and times.started >= request.arrived_ns:
             self.input_ns += times.assembled - times.started
             self.infer_ns += times.computed - times.assembled
@@ -61,8 +94,7 @@ class EnsembleRun:
     """A request of an ensemble from its first step to its answer. Lives on the event loop."""
 
     __slots__ = (
-        "_answers", "_binding", "_calls", "_claim", "_ended", "_held", "_left", "_plan", "_request", "_sizes", "_statistics",
-        "_waits",
+        "_binding", "_calls", "_claim", "_ended", "_first_ns", "_held", "_most", "_plan", "_request", "_sizes", "_statistics",
     )  # fmt: skip
 
     def __init__(
@@ -72,14 +104,12 @@ class EnsembleRun:
         self._request = request
         self._binding = binding
         self._sizes = sizes
-        self._claim = self._held = 0  # bytes of tensors between the steps
+        self._claim = self._held = self._most = 0  # bytes of tensors between the steps
         self._statistics = statistics
         self._ended = ended
         self._plan: Plan = binding.plan(request.outputs)
-        self._waits = self._plan.waits.copy()
-        self._left = self._plan.count
-        self._answers: list[Tensors] = [NOTHING] * len(self._waits)
-        self._calls: dict[int, StepCall] = {}  # under way, by the step's index
+        self._calls: dict[StepCall, None] = {}  # that may get further answers
+        self._first_ns: int | None = None  # when the first of many responses was there
 
     @property
     def expected_bytes(self) -> int:
@@ -124,9 +154,11 @@ class EnsembleRun:
     def _start(self) -> None:
         if self._sizes.expected:
             self._change_claim()
+        plan = self._plan
+        branch = Branch([NOTHING] * len(plan.waits), plan.waits.copy(), plan.count)
         try:
-            for index in self._plan.starts:
-                self._call(index, None)
+            for index in plan.starts:
+                self._call(index, branch, None)
         except InferenceError as error:
             self._end()
             self._statistics.failed(self._request.arrived_ns, error)
@@ -143,35 +175,100 @@ class EnsembleRun:
         self._statistics.failed(self._request.arrived_ns)
 
     def answered(self, call: StepCall, result: Tensors | InferenceError) -> None:
-        """A step has been computed, or has failed."""
-        index = call.step.index
-        if self._calls.pop(index, None) is None:
+        """A step has been computed, has given the last of many responses, or has failed."""
+        if call not in self._calls:
             return
+        del self._calls[call]
         if isinstance(result, InferenceError):
             call.request = None
             self._fail(named(result, call.step.label))
             return
+        request, call.request = call.request, None  # it refers to the call
+        if request is not None and request.respond is not None:
+            self._let_go(call.branch)
+            if not self._calls:
+                self._finish_many()
+            return
         try:
-            call.count()
-            rows = 1 if call.request is None else call.request.rows
-            call.request = None  # it refers to the call
-            self._answers[index] = result
-            self._left -= 1
-            if not self._left:
-                self._finish(call)
-                return
-            row_bytes = self._plan.row_bytes[index]
-            self._held += bytes_of(result) if row_bytes is None or type(result) is not Answer else rows * row_bytes
-            if self._held >= COUNTED_BYTES:
-                self._hold()
-            for follower in self._plan.followers[index]:
-                self._waits[follower] -= 1
-                if not self._waits[follower]:
-                    self._call(follower, call)
+            call.count(request)
+            self._advance(call, call.branch, result, 1 if request is None else request.rows)
         except InferenceError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
             self._fail(self._unknown(error))
+
+    def responded(self, call: StepCall, result: Tensors | InferenceError, *, final: bool) -> None:
+        """A decoupled step has given one of its responses."""
+        request = call.request
+        if call not in self._calls or request is None:
+            return
+        if isinstance(result, InferenceError):
+            self._fail(named(result, call.step.label))
+            return
+        if final:  # before the steps that follow, so that the last answer of the ensemble is known to be the last one
+            del self._calls[call]
+            call.request = None
+            self._let_go(call.branch)
+        try:
+            self._advance(call, call.branch.fork(), result, request.rows)
+        except InferenceError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  (see `answered`)
+            self._fail(self._unknown(error))
+
+    def _advance(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
+        """Go on in a branch with the answer of a step.
+
+        Raises:
+            InferenceError: a further step is refused, or the outputs are not what the ensemble declares.
+        """
+        plan, index = self._plan, call.step.index
+        branch.answers[index] = answer
+        branch.left -= 1
+        if not branch.left:
+            outputs = self._with_sequence(plan.outputs(branch.answers))
+            if self._request.respond is None:
+                self._finish(outputs, call)
+            else:
+                self._respond(outputs, branch)
+            return
+        row_bytes = plan.row_bytes[index]
+        size = bytes_of(answer) if row_bytes is None or type(answer) is not Answer else rows * row_bytes
+        branch.held += size
+        self._held += size
+        if self._held >= COUNTED_BYTES:
+            self._hold()
+        for follower in plan.followers[index]:
+            branch.waits[follower] -= 1
+            if not branch.waits[follower]:
+                self._call(follower, branch, call)
+
+    def _with_sequence(self, outputs: Tensors) -> Tensors:
+        """The outputs with the sequence of the request, which Triton's ensembles repeat, unless a step has named another."""
+        given = self._request.parameters
+        if not given or not given.get(SEQUENCE_ID):
+            return outputs
+        told = {SEQUENCE_ID: given[SEQUENCE_ID]} | {flag: given.get(flag, False) for flag in (SEQUENCE_START, SEQUENCE_END)}
+        own = outputs.parameters if isinstance(outputs, RemarkedAnswer) else NO_PARAMETERS
+        return RemarkedAnswer(outputs, told | {**own})
+
+    def _respond(self, outputs: Tensors, branch: Branch) -> None:
+        """Give one of many responses."""
+        request = self._request
+        self._let_go(branch)
+        if self._first_ns is None:
+            self._first_ns = monotonic_ns()
+        is_last = not self._calls
+        if request.respond is not None:
+            request.respond(outputs, is_last)
+        if is_last and request.line is self:
+            self._finish_many()
+
+    def _let_go(self, branch: Branch) -> None:
+        """The answers of a branch are not held any more."""
+        self._most = max(self._most, self._held)
+        self._held -= branch.held
+        branch.held = 0
 
     def _hold(self) -> None:
         """Claim what is held.
@@ -189,32 +286,41 @@ class EnsembleRun:
         if self._claim != before:
             self._sizes.memory.change(self._claim - before)
 
-    def _call(self, index: int, before: StepCall | None) -> None:
+    def _call(self, index: int, branch: Branch, before: StepCall | None) -> None:
         step = self._binding.steps[index]
-        call = StepCall(self, step, before)
-        request = step.request(self._request, self._answers, self._plan.asked[index], call)
+        call = StepCall(self, step, branch, before)
+        request = step.request(self._request, branch.answers, self._plan.asked[index], call)
         if request.callers:
             request.callers = (*request.callers, self._binding.caller)
         request.is_step = True
+        if step.model.is_decoupled:
+            request.respond = call.respond
         call.request = request
-        self._calls[index] = call
+        self._calls[call] = None
         try:
             step.model.scheduler.submit(request)
         except InferenceError as error:
-            del self._calls[index]
+            del self._calls[call]
             call.request = None
             raise named(error, step.label) from None
 
-    def _finish(self, last: StepCall) -> None:
-        outputs = self._plan.outputs(self._answers)
+    def _finish(self, outputs: Tensors, last: StepCall) -> None:
         request = self._request
         split = monotonic_ns()
         computed = split - last.output_ns
         assembled = computed - last.infer_ns
         started = max(request.arrived_ns, assembled - last.input_ns)
-        times = BatchTimes(started=started, assembled=assembled, computed=computed, split=split)
-        if self._sizes.expected or self._held >= COUNTED_BYTES:
-            self._sizes.ended(self._held)
+        self._succeed(BatchTimes(started=started, assembled=assembled, computed=computed, split=split), outputs)
+
+    def _finish_many(self) -> None:
+        """The last of any number of responses has been given."""
+        now, arrived = monotonic_ns(), self._request.arrived_ns
+        self._succeed(BatchTimes(started=arrived, assembled=arrived, computed=self._first_ns or now, split=now), NOTHING)
+
+    def _succeed(self, times: BatchTimes, outputs: Tensors) -> None:
+        request, most = self._request, max(self._most, self._held)
+        if self._sizes.expected or most >= COUNTED_BYTES:
+            self._sizes.ended(most)
         self._end()
         self._statistics.batch_done(times, [request.arrived_ns], request.rows)
         request.finish(outputs)
@@ -229,7 +335,7 @@ class EnsembleRun:
     def _end(self) -> None:
         """Drop the steps under way and let go of the models."""
         calls, self._calls = self._calls, {}
-        for call in calls.values():
+        for call in calls:
             if call.request is not None:
                 call.step.model.scheduler.cancel(call.request)
                 call.request = None

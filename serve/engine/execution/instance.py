@@ -182,6 +182,11 @@ class Instance:
         """Whether a request waits here for the end of the running batch."""
         return any(request in job.requests for job in islice(self._jobs, 1, None))
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here for the end of the running batch."""
+        return sum([len(job.requests) for job in islice(self._jobs, 1, None)])
+
     def next_try_s(self) -> float:
         """Seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
         return 0.0 if self._timer is None else max(0.0, self._timer.when() - asyncio.get_running_loop().time())

@@ -63,11 +63,11 @@ class BatchQueue:
         self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
         # Mixed lengths may still share a batch, and a latency target says how long waiting pays.
         self._flushes = limits.max_delay_s > 0 and limits.latency_target_s is None and mixed is None
-        self._count_levels = limits.levels > 1 or bool(limits.max_waiting_by_level)
-        self._by_level = [0] * limits.levels
+        self._count_levels = limits.levels > 1
+        self._by_level: dict[int, int] = {}  # waiting requests
         # A line that was the only one when its last request left stays for the next request.
         self._lines: dict[Hashable, WaitingLine] = {}
-        self._line = WaitingLine(_NO_BUCKET, limits.levels)  # of the latest request
+        self._line = WaitingLine(_NO_BUCKET)  # of the latest request
         self._waiting = self._bytes = 0
 
     def __len__(self) -> int:
@@ -195,7 +195,9 @@ class BatchQueue:
 
     def waiting_before(self, level: int) -> int:
         """Number of waiting requests that are as urgent as `level`, or more."""
-        return sum(self._by_level[: level + 1]) if self._count_levels else self._waiting
+        return (
+            sum([count for other, count in self._by_level.items() if other <= level]) if self._count_levels else self._waiting
+        )
 
     def rows_before(self, bucket: Hashable) -> int:
         """Waiting rows of a bucket."""
@@ -257,7 +259,7 @@ class BatchQueue:
         if line is None:
             if not self._waiting:
                 self._lines.clear()
-            line = self._lines[bucket] = WaitingLine(bucket, self._levels)
+            line = self._lines[bucket] = WaitingLine(bucket)
         if self._flushes and line is not self._line:
             # As in Triton: another shape ends the delay of what waits. The copies that are free compute it at once.
             for other in self._lines.values():
@@ -269,13 +271,19 @@ class BatchQueue:
         if not line.rows and len(self._lines) > 1:
             del self._lines[line.bucket]
             if self._line is line:
-                self._line = WaitingLine(_NO_BUCKET, self._levels)
+                self._line = WaitingLine(_NO_BUCKET)
 
     def _enter_level(self, level: int) -> None:
-        bound = self.limits.max_waiting_by_level.get(level)
-        if bound is not None and self._by_level[level] >= bound:
+        limits, waiting = self.limits, self._by_level.get(level, 0)
+        bound = limits.max_waiting_by_level.get(level, limits.max_waiting_of_others)
+        if bound is not None and waiting >= bound:
             raise FullError(f"{bound} requests of priority {level + 1} wait")  # clients count priorities from 1
-        self._by_level[level] += 1
+        self._by_level[level] = waiting + 1
+
+    def _leave_level(self, level: int) -> None:
+        self._by_level[level] -= 1
+        if not self._by_level[level]:
+            del self._by_level[level]  # there may be as many levels as requests
 
     def _left(self, *left: list[InferRequest]) -> None:
         for requests in left:
@@ -283,4 +291,4 @@ class BatchQueue:
             for request in requests:
                 self._bytes -= request.size
                 if self._count_levels:
-                    self._by_level[request.priority] -= 1
+                    self._leave_level(request.priority)

@@ -42,7 +42,8 @@ class BatchLimits:
         max_waiting: requests in the queue, over all buckets.
         max_waiting_bytes: bytes that these hold; a single request may hold more.
         levels: number of priorities.
-        max_waiting_by_level: `max_waiting` of single priorities.
+        max_waiting_by_level: `max_waiting` of single priorities; None for no bound of their own.
+        max_waiting_of_others: `max_waiting` of each other priority.
         padded_rows: sizes that batches are padded to, in rising order; empty pads nothing.
         latency_target_s: seconds within which requests must be answered; the others are refused. None: no target.
         compute_weight: the model's weight among the models that share the compute slots.
@@ -54,7 +55,8 @@ class BatchLimits:
     max_waiting: int = 8192
     max_waiting_bytes: int = 2**30
     levels: int = 1
-    max_waiting_by_level: Mapping[int, int] = field(default_factory=dict)
+    max_waiting_by_level: Mapping[int, int | None] = field(default_factory=dict)
+    max_waiting_of_others: int | None = None
     padded_rows: tuple[int, ...] = ()
     latency_target_s: float | None = None
     compute_weight: float = 1.0

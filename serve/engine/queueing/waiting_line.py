@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Final
 
 from halfserve.serve.engine.requests import InferRequest
 
+MANY_LEVELS: Final = 16  # lines of priorities, before empty ones are dropped
 # Cancelled requests are swept out of a line once there are this many and they outnumber the waiting ones.
 MANY_GONE: Final = 64
 
 
 class WaitingLine:
-    """The waiting requests of one bucket: two lines per priority, the second for requests past their patience.
+    """The waiting requests of one bucket: two lines per priority in use, the second for requests past their patience.
 
     A cancelled request leaves in constant time: it is only marked, and skipped when its turn comes.
 
@@ -26,19 +28,21 @@ class WaitingLine:
         is_due: its requests wait no longer for more of them; until it is empty.
     """
 
-    __slots__ = ("_gone", "_lines", "bucket", "is_due", "rows", "soonest_deadline", "soonest_leave_by")
+    __slots__ = ("_gone", "_levels", "_lines", "bucket", "is_due", "rows", "soonest_deadline", "soonest_leave_by")
 
-    def __init__(self, bucket: Hashable, levels: int) -> None:
+    def __init__(self, bucket: Hashable) -> None:
         self.bucket = bucket
         self.rows = 0
         self.is_due = False
         self.soonest_deadline: float | None = None
         self.soonest_leave_by: float | None = None
-        self._lines: tuple[deque[InferRequest], ...] = tuple(deque() for _ in range(2 * levels))
+        self._levels = [0]  # in rising order
+        self._lines: list[deque[InferRequest]] = [deque(), deque()]  # two for each of these
         self._gone = 0
 
     def urgency(self, now: float) -> tuple[int, int]:
-        """Level and arrival of the next request at `now`, in seconds: the smaller pair goes first. The line must not be empty.
+        """Rank by level and arrival of the next request at `now`, in seconds: the smaller pair goes first. The line must not be
+        empty.
 
         Moves requests past their patience to the second line of their level.
         """
@@ -51,7 +55,7 @@ class WaitingLine:
                 elif not index % 2 and request.patience is not None and request.patience <= now:
                     self._lines[index + 1].append(line.popleft())
                 else:
-                    return index, request.arrived_ns
+                    return 2 * self._levels[index // 2] + index % 2, request.arrived_ns
         raise LookupError("the line is empty")
 
     @property
@@ -66,7 +70,8 @@ class WaitingLine:
         return (request for line in self._lines for request in line if request.line is self)
 
     def add(self, request: InferRequest) -> None:
-        self._lines[2 * request.priority].append(request)
+        level = request.priority
+        (self._lines[0] if self._levels[0] == level else self._lines_of(level)).append(request)
         self.rows += request.rows
         request.line = self
         deadline, leave_by = request.deadline, request.leave_by
@@ -74,6 +79,23 @@ class WaitingLine:
             self.soonest_deadline = deadline
         if leave_by is not None and (self.soonest_leave_by is None or leave_by < self.soonest_leave_by):
             self.soonest_leave_by = leave_by
+
+    def _lines_of(self, level: int) -> deque[InferRequest]:
+        """The first line of a priority."""
+        place = bisect_left(self._levels, level)
+        if place < len(self._levels) and self._levels[place] == level:
+            return self._lines[2 * place]
+        if len(self._levels) >= MANY_LEVELS:
+            self._drop_empty_levels()
+            place = bisect_left(self._levels, level)
+        self._levels.insert(place, level)
+        self._lines[2 * place : 2 * place] = [deque(), deque()]
+        return self._lines[2 * place]
+
+    def _drop_empty_levels(self) -> None:
+        used = [place for place in range(len(self._levels)) if self._lines[2 * place] or self._lines[2 * place + 1]]
+        self._levels = [self._levels[place] for place in used]
+        self._lines = [line for place in used for line in self._lines[2 * place : 2 * place + 2]]
 
     def remove(self, request: InferRequest) -> bool:
         """Take a request out; False when it is not in this line."""
@@ -160,6 +182,8 @@ class WaitingLine:
         return bool(line)
 
     def _clear(self) -> None:
+        if len(self._levels) > MANY_LEVELS:
+            self._levels, self._lines = [0], [deque(), deque()]
         for line in self._lines:
             line.clear()
         self._gone = 0

@@ -94,6 +94,11 @@ class SequenceScheduler:
         """Requests that wait for a slot, or for the request before them."""
         return self._waiting
 
+    @property
+    def pending(self) -> int:
+        """Requests that wait, those with a row in a batch that is being formed included."""
+        return self._waiting + (self._batcher.waiting if isinstance(self._batcher, SlotBatches) else 0)
+
     def continues(self, key: SequenceId) -> bool:
         """Whether the sequence runs here and takes further requests."""
         sequence = self._table.find(key)

@@ -82,6 +82,11 @@ class SlotBatches:
         self._not_ready = ControlTensors(plan).not_ready()
         self._hurries = False
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their batch."""
+        return sum(len(group.ready) for group in self._groups.values())
+
     def submit(self, request: InferRequest) -> None:
         """Take the request of a slot that has no other one here; its errors go to `done`."""
         number, row = self._place(request)

@@ -13,6 +13,11 @@ function mean(samples, name) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
+// A type of numbers without the remark behind it; a sentence, such as that of Python models, as a whole.
+export function shortPrecision(precision) {
+  return precision.startsWith("as ") ? precision : precision.split(" ")[0];
+}
+
 export function short(provider) {
   return provider.replace(/ExecutionProvider$/, "");
 }
@@ -53,7 +58,7 @@ function card(model, pressed, choose) {
       { class: "badges" },
       state,
       model.answers === false ? badge("not ready", "bad") : null,
-      model.provider ? [badge(short(model.provider)), badge(model.precision.split(" ")[0])] : null,
+      model.provider ? [badge(short(model.provider)), badge(shortPrecision(model.precision))] : null,
       certificateBadge(model.certificate),
       model.guard?.degraded ? badge("drifting", "bad") : null,
     ),

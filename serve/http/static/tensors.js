@@ -1,11 +1,38 @@
 // Make tensors for a form, and check those that people write.
 
-export const FILLS = ["random", "zeros", "ones", "own JSON"];
+export const [PICTURE, TEXT, OWN] = ["a picture", "text", "own JSON"];
+export const FILLS = ["random", "zeros", "ones", OWN];
+const BEST = 5; // classes, of an output whose classes have names
 
 const RANGES = { INT8: 127, UINT8: 255 };
 
 export function elements(shape) {
   return shape.reduce((product, size) => product * size, 1);
+}
+
+// What a form offers for an input: a picture for pixels of three colours, and text for bytes, before all else.
+export function fills({ datatype, shape }) {
+  if (pictureSize(datatype, shape)) return [PICTURE, ...FILLS];
+  return datatype === "BYTES" ? [TEXT, ...FILLS] : FILLS;
+}
+
+// The size of an input that takes one picture of RGB bytes; null for any other input.
+export function pictureSize(datatype, shape) {
+  const [height, width, colours] = shape.slice(-3);
+  if (datatype !== "UINT8" || colours !== 3 || height < 1 || width < 1 || elements(shape.slice(0, -3).map(Math.abs)) !== 1) return null;
+  return { height, width };
+}
+
+// The part of a picture that fills a size of another ratio: the largest one around its middle.
+export function middle(picture, size) {
+  const scale = Math.min(picture.width / size.width, picture.height / size.height);
+  const [width, height] = [size.width * scale, size.height * scale];
+  return { left: (picture.width - width) / 2, top: (picture.height - height) / 2, width, height };
+}
+
+// The three colours of each pixel, from the four values that a canvas has for it.
+export function colours(pixels) {
+  return Array.from({ length: (pixels.length / 4) * 3 }, (_, index) => pixels[Math.floor(index / 3) * 4 + (index % 3)]);
 }
 
 // Sizes for a shape with open ones: the batch is 1, others are asked for.
@@ -45,10 +72,33 @@ export function written(text, name) {
   return text.trim();
 }
 
-// The body for inputs whose data is JSON already.
-export function request(inputs) {
+// The body for inputs whose data is JSON already. Of outputs whose classes have names it asks for the best ones.
+export function request(inputs, outputs = []) {
   const entries = inputs.map(({ data, ...head }) => `${JSON.stringify(head).slice(0, -1)},"data":${data}}`);
-  return `{"inputs":[${entries.join(",")}]}`;
+  const wanted = outputs.map(({ name, labelled }) => (labelled ? { name, parameters: { classification: BEST } } : { name }));
+  const named = outputs.some(({ labelled }) => labelled) ? `,"outputs":${JSON.stringify(wanted)}` : "";
+  return `{"inputs":[${entries.join(",")}]${named}}`;
+}
+
+// A class as a server writes it: score, index and name, between colons.
+export function classOf(text) {
+  const [score, index, ...name] = text.split(":");
+  return { score: Number(score), index: Number(index), name: name.join(":") };
+}
+
+// The path and body that ask a text model; null for a model of another task.
+export function textRequest({ name, task }, text, query) {
+  const model = `?model=${encodeURIComponent(name)}`;
+  if (task === "embeddings" || task === "text-embeddings") return { path: "/v1/embeddings", content: { model: name, input: text } };
+  if (task === "text-classification") return { path: `/predict${model}`, content: { inputs: text } };
+  if (task === "rerank") return { path: `/rerank${model}`, content: { query, texts: text.split("\n").filter(Boolean), return_text: true } };
+  return null;
+}
+
+// The answer of such a path as lines of a score and a name; none for embeddings.
+export function textLines(answer) {
+  if (!Array.isArray(answer)) return [];
+  return answer.slice(0, BEST).map(({ score, label, text }) => ({ score, name: label ?? text }));
 }
 
 // An answer; whole numbers that are none for JavaScript stay exact, in a browser that says how a number was written.

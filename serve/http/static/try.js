@@ -1,6 +1,7 @@
 // The form that sends a request, and the answer.
 import { badge, h, number, shapeText, show } from "./dom.js";
-import { FILLS, answered, elements, make, proposed, request, written } from "./tensors.js";
+import { OWN, PICTURE, TEXT, answered, classOf, colours, elements, fills, make, middle, pictureSize } from "./tensors.js";
+import { proposed, request, textLines, textRequest, written } from "./tensors.js";
 
 const MOST_ELEMENTS = 2_000_000;
 const MOST_SHOWN = 24;
@@ -19,22 +20,37 @@ export class Try {
     const title = h("h2", { id: "try-title" }, "Try it");
     if (!model.inputs) return [title, h("p", { class: "empty" }, "This version takes no requests.")];
     const inputs = model.inputs.map((input) => new Input(input));
-    const answer = h("div", { class: "answer", "aria-live": "polite" });
-    const button = h("button", { class: "main", type: "submit" }, "Send");
-    const form = h("form", {}, inputs.map((input) => input.element), h("div", { class: "row" }, button));
-    form.addEventListener("submit", async (event) => {
-      event.preventDefault();
-      button.disabled = true;
-      try {
-        answer.replaceChildren(...(await send(model, inputs)));
-      } catch (error) {
-        answer.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
-      } finally {
-        button.disabled = false;
-      }
-    });
-    return [title, form, answer];
+    const tensors = form(inputs.map((input) => input.element), () => send(model, inputs));
+    if (!textRequest(model, "", "")) return [title, ...tensors];
+    const query = model.task === "rerank" ? textarea("query", 1) : null;
+    const text = textarea(query ? "texts, one in each line" : "text", 3);
+    const fields = [query, text].map((field) => field && h("label", {}, field.getAttribute("aria-label"), field));
+    const asked = form(fields.filter(Boolean), () => sendText(textRequest(model, text.value, query?.value)));
+    return [title, ...asked, h("details", {}, h("summary", {}, "Send tokens"), ...tensors)];
   }
+}
+
+function textarea(label, rows) {
+  return h("textarea", { rows, required: true, "aria-label": label, name: label });
+}
+
+// A form and the place of its answer.
+function form(fields, ask) {
+  const answer = h("div", { class: "answer", "aria-live": "polite" });
+  const button = h("button", { class: "main", type: "submit" }, "Send");
+  const element = h("form", {}, fields, h("div", { class: "row" }, button));
+  element.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    button.disabled = true;
+    try {
+      answer.replaceChildren(...(await ask()));
+    } catch (error) {
+      answer.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
+    } finally {
+      button.disabled = false;
+    }
+  });
+  return [element, answer];
 }
 
 class Input {
@@ -45,16 +61,18 @@ class Input {
       size >= 0 ? null : h("input", { type: "number", min: 0, value: sizes[index], required: true, name: `${spec.name}-${index}` }),
     );
     const open = this.sizes.map((field, index) => field && h("label", {}, `size of dimension ${index}`, field));
-    this.fill = h("select", { name: `${spec.name}-fill` }, FILLS.map((name) => h("option", {}, name)));
+    this.fill = h("select", { name: `${spec.name}-fill` }, fills(spec).map((name) => h("option", {}, name)));
+    this.picture = h("input", { type: "file", accept: "image/*", "aria-label": `picture for ${spec.name}`, name: `${spec.name}-picture` });
     this.own = h("textarea", { hidden: true, spellcheck: "false", "aria-label": `values of ${spec.name} as JSON`, name: `${spec.name}-own` });
     this.fill.addEventListener("change", () => this.#toggle());
     this.element = h(
       "fieldset",
       {},
       h("legend", {}, `${spec.name} `, h("span", { class: "quiet mono" }, `${spec.datatype} ${shapeText(spec.shape)}`)),
-      h("div", { class: "row" }, h("label", {}, "values", this.fill), open.filter(Boolean)),
+      h("div", { class: "row" }, h("label", {}, "values", this.fill), open.filter(Boolean), this.picture),
       this.own,
     );
+    this.#toggle();
   }
 
   get shape() {
@@ -62,24 +80,67 @@ class Input {
   }
 
   #toggle() {
-    this.own.hidden = this.fill.value !== FILLS.at(-1);
-    if (!this.own.hidden && !this.own.value && elements(this.shape) <= 10_000) {
+    const fill = this.fill.value;
+    this.picture.hidden = fill !== PICTURE;
+    this.own.hidden = fill !== OWN && fill !== TEXT;
+    this.own.setAttribute("aria-label", fill === TEXT ? `text for ${this.spec.name}` : `values of ${this.spec.name} as JSON`);
+    if (fill === OWN && !this.own.value && elements(this.shape) <= 10_000) {
       this.own.value = JSON.stringify(make("random", this.spec.datatype, this.shape));
     }
   }
 
-  tensor() {
+  async tensor() {
     const { name, datatype } = this.spec;
     if (elements(this.shape) > MOST_ELEMENTS) throw new Error(`input ${name}: more than ${MOST_ELEMENTS} elements are too many for this form`);
-    const own = this.fill.value === FILLS.at(-1);
-    const data = own ? written(this.own.value, name) : JSON.stringify(make(this.fill.value, datatype, this.shape));
-    return { name, datatype, shape: this.shape, data };
+    return { name, datatype, shape: this.shape, data: await this.#data() };
+  }
+
+  async #data() {
+    const { name, datatype } = this.spec;
+    const fill = this.fill.value;
+    if (fill === OWN) return written(this.own.value, name);
+    if (fill === TEXT) return JSON.stringify(Array(elements(this.shape)).fill(this.own.value));
+    if (fill === PICTURE) return JSON.stringify(await pixels(this.picture.files[0], pictureSize(datatype, this.shape), name));
+    return JSON.stringify(make(fill, datatype, this.shape));
   }
 }
 
+// The RGB bytes of a file's picture, cut around its middle to the ratio of the size, and scaled to it.
+async function pixels(file, size, name) {
+  if (!file) throw new Error(`input ${name}: choose a picture`);
+  let picture;
+  try {
+    picture = await createImageBitmap(file);
+  } catch {
+    throw new Error(`input ${name}: ${file.name} is no picture that this browser reads`);
+  }
+  const canvas = h("canvas", size);
+  const context = canvas.getContext("2d");
+  context.imageSmoothingQuality = "high";
+  const part = middle(picture, size);
+  context.drawImage(picture, part.left, part.top, part.width, part.height, 0, 0, size.width, size.height);
+  return colours(context.getImageData(0, 0, size.width, size.height).data);
+}
+
 async function send(model, inputs) {
-  const body = request(inputs.map((input) => input.tensor()));
+  const body = request(await Promise.all(inputs.map((input) => input.tensor())), model.outputs);
   const path = `/v2/models/${encodeURIComponent(model.name)}/versions/${model.version}/infer`;
+  const { content, text, took } = await posted(path, body);
+  const parameters = Object.entries(content.parameters ?? {}).map(([name, value]) => badge(`${name}: ${value}`, "warn"));
+  const labelled = new Set(model.outputs.filter((one) => one.labelled).map((one) => one.name));
+  const outputs = content.outputs.map((one) => (labelled.has(one.name) ? classes(one) : output(one)));
+  return shown(path, body, text, took, outputs, parameters);
+}
+
+async function sendText({ path, content }) {
+  const body = JSON.stringify(content);
+  const { content: answer, text, took } = await posted(path, body);
+  const vector = answer.data?.[0]?.embedding;
+  const found = vector ? output({ name: "embedding", datatype: "FP32", shape: [vector.length], data: vector }) : ranking(textLines(answer));
+  return shown(path, body, text, took, [found], []);
+}
+
+async function posted(path, body) {
   const started = performance.now();
   let response;
   try {
@@ -90,11 +151,14 @@ async function send(model, inputs) {
   const took = performance.now() - started;
   const text = await response.text();
   const content = answered(text);
-  if (!response.ok) throw new Error(`${response.status}: ${content.error}`);
-  const parameters = Object.entries(content.parameters ?? {}).map(([name, value]) => badge(`${name}: ${value}`, "warn"));
+  if (!response.ok) throw new Error(`${response.status}: ${content.error?.message ?? content.error}`);
+  return { content, text, took };
+}
+
+function shown(path, body, text, took, outputs, parameters) {
   return [
     h("div", { class: "badges" }, badge("answered", "good"), badge(`${number(took)} ms to this page and back`), parameters),
-    ...content.outputs.map(output),
+    ...outputs,
     h("details", {}, h("summary", {}, "The request for curl"), h("pre", {}, curl(path, body))),
     h("details", {}, h("summary", {}, "The answer as JSON"), h("pre", {}, shortened(text))),
   ];
@@ -106,7 +170,8 @@ function shortened(text) {
 
 function curl(path, body) {
   const quoted = body.replaceAll("'", "'\\''");
-  return shortened(`curl -s ${location.origin}${path} -d '${quoted}'`);
+  const address = `${location.origin}${path}`;
+  return shortened(`curl -s ${path.includes("?") ? `'${address}'` : address} -d '${quoted}'`);
 }
 
 function output({ name, datatype, shape, data }) {
@@ -120,6 +185,18 @@ function output({ name, datatype, shape, data }) {
   const left = data.length - shown.length;
   const rest = left > 0 ? h("p", { class: "quiet" }, `and ${left.toLocaleString("en")} more below`) : null;
   return h("div", {}, title, h("div", { class: "values" }, lines), rest);
+}
+
+// The best classes of the first row, by name.
+function classes({ name, shape, data }) {
+  const title = h("h3", {}, `${name} `, h("span", { class: "quiet" }, "the best classes"));
+  const lines = data.slice(0, shape.at(-1)).map(classOf);
+  return h("div", {}, title, ranking(lines.map((one) => ({ ...one, name: one.name || `class ${one.index}` }))));
+}
+
+function ranking(lines) {
+  const largest = Math.max(...lines.map(({ score }) => Math.abs(score)), 0);
+  return h("div", { class: "values" }, lines.flatMap(({ score, name }, index) => line(name, score, score, largest, index === 0)));
 }
 
 function line(index, value, size, largest, best) {

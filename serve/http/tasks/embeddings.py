@@ -32,6 +32,7 @@ from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, js
 from halfserve.serve.http.tasks.text_models import EMBEDDINGS
 
 DIMENSIONS = "halfserve.embedding_dimensions"
+IDS_SETTING = "halfserve.token_ids"
 FORMATS = ("float", "base64")
 JSON_BYTES = 12  # of a number
 NO_PROMPT = "write the prompt in front of each text"
@@ -59,6 +60,8 @@ class EmbeddingRoutes:
             size = whole_field(content, "dimensions")
             if size is not None:
                 _require_dimensions(model, size)
+            if not isinstance(inputs[0], str):
+                _require_own_ids(model)
         except InferenceError as error:
             endpoint.refuse(request, model.name, error)
             raise
@@ -121,6 +124,17 @@ def _inputs(value: Any) -> list[Any]:
         if not isinstance(entry, list):
             raise InputError(f"input[{index}] is {shown(entry)}, expected a list of token ids", param="input")
     return value
+
+
+def _require_own_ids(model: Model) -> None:
+    """Check that clients of the model send ids of its own vocabulary: those of OpenAI's give vectors without a meaning."""
+    if own_parameter(model.config, IDS_SETTING) != "own":
+        raise InputError(
+            f"'input' has token ids, which may be those of OpenAI's vocabulary and not of model {model.name!r}; send texts "
+            "(LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False). If clients send ids of the model's own "
+            f'vocabulary, set {IDS_SETTING} to "own" in its config.pbtxt',
+            param="input",
+        )
 
 
 def _require_dimensions(model: Model, size: int) -> None:

@@ -63,15 +63,17 @@ class TextEndpoint:
         return content
 
     def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
-        """The model that the field `model` names, in its latest version.
+        """The model that the field `model` names, in its latest version; without the field, the only one with these tasks.
 
         Raises:
-            InferenceError: there is none, or it is for another task; it is recorded.
+            InferenceError: there is none, it is for another task, or there are several; it is recorded.
         """
         name = ""
         try:
-            name = text_field(content, "model")
-            return self._for(name, tasks)
+            if content.get("model") is not None:
+                name = text_field(content, "model")
+                return self._for(name, tasks)
+            return self._only(request, tasks, "name one of them in the field 'model', which is missing")
         except InferenceError as error:
             self.refuse(request, name, error)
             raise
@@ -84,15 +86,9 @@ class TextEndpoint:
         """
         name = request.query_params.get("model", "")
         try:
-            names = [name] if name else self.names(tasks)
-            if len(names) > 1:
-                raise InputError(
-                    f"several models are for {_either(tasks)}: {', '.join(names)}; say which: {request.url.path}?model=NAME",
-                    param="model",
-                )
-            if not names:
-                raise NotFoundError(f"no model for {_either(tasks)} is served here; {request.url.path} needs one")
-            return self._for(names[0], tasks)
+            if name:
+                return self._for(name, tasks)
+            return self._only(request, tasks, f"say which: {request.url.path}?model=NAME")
         except InferenceError as error:
             self.refuse(request, name, error)
             raise
@@ -190,15 +186,25 @@ class TextEndpoint:
         """Record a request that is refused before any row is queued."""
         record_refusal(self._service, request, error, name)
 
-    def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
-        model = self.core.model(name)
-        if task_of(model) not in tasks:
-            known = ", ".join(self.names(tasks)) or "none here"
+    def _only(self, request: Request, tasks: AbstractSet[str], advice: str) -> Model:
+        names = self.names(tasks)
+        if len(names) > 1:
             raise InputError(
-                f"model {name!r} is for {task_of(model) or 'no task that its configuration names'}, expected one for "
-                f"{_either(tasks)}: {known}",
+                f"several models are for {_either(tasks)}: {', '.join(names)}; {advice}",
                 param="model",
             )
+        if not names:
+            raise NotFoundError(f"no model for {_either(tasks)} is served here; {request.url.path} needs one")
+        return self.core.model(names[0])
+
+    def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
+        expected = f"expected one for {_either(tasks)}: {', '.join(self.names(tasks)) or 'none here'}"
+        if not self.core.knows(name):
+            raise NotFoundError(f"model {name!r} is not served here, {expected}")
+        model = self.core.model(name)
+        if task_of(model) not in tasks:
+            task = task_of(model) or "no task that its configuration names"
+            raise InputError(f"model {name!r} is for {task}, {expected}", param="model")
         return model
 
 

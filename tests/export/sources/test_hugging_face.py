@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.errors import ExportError, UsageError
@@ -28,11 +29,15 @@ from tests.export.hugging_face_folders import (
     SIZES,
     audio_folder,
     classifier_folder,
+    decoder_folder,
+    encoder_folder,
     image_folder,
+    picture_body_folder,
     sentence_folder,
     text_folder,
     towers_folder,
     write_clip,
+    writer_folder,
 )
 from tests.export.to_onnx.answers import session
 
@@ -297,6 +302,80 @@ def test_a_tower_embeds_as_the_whole_model_does(tower: str, tmp_path: Path) -> N
     with torch.no_grad():
         answer = whole(pixel_values=prepared.permute(0, 3, 1, 2), **words)
         torch.testing.assert_close(source.module(**inputs)["embedding"], answer[f"{tower}_embeds"], atol=1e-5, rtol=1e-4)
+
+
+def test_an_encoder_of_t5_embeds_without_its_decoder(tmp_path: Path) -> None:
+    folder = encoder_folder(tmp_path / "m")
+    source = open_hugging_face(folder, SourceOptions())
+    assert source.task is not None
+    assert source.task.name == "embeddings"
+    inputs = {name: tensor[:4] for name, tensor in source.samples.inputs.items()}
+    tokens = transformers.T5EncoderModel.from_pretrained(folder)(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][..., None]
+    dense = torch.load(folder / "2_Dense" / "pytorch_model.bin")
+    pooled = (tokens * mask).sum(1) / mask.sum(1)
+    expected = nn.functional.normalize(torch.tanh(pooled @ dense["linear.weight"].T + dense["linear.bias"]), dim=-1)
+    torch.testing.assert_close(source.module(**inputs)["embedding"], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_decoders_body_embeds_by_its_last_token(tmp_path: Path) -> None:
+    folder = decoder_folder(tmp_path / "m")
+    source = open_hugging_face(folder, SourceOptions())  # modules.json says the task
+    assert source.task is not None
+    assert source.task.name == "embeddings"
+    inputs = {name: tensor[:4] for name, tensor in source.samples.inputs.items()}
+    whole = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        texts = [ids[mask == 1][None] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+        last = torch.cat([whole(text).last_hidden_state[:, -1] for text in texts])
+        expected = nn.functional.normalize(last, dim=-1)
+        torch.testing.assert_close(source.module(**inputs)["embedding"], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("task", [None, "image-embeddings"])
+def test_a_body_of_pictures_embeds_them(task: str | None, tmp_path: Path) -> None:
+    folder = picture_body_folder(tmp_path / "m")
+    source = open_hugging_face(folder, SourceOptions(task=task))
+    assert source.task is not None
+    assert (source.name, source.task.name, source.task.labels) == ("m", "image-embeddings", ())
+    image = source.samples.inputs["image"][:4]
+    prepared = (image / 255 - torch.tensor([0.5, 0.4, 0.3])) / torch.tensor([0.2, 0.25, 0.3])
+    whole = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = nn.functional.normalize(whole(prepared.permute(0, 3, 1, 2)).last_hidden_state[:, 0], dim=-1)
+        torch.testing.assert_close(source.module(image)["embedding"], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [encoder_folder, decoder_folder, picture_body_folder])
+def test_bodies_of_other_architectures_pass_the_verdict(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    done = exported(open_hugging_face(make(tmp_path / "m"), SourceOptions()), tmp_path / "models")
+    assert done.certificate.passed
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_a_model_that_writes_text_asks_for_its_task(architecture: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    kind = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama"}[architecture]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
+    with pytest.raises(UsageError, match=f"holds a {architecture}; give its --task: embeddings, "):
+        open_hugging_face(folder, SourceOptions())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("T5ForConditionalGeneration", r"; for embeddings, .*: T5EncoderModel.from_pretrained\('.*'\).save_pretrained\(...\)"),
+        ("WhisperForConditionalGeneration", ""),
+    ],
+)
+@pytest.mark.parametrize("task", [None, "embeddings", "automatic-speech-recognition"])
+def test_a_model_with_a_decoder_is_refused_by_name(architecture: str, more: str, task: str | None, tmp_path: Path) -> None:
+    folder = writer_folder(tmp_path / "m", architecture)
+    expected = f"holds a {architecture}, which writes its answer token by token; .*neither the decoder's loop nor its key-value"
+    with pytest.raises(UsageError, match=f"{expected} cache{more}$"):
+        open_hugging_face(folder, SourceOptions(task=task))
 
 
 def test_a_model_of_two_towers_wants_to_know_which(tmp_path: Path) -> None:

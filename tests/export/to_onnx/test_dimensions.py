@@ -180,6 +180,16 @@ def test_wishes_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_an_input_whose_size_was_forgotten_is_suggested() -> None:
+    class Masked(nn.Module):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            return (ids * mask).sum(dim=1)
+
+    expected = "theirs stays fixed; try --dynamic mask.1=length too; or else "
+    with pytest.raises(ExportError, match=expected):
+        export_onnx(Masked().eval(), {"ids": torch.rand(2, 5), "mask": torch.rand(2, 5)}, dynamic_shapes={"ids": {1: "length"}})
+
+
 def test_sizes_that_must_be_one_need_one_name() -> None:
     with pytest.raises(ExportError, match="does not allow every size|for one; give examples"):
         export_onnx(Meeting().eval(), [torch.rand(3), torch.rand(3)], dynamic_shapes=({0: "n"}, {0: "m"}))

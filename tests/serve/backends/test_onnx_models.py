@@ -261,7 +261,7 @@ def test_models_that_openvino_computes_otherwise_stay_with_onnx_runtime(
             TrialResult(2.0, 1.0, 0.01),
             CpuPrecision.AUTO,
             ON_ONNX_RUNTIME,
-            "is computed in float32 by ONNX Runtime: it is faster (Op",
+            "is computed in float32 by ONNX Runtime: float32 is faster (Op",
         ),
         (TrialResult(2.0, 1.0, 0.01), CpuPrecision.BFLOAT16, ON_OPENVINO, "is computed in bfloat16 (OpenVINO in bfloat16 2 ms"),
         (
@@ -293,6 +293,53 @@ def test_a_trial_decides_and_the_log_says_what_was_measured(
     assert measured in caplog.text
     assert measured.startswith("" if result is None else f"OpenVINO in bfloat16 {result.half_ms:g} ms, ONNX Runtime in float32")
     assert ("for a batch of 8" in measured) == (result is not None)
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("in_bf16", "in_fp16", "said"),
+    [
+        (TrialResult(4.0, 8.0, 0.01), TrialResult(3.0, 8.0, 0.01), ["is computed in float16 (OpenVINO in float16 3 ms"]),
+        # What else the machine does slows both runs of a trial.
+        (TrialResult(4.0, 8.0, 0.01), TrialResult(3.0, 5.0, 0.01), ["is computed in bfloat16 (OpenVINO in bfloat16 4 ms"]),
+        (
+            TrialResult(4.0, 8.0, 0.01),
+            TrialResult(3.0, 8.0, 0.5),
+            ["is computed in bfloat16: OpenVINO's answers are wrong here (OpenVINO in float16", "in bfloat16 (OpenVINO in bf"],
+        ),
+        (
+            TrialResult(9.0, 8.0, 0.01),
+            TrialResult(9.5, 8.0, 0.01),
+            ["in float32 by ONNX Runtime: float32 is faster (OpenVINO in bf", "float32 is faster (OpenVINO in float16 9.5 ms"],
+        ),
+    ],
+)
+def test_of_two_proved_precisions_the_faster_one_is_computed(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    in_bf16: TrialResult,
+    in_fp16: TrialResult,
+    said: list[str],
+) -> None:
+    monkeypatch.setattr(onnx_models, "fast_halves", lambda: frozenset({"bf16", "fp16"}))
+    monkeypatch.setattr(onnx_models, "compared", lambda half, *_: in_bf16 if "bf16" in half.precision else in_fp16)
+    path = save_network(tmp_path / "m.onnx", FP16)
+    certify(path, precision="float16", passed=True, precisions={"bfloat16": {"passed": True}})
+    cache = TrialCache(tmp_path / "trials")
+    providers = set()
+    for _ in range(2):  # the second is remembered
+        caplog.clear()
+        runtimes, config = Runtimes(trials=cache), ModelConfig(max_batch_size=8)
+        with caplog.at_level(logging.INFO):
+            backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(use_gpu=False, threads=1), config)
+        assert [text for text in said if text not in caplog.text] == []
+        measured = config.parameters["halfserve.measured"].string_value
+        assert f"bfloat16 {in_bf16.half_ms:g} ms" in measured
+        assert f"float16 {in_fp16.half_ms:g} ms" in measured
+        providers.add((backend.provider, backend.precision.startswith("bf16")))
+    expected = ON_ONNX_RUNTIME if "float32 is faster" in said[-1] else ON_OPENVINO
+    assert providers == {(expected, "in bfloat16 (" in said[-1])}
 
 
 @needs_bf16
@@ -375,6 +422,55 @@ def test_recorded_samples_within_the_verdict_are_served_in_half(tmp_path: Path, 
     with caplog.at_level(logging.INFO):
         assert load(path, CpuPrecision.BFLOAT16)[0].provider == ON_OPENVINO
     assert "the answers to recorded samples differ by 0.00" in caplog.text
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("half", "hint", "budget", "computed"),
+    [
+        (BF16, False, 0.04, "bf16"),
+        (BF16, False, 1e-4, "fp32 (the bf16 model, upcast)"),
+        (FP32, False, 1e-4, "fp32"),
+        (FP32, True, 0.04, "bf16 (the fp32 model)"),
+    ],
+)
+def test_a_model_that_asks_for_openvino_has_its_samples_checked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, half: int, hint: bool, budget: float, computed: str
+) -> None:
+    path = save_network(tmp_path / "m.onnx", half)
+    certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": budget}, files=record(path))
+    config = openvino_config(hint=hint)
+    runtimes = Runtimes()
+    placement = DevicePlacement(
+        use_gpu=False, threads=1, cpu_precision=CpuPrecision.BFLOAT16 if half == BF16 else CpuPrecision.AUTO
+    )
+    backend = runtimes.load(path, runtimes.describe(path), placement, config)
+    assert (backend.provider, backend.precision) == (ON_OPENVINO, computed)
+    is_worse = half == BF16 and budget < 0.04
+    assert ("is computed in float32 by OpenVINO: OpenVINO's answers are wrong here" in caplog.text) == is_worse
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("half", "hint", "off_by", "ran"), [(FP32, True, 0.0, "bf16"), (FP32, False, 0.05, "fp32"), (BF16, False, 0.05, "fp32")]
+)
+def test_wrong_answers_of_a_model_that_asks_for_openvino_refuse_it(
+    tmp_path: Path, half: int, hint: bool, off_by: float, ran: str
+) -> None:
+    path = save_network(tmp_path / "m.onnx", half)
+    certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": 1e-4}, files=record(path, off_by=off_by))
+    runtimes, config = Runtimes(), openvino_config(hint=hint)
+    with pytest.raises(
+        ModelLoadError, match=f"answers to recorded samples are wrong here: computed in {ran}.* they differ by 0.0"
+    ):
+        runtimes.load(path, runtimes.describe(path), DevicePlacement(use_gpu=False, threads=1), config)
+
+
+def openvino_config(*, hint: bool) -> ModelConfig:
+    config = ModelConfig(backend="openvino", max_batch_size=8)
+    if hint:
+        config.parameters["HINT_BF16"].string_value = "YES"
+    return config
 
 
 @needs_bf16

@@ -171,6 +171,11 @@ def test_wrong_input_is_answered_in_one_line(
     assert captured.err.count("\n") == 1
 
 
+def test_an_unknown_option_suggests_the_one_whose_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("mlp", "--png", "runs/bench.png") == 2
+    assert "No such option: --png (Possible options: --plot)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["seconds", "warmup", "max-latency-ms", "percentile", "goodput-ms", "timeout"])
 @pytest.mark.parametrize("number", ["inf", "nan", "1e12"])
 def test_infinite_numbers_are_refused(capsys: pytest.CaptureFixture[str], option: str, number: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.models import save_model
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.conftest import load_repository
+from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 
 
@@ -140,6 +142,34 @@ def test_closing_unregisters_regions_in_use(scripted: ScriptedServer) -> None:
     asyncio.run(close_meanwhile())
     assert scripted.count("SystemSharedMemoryUnregister") == scripted.count("SystemSharedMemoryRegister") == 1
     assert ours() == before
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_closing_unregisters_what_a_call_under_way_uses(*, is_async: bool) -> None:
+    backend, inputs = HeldBackend(held=True), {"x": np.ones((1, 40_000), np.float32)}
+
+    async def close_meanwhile(address: str) -> None:
+        client = AsyncClient(address, shared_memory=True)
+        asking = asyncio.create_task(client.infer("held", inputs))
+        assert await asyncio.to_thread(backend.entered.wait, HOLD_S)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asking
+
+    with running_server(lambda: [held_model(backend, size=40_000)], shared_memory=True) as server:
+        if is_async:
+            asyncio.run(close_meanwhile(server.address))
+        else:
+            client = Client(server.address, shared_memory=True)
+            with ThreadPoolExecutor() as threads:
+                asking = threads.submit(client.infer, "held", inputs)
+                assert backend.entered.wait(HOLD_S)
+                client.close()
+                with pytest.raises(Cancelled):
+                    asking.result()
+        with Client(server.address) as other:
+            assert other.shared_regions() == {}
+        backend.release.set()
 
 
 def test_nothing_is_registered_while_a_client_closes(scripted: ScriptedServer) -> None:

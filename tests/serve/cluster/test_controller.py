@@ -285,6 +285,22 @@ def test_a_member_drains_once_others_serve_its_models() -> None:
     run(scene, "a", "b", models_per_member=1)
 
 
+@pytest.mark.parametrize("hundredths", range(100, 120))
+def test_a_member_knows_who_serves_a_model_before_it_unloads_it(hundredths: int) -> None:
+    async def scene(cluster: Cluster) -> None:
+        (first,) = cluster.members.values()
+        cluster.add("b")
+        await asyncio.sleep(hundredths / 100)
+        cluster.add("c")  # at one of these moments, the directory that has the new place must wait
+        moved: set[str] = set()
+        while not moved:
+            await asyncio.sleep(0.001)
+            moved = {model for model in SIZES if not first.serves(model)}
+        assert [one.id for one in first.directory.members if one.id != "a" and moved <= {*one.models}]
+
+    run(scene, "a", models_per_member=1)
+
+
 def names(entries: Iterable[dict[str, object]]) -> list[object]:
     return [one["name"] for one in entries]
 

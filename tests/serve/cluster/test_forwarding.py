@@ -171,6 +171,19 @@ def test_errors_of_the_other_member_come_back_as_they_are(clients: list[Client])
             client.infer("third", {"x": X})
 
 
+def test_a_request_is_forwarded_twice_at_most(clients: list[Client]) -> None:
+    for client in clients:
+        client.infer(NAMES[0], {"x": X}, metadata={"halfserve-forwarded": "1"})
+    refused = []
+    for client in clients:
+        try:
+            client.infer(NAMES[0], {"x": X}, metadata={"halfserve-forwarded": "2"})
+        except ModelNotFound as error:
+            refused.append(str(error))
+    assert len(refused) == 1
+    assert "is not served now" in refused[0]
+
+
 def test_a_token_for_one_model_sees_no_other_one(cluster: LocalCluster, secrets: Secrets) -> None:
     for agent in cluster.agents:
         with secrets.client(agent.address, secrets.one) as client:

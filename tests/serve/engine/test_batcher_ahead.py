@@ -50,6 +50,7 @@ def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before() -> None:
             model.batcher.submit(answers.request(value))
         await turns()
         assert (instance.batches, model.batcher.waiting) == (2, 3), "one batch ahead, and no more"
+        assert instance.waiting == 2
         backend.release.set()
         await answers.all(6)
         assert backend.batches == [[100], [1, 2], [3, 4], [5]]

@@ -70,6 +70,8 @@ def test_the_state_names_models_and_what_they_take(http: httpx.Client) -> None:
     (mlp,) = (m for m in state["models"] if (m["name"], m["version"]) == ("mlp", "3"))
     assert (mlp["state"], mlp["provider"], mlp["max_batch_size"]) == ("READY", "CPUExecutionProvider", 16)
     assert mlp["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [-1, 64]}]
+    assert mlp["outputs"] == [{"name": "y", "datatype": "FP16", "shape": [-1, 10], "labelled": True}]
+    assert mlp["task"] == ""
     assert mlp["certificate"] is None
     assert mlp["copies"] == [{"up": True, "restarts": 0, "fault": None, "most_rows": None}]
     assert state["series"][:2] == ["time_s", "requests"]

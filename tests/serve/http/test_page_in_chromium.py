@@ -268,6 +268,53 @@ def test_what_people_write_is_sent_as_it_is(run: Run) -> None:
     assert body == f'{{"inputs":[{{"name":"x","datatype":"INT64","shape":[4],"data":{WIDE}}}]}}'
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ('{datatype: "UINT8", shape: [-1, 32, 48, 3]}', "a picture"),
+        ('{datatype: "UINT8", shape: [32, 48, 3]}', "a picture"),
+        ('{datatype: "UINT8", shape: [-1, 32, 48, 4]}', "random"),
+        ('{datatype: "UINT8", shape: [-1, -1, -1, 3]}', "random"),
+        ('{datatype: "FP32", shape: [-1, 32, 48, 3]}', "random"),
+        ('{datatype: "BYTES", shape: [-1, 1]}', "text"),
+    ],
+)
+def test_the_form_offers_what_an_input_takes_first(run: Run, spec: str, expected: str) -> None:
+    assert run(f"console.log(tensors.fills({spec})[0])") == expected
+
+
+def test_a_picture_is_cut_around_its_middle_and_loses_its_opacity(run: Run) -> None:
+    part = run("console.log(JSON.stringify(tensors.middle({width: 400, height: 100}, {width: 50, height: 25})))")
+    assert json.loads(part) == {"left": 100, "top": 0, "width": 200, "height": 100}
+    assert run("console.log(tensors.colours([1, 2, 3, 255, 4, 5, 6, 255]).join())") == "1,2,3,4,5,6"
+
+
+def test_an_output_whose_classes_have_names_is_asked_for_the_five_best(run: Run) -> None:
+    outputs = '[{name: "logits", labelled: true}, {name: "features", labelled: false}]'
+    body = json.loads(run(f"console.log(tensors.request([], {outputs}))"))
+    assert body["outputs"] == [{"name": "logits", "parameters": {"classification": 5}}, {"name": "features"}]
+    found = run("console.log(JSON.stringify(tensors.classOf('0.25:7:ratio 1:2')))")
+    assert json.loads(found) == {"score": 0.25, "index": 7, "name": "ratio 1:2"}
+
+
+@pytest.mark.parametrize(
+    ("task", "path"),
+    [
+        ("embeddings", "/v1/embeddings"),
+        ("text-classification", "/predict?model=a%20b"),
+        ("rerank", "/rerank?model=a%20b"),
+        ("image-classification", None),
+    ],
+)
+def test_a_text_is_sent_to_the_path_of_the_models_task(run: Run, task: str, path: str | None) -> None:
+    asked = json.loads(
+        run(f"console.log(JSON.stringify(tensors.textRequest({{name: 'a b', task: '{task}'}}, 'one\\ntwo', 'q')))")
+    )
+    assert (asked and asked["path"]) == path
+    if task == "rerank":
+        assert asked["content"] == {"query": "q", "texts": ["one", "two"], "return_text": True}
+
+
 def test_invalid_json_is_shown(run: Run) -> None:
     told = run("try { tensors.written('[1', 'x') } catch (error) { console.log(error.message) }")
     assert told.startswith("input x: this is no JSON (")

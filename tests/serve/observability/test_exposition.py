@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,24 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.engine.errors import BackendError, QueueFullError
+from halfserve.serve.engine.errors import (
+    BackendError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OverloadedError,
+    QueueFullError,
+    RequestCancelledError,
+)
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
+from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
-from halfserve.serve.observability.metrics import number
+from halfserve.serve.observability.metrics import number, triton_metrics
 from halfserve.serve.observability.settings import ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.engine.sequences.scene import Scene, play, sum_model
+from tests.serve.engine.sequences.test_slot_batches import telling_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
 from tests.serve.observability.metric_text import to_text
 
@@ -118,14 +129,47 @@ def scrape_with(prepare: Any) -> Samples:
 
 def test_failures_have_tritons_reasons_and_our_own() -> None:
     def fail(model: Any) -> None:
-        for error in (None, None, QueueFullError("full", retry_after_s=1), BackendError("broken")):
+        refused = QueueFullError("full", retry_after_s=1), OverloadedError("late", retry_after_s=1)
+        own = BackendError("broken"), InvalidArgumentError("as the model says"), NonFiniteError("NaN")
+        behind = RequestCancelledError("a request before it"), FailedPreconditionError("a request before it")
+        for error in (None, None, *refused, *own, *behind):
             model.statistics.failed(0, error)
 
     samples, held = scrape_with(fail), {"model": "held", "version": "1"}
-    expected = {"REJECTED": 1, "CANCELED": 2, "BACKEND": 1, "OTHER": 0}
+    expected = {"REJECTED": 2, "CANCELED": 3, "BACKEND": 3, "OTHER": 1}
     assert {r: value(samples, "nv_inference_request_failure", held | {"reason": r}) for r in expected} == expected
     own = {"queue_full": 1, "cancelled": 2, "backend": 1, "deadline_exceeded": 0, "out_of_memory": 0}
     assert {r: value(samples, "halfserve_requests_failed_total", held | {"reason": r}) for r in own} == own
+
+
+@pytest.mark.parametrize("make", [sum_model, telling_model])  # strategies: oldest, and direct with a row for each sequence
+def test_requests_that_wait_in_their_sequences_are_pending(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    def pending(scene: Scene) -> float:
+        labels = {"model": scene.model.name, "version": "1"}
+        return value(read(to_text(triton_metrics([scene.model]))), "nv_inference_pending_request_count", labels)
+
+    async def test(scene: Scene) -> None:
+        await scene.hold()
+        answers = [scene.send(key, 1, start=True) for key in (1, 2)]
+        await scene.until_computing()
+        answers += [scene.send(key, 1, start=key == 3) for key in (1, 2, 1, 3)]
+        assert pending(scene) == 4
+        scene.held.release.set()
+        await asyncio.gather(*answers)
+        assert pending(scene) == 0
+
+    play(make(tmp_path), test)
+
+
+def test_labels_are_in_order_with_the_bucket_last() -> None:
+    metric = Metric("seconds", "Seconds", "histogram")
+    metric.add_sample("seconds_bucket", {"version": "1", "model": "m", "stage": "queue", "le": "1"}, 2)
+    assert to_text([metric]).splitlines()[-1] == 'seconds_bucket{model="m",stage="queue",version="1",le="1"} 2'
+
+
+def test_the_pool_of_pinned_memory_is_told_as_there_is_none() -> None:
+    samples = scrape_with(lambda _: None)
+    assert [samples[f"nv_pinned_memory_pool_{what}_bytes", ()] for what in ("total", "used")] == [0, 0]
 
 
 def test_refusal_counters_exist_before_the_first_refusal() -> None:
@@ -189,7 +233,7 @@ def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
     text, turns = asyncio.run(run())
     assert turns >= 4
     assert text.count("# TYPE halfserve_model_state gauge") == 1
-    assert text.count('state="LOADING"} 1') == 3 * STATES_TOGETHER + 1
+    assert text.count('state="LOADING",version="1"} 1') == 3 * STATES_TOGETHER + 1
 
 
 def test_the_machines_figures_are_shares_and_bytes(tmp_path: Path) -> None:

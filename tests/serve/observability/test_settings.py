@@ -31,7 +31,7 @@ from halfserve.serve.observability.settings import (
 )
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, row
 
-ON = TraceSettings(level="TIMESTAMPS", rate=2, count=3)
+ON = TraceSettings(levels=("TIMESTAMPS",), rate=2, count=3)
 Change = Callable[[Any], Any]
 
 
@@ -134,8 +134,8 @@ def test_a_model_follows_the_global_settings_but_for_its_own() -> None:
     control.update("mlp", {"trace_level": ["TIMESTAMPS"], "trace_rate": ["7"]})
     control.update("", {"trace_count": ["9"]})
     assert control.is_on
-    assert control.of("mlp") == TraceSettings(level="TIMESTAMPS", rate=7, count=9)
-    assert control.of("other") == control.of("") == TraceSettings(level="OFF", count=9)
+    assert control.of("mlp") == TraceSettings(levels=("TIMESTAMPS",), rate=7, count=9)
+    assert control.of("other") == control.of("") == TraceSettings(levels=("OFF",), count=9)
     control.update("mlp", {"trace_level": [], "trace_rate": []})
     assert control.of("mlp") == control.of("")
     assert not control.is_on
@@ -144,7 +144,7 @@ def test_a_model_follows_the_global_settings_but_for_its_own() -> None:
 def test_a_cleared_global_setting_is_that_of_the_start() -> None:
     control = TraceControl(ON)
     control.update("", {"trace_rate": ["50"], "trace_level": ["OFF"]})
-    assert control.of("") == TraceSettings(level="OFF", rate=50, count=3)
+    assert control.of("") == TraceSettings(levels=("OFF",), rate=50, count=3)
     control.update("", {"trace_rate": [], "trace_level": []})
     assert control.of("") == ON
 
@@ -189,8 +189,8 @@ def test_a_count_that_is_set_again_is_counted_down_again() -> None:
         ("trace_count", ["-2"], "trace_count is '-2', expected one whole number of -1 or more"),
         ("trace_count", ["9" * 30], "expected one whole number"),
         ("log_frequency", ["often"], "log_frequency is 'often', expected one whole number of 0 or more"),
-        ("trace_level", ["TENSORS"], "trace_level is 'TENSORS', expected OFF or TIMESTAMPS; tensors are never written"),
-        ("trace_level", ["OFF", "TIMESTAMPS"], "trace_level is both OFF and TIMESTAMPS"),
+        ("trace_level", ["MOST"], "trace_level is 'MOST', expected OFF, or of TIMESTAMPS and TENSORS one or both"),
+        ("trace_level", ["OFF", "TIMESTAMPS"], "trace_level has OFF beside TIMESTAMPS, expected OFF alone"),
     ],
 )
 def test_a_wrong_setting_changes_nothing(name: str, values: list[str], text: str) -> None:
@@ -220,14 +220,14 @@ def test_the_standard_sampler_variables_are_followed(sampler: str, argument: str
 def test_traces_are_off_unless_asked_for() -> None:
     options, to_file = ObserveOptions(), ObserveOptions(trace_to="t.json", trace_rate=5)
     collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
-    assert settings_at_start(options, collector).level == "OFF"
+    assert settings_at_start(options, collector).levels == ("OFF",)
     assert (destination(options, {}), destination(options, collector)) == ("", "otlp")
-    assert settings_at_start(to_file, {}) == TraceSettings(level="TIMESTAMPS", rate=5)
+    assert settings_at_start(to_file, {}) == TraceSettings(levels=("TIMESTAMPS",), rate=5)
     assert destination(to_file, collector) == "t.json"
     asked = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER": "always_on"}
-    assert settings_at_start(options, asked) == TraceSettings(level="TIMESTAMPS", rate=1)
-    assert settings_at_start(options, asked | {"OTEL_SDK_DISABLED": "true"}).level == "OFF"
-    assert settings_at_start(to_file, {"OTEL_TRACES_SAMPLER": "always_off"}).level == "OFF"
+    assert settings_at_start(options, asked) == TraceSettings(levels=("TIMESTAMPS",), rate=1)
+    assert settings_at_start(options, asked | {"OTEL_SDK_DISABLED": "true"}).levels == ("OFF",)
+    assert settings_at_start(to_file, {"OTEL_TRACES_SAMPLER": "always_off"}).levels == ("OFF",)
 
 
 def test_traces_that_have_nowhere_to_go_cannot_be_turned_on() -> None:
@@ -284,6 +284,23 @@ def test_log_settings_are_read_and_changed(serving: Serving, tmp_path: Path) -> 
         client.infer("mlp", row(), request_id="after", client_timeout=CLIENT_TIMEOUT_S)
         assert client.get_log_settings(as_json=True)["settings"]["log_format"] == {"string_param": "ISO8601"}
     assert [json.loads(line)["id"] for line in log.read_text().splitlines()] == ["logged"]
+
+
+def test_the_level_of_tensors_is_kept_and_traces_nothing_more(
+    serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ObserveOptions(trace_to=str(tmp_path / "traces.json"), trace_rate=1)
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        both = client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS", "TENSORS"]})
+        assert (
+            values(both)["trace_level"] == values(client.get_trace_settings("mlp"))["trace_level"] == ["TIMESTAMPS", "TENSORS"]
+        )
+        assert server.call(lambda: server.service.observability.traces.is_on)
+        client.update_trace_settings(settings={"trace_level": ["TENSORS"]})
+        assert not server.call(lambda: server.service.observability.traces.is_on)
+        cleared = client.update_trace_settings(settings={"trace_level": None})
+        assert values(cleared)["trace_level"] == ["TIMESTAMPS"]
+    assert "TENSORS in trace_level has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

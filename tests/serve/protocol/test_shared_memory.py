@@ -29,7 +29,7 @@ from halfserve.serve.protocol.shared_memory_regions import FOLDER, CudaRegion, S
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 
-NAME, ONE, OTHER = "data", "halfserve_test_one", "halfserve_test_other"
+NAME, ONE, OTHER = "data", f"halfserve_test_one_{os.getpid()}", f"halfserve_test_other_{os.getpid()}"
 BYTES = 4
 
 
@@ -268,7 +268,7 @@ class Asking:
             y.set_shared_memory(NAME, BYTES, offset=BYTES)
         self._ended = threading.Event()
         self._error: InferenceServerException | None = None
-        client.async_infer("held", [x], self._end, outputs=[y])
+        self.cancel = client.async_infer("held", [x], self._end, outputs=[y]).cancel
 
     def _end(self, result: triton.InferResult | None, error: InferenceServerException | None) -> None:
         self._error = error
@@ -286,7 +286,7 @@ def wait_until_taken(server: RunningServer, count: int) -> None:
 
 
 @pytest.mark.parametrize("shared", ["input", "output"])
-def test_a_request_that_waits_gets_and_gives_nothing_of_another_clients(shared: str, blocks: tuple[Any, Any]) -> None:
+def test_a_region_stays_registered_until_its_requests_end(shared: str, blocks: tuple[Any, Any]) -> None:
     backend = HeldBackend()
     with (
         running_server(lambda: [held_model(backend, max_rows=1)], shared_memory=True) as server,
@@ -301,10 +301,38 @@ def test_a_request_that_waits_gets_and_gives_nothing_of_another_clients(shared: 
         assert backend.entered.wait(HOLD_S)
         waits = Asking(client, shared)
         wait_until_taken(server, 2)
+        client.register_system_shared_memory("unused", f"/{OTHER}", BYTES)
+        for name in (NAME, ""):
+            with pytest.raises(InferenceServerException, match=f"INTERNAL.*uses shared memory region '{NAME}'"):
+                client.unregister_system_shared_memory(name)
+        assert list(client.get_system_shared_memory_status().regions) == [NAME], "what no request uses has gone"
+        backend.release.set()
+        assert computes.error() is None
+        assert waits.error() is None
+        client.unregister_system_shared_memory(NAME)
+        assert not client.get_system_shared_memory_status().regions
+    assert shm.get_contents_as_numpy(blocks[0], np.float32, [2]).tolist() == [1.0, 2.0 * (shared == "output")]
+
+
+@pytest.mark.parametrize("shared", ["input", "output"])
+def test_a_cancelled_request_neither_holds_nor_touches_a_region(shared: str, blocks: tuple[Any, Any]) -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend, max_rows=1)], shared_memory=True) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        client.register_system_shared_memory(NAME, f"/{ONE}", 2 * BYTES)
+        computes = Asking(client, shared)
+        assert backend.entered.wait(HOLD_S)
+        waits = Asking(client, shared)
+        wait_until_taken(server, 2)
+        for asking in (computes, waits):
+            asking.cancel()
+        while server.call(lambda: bool(server.service.memory.uses)):
+            pass
         client.unregister_system_shared_memory()
         client.register_system_shared_memory(NAME, f"/{OTHER}", 2 * BYTES)
         backend.release.set()
-        assert (computes.error() is None) is (shared == "input"), "it was read before"
-        assert "shared memory region 'data' was unregistered while the request waited" in str(waits.error())
-    assert shm.get_contents_as_numpy(blocks[1], np.float32, [2]).tolist() == [50.0, 0.0]
+        assert Asking(client, "output").error() is None
+    assert shm.get_contents_as_numpy(blocks[1], np.float32, [2]).tolist() == [50.0, 2.0]
     assert [50.0] not in backend.batches

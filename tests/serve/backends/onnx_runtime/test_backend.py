@@ -80,7 +80,6 @@ def test_a_request_that_the_model_cannot_compute_is_a_backend_error(tmp_path: Pa
             helper.make_tensor_value_info("y", TensorProto.FLOAT8E4M3FN, ["b"]),
             "output 'y' has the type FLOAT8E4M3FN, which cannot be served",
         ),
-        (helper.make_tensor_value_info("y", 1, None), "output 'y' has no shape"),
     ],
 )
 def test_an_interface_that_cannot_travel_is_refused(tmp_path: Path, output: onnx.ValueInfoProto, message: str) -> None:

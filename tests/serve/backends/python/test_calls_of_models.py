@@ -64,6 +64,56 @@ def test_a_model_calls_a_model_and_awaits_several(tmp_path: Path, elements: int)
         np.testing.assert_array_equal(infer(client, "awaits", x), x * 2 + x * 2 + x * 2)
 
 
+# Its workers are forks: those that `initialize` has made, and one that such a worker makes itself.
+POOLS = """
+from multiprocessing import Pool
+
+def call(x):
+    request = pb_utils.InferenceRequest(
+        model_name="counts", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x)]
+    )
+    return [response.output_tensors()[0].as_numpy() for response in request.exec(decoupled=True) if response.output_tensors()]
+
+def fork_and_call(x):
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        os.write(writes, bytes([len(call(x))]))
+        os._exit(0)
+    return os.read(reads, 1)[0]
+
+class TritonPythonModel:
+    def initialize(self, arguments):
+        self.pool = Pool(2)
+
+    def execute(self, requests):
+        x = requests[0].inputs()[0].as_numpy()
+        with Pool(2) as pool:
+            answers = pool.map(call, [x] * 4) + self.pool.map(call, [x] * 4)
+        if answers[0][0].nbytes < 100 and self.pool.map(fork_and_call, [x] * 2) != [len(answers[0])] * 2:
+            raise ValueError("a fork of a fork got other responses")
+        total = np.sum([np.sum(responses, axis=0) for responses in answers], axis=0)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", total.astype(np.float32))])]
+"""
+COUNTS_TWO = """
+class TritonPythonModel:
+    def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        for factor in (1, 2):
+            y = requests[0].inputs()[0].as_numpy() * factor
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.mark.parametrize("elements", [3, 200_000])
+def test_forked_workers_of_a_model_call_models(tmp_path: Path, elements: int) -> None:
+    save_python_model(tmp_path, "pools", POOLS)
+    save_python_model(tmp_path, "counts", COUNTS_TWO, X_TO_Y + "model_transaction_policy { decoupled: true }")
+    x = np.random.default_rng(0).standard_normal(elements).astype(np.float32)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        np.testing.assert_allclose(infer(client, "pools", x), x * 24, rtol=1e-5)
+
+
 def test_a_model_calls_an_onnx_model(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     tensors = 'input { name: "x" data_type: TYPE_FP16 dims: [ 64 ] } output { name: "y" data_type: TYPE_FP16 dims: [ 10 ] }'
@@ -268,7 +318,7 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
             family = pb_utils.MetricFamily(name="texts_seen", description="Texts", kind=pb_utils.MetricFamily.COUNTER)
             self.counter = family.Metric(labels={"language": "en"})
             family = pb_utils.MetricFamily(name="text_length", description="Length", kind=pb_utils.MetricFamily.HISTOGRAM)
-            self.lengths = family.Metric(buckets=[1.0, 10.0])
+            self.lengths = family.Metric(buckets=[1.0, 2.5])
 
         def execute(self, requests):
             x = requests[0].inputs()[0].as_numpy()
@@ -284,12 +334,32 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
         told = {metric.name: metric.samples for metric in server.call(server.core.figures.custom_metrics)}
     assert told["texts_seen"] == [("", {"language": "en"}, 5.5)]
     assert told["text_length"] == [
-        ("_bucket", {"le": "1.0"}, 1),
-        ("_bucket", {"le": "10.0"}, 2),
+        ("_bucket", {"le": "1"}, 1),
+        ("_bucket", {"le": "2.5"}, 1),
         ("_bucket", {"le": "+Inf"}, 2),
         ("_sum", {}, 5.5),
         ("_count", {}, 2),
     ]
+
+
+def test_a_family_declared_again_keeps_its_description_and_its_kind(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            first = pb_utils.MetricFamily("seen", "First", pb_utils.MetricFamily.HISTOGRAM)
+            again = pb_utils.MetricFamily("seen", "Second", pb_utils.MetricFamily.HISTOGRAM)
+            again.Metric(buckets=[]).observe(3)
+            try:
+                pb_utils.MetricFamily("seen", "First", pb_utils.MetricFamily.GAUGE)
+            except pb_utils.TritonModelException as error:
+                return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array(["a histogram" in str(error)], np.float32))])]
+    """
+    save_python_model(tmp_path, "declares", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "declares", np.ones(1, np.float32)) == [1]
+        (told,) = server.call(server.core.figures.custom_metrics)
+    assert (told.text, told.kind) == ("First", "histogram")
+    assert told.samples == [("_bucket", {"le": "+Inf"}, 1), ("_sum", {}, 3), ("_count", {}, 1)]
 
 
 def test_metrics_that_prometheus_cannot_read_are_refused(tmp_path: Path) -> None:

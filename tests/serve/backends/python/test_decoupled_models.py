@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
@@ -14,6 +16,8 @@ from halfserve import AsyncClient, Client
 from halfserve.serve.client.streaming import StreamAnswer
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
+from tests.serve.engine.ensembles.configurations import ensemble, step
+from tests.serve.ensemble_folders import save_ensemble
 from tests.serve.running_server import TRANSPORTS
 from tests.serve.test_server import serving as serve_process
 
@@ -112,6 +116,36 @@ def test_responses_of_different_requests_interleave(tmp_path: Path) -> None:
         assert stream.next() == ("wakes", 0, False)
         assert {stream.next()[0] for _ in range(9)} == {"waits"}
         client.stop_stream()
+
+
+def test_each_response_goes_through_the_ensemble_of_its_model(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
+    save_python_model(tmp_path, "twice")
+    text = ensemble(step("counts", "x=x", "y=t"), step("twice", "x=t", "y=y"), output="y")
+    save_ensemble(tmp_path / "doubled_counts", text, max_batch_size=0)
+    with (
+        serve_process(tmp_path, "--trust-python-models") as (_, told),
+        InferenceServerClient(f"127.0.0.1:{told['grpc_port']}") as client,
+    ):
+        assert client.get_model_config("doubled_counts").config.model_transaction_policy.decoupled
+        stream = Stream(client)
+        stream.ask("doubled_counts", 3, request_id="a", enable_empty_final_response=True)
+        responses = [stream.next() for _ in range(3)]
+        if not responses[-1][2]:  # the final flag came after the last step's answer
+            responses.append(stream.next())
+        assert [(id_, y) for id_, y, _ in responses if y is not None] == [("a", 0), ("a", 2), ("a", 4)]
+        assert [final for _, _, final in responses].count(True) == 1
+        stream.ask("doubled_counts", 0, request_id="none", enable_empty_final_response=True)
+        assert stream.next() == ("none", None, True)
+        with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED\] model 'doubled_counts' is decoupled"):
+            infer(client, "doubled_counts", np.ones(1, np.float32))
+        client.stop_stream()
+        statistics = client.get_inference_statistics("doubled_counts").model_stats[0].inference_stats
+        generated = httpx.post(
+            f"http://127.0.0.1:{told['http_port']}/v2/models/doubled_counts/generate_stream", json={"x": 2}, timeout=20
+        )
+    assert statistics.success.count == 2
+    assert [json.loads(line[6:])["y"] for line in generated.text.splitlines() if line] == [0, 2]
 
 
 def test_one_response_calls_to_a_decoupled_model_are_refused(tmp_path: Path) -> None:

@@ -68,6 +68,21 @@ def test_a_model_loads_another_one_while_it_is_loaded(tmp_path: Path, name: str,
         assert infer(client, "twice", np.ones(1, np.float32)) == [2]
 
 
+def test_a_model_that_is_not_loaded_is_not_ready_and_stays_unloaded(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            pb_utils.unload_model("twice")
+            is_ready = pb_utils.is_model_ready("twice") or pb_utils.is_model_ready("unknown")
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([is_ready], np.float32))])]
+    """
+    save_python_model(tmp_path, "twice")
+    save_python_model(tmp_path, "asks", code)
+    with explicit_server(tmp_path) as server, InferenceServerClient(server.address) as client:
+        client.load_model("asks")
+        assert infer(client, "asks", np.ones(1, np.float32)) == [0]
+
+
 @pytest.mark.parametrize(("name", "other"), [("loads", "loads"), ("loads", "back")])
 def test_models_that_load_each_other_while_loaded_are_refused(tmp_path: Path, name: str, other: str) -> None:
     save_python_model(tmp_path, "loads", LOADS.replace("NAME", other))

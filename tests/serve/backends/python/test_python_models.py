@@ -90,7 +90,11 @@ def test_the_error_of_one_response_fails_only_its_request(tmp_path: Path) -> Non
         ("None", r"'wrong'.* returned NoneType, expected a list"),
         ("[3]", r"'wrong'.* returned a int among its responses, expected pb_utils.InferenceResponse"),
         ("[answer('z', x)]", r"model 'wrong' answered an output 'z', its configuration has 'y'"),
-        ("[answer('y', x.astype(int))]", r"output 'y' of model 'wrong' has dtype int64, its configuration has TYPE_FP32"),
+        (
+            "[answer('y', np.array(['a'], object))]",
+            r"output 'y' of model 'wrong' has dtype object, its configuration has TYPE_FP32",
+        ),
+        ("[answer('y', np.array([2**25 + 1]))]", r"output 'y' of model 'wrong' has int64 values .* which FP32 cannot hold"),
         ("[answer('y', x.astype(complex))]", r"'wrong'.* tensor 'y' has dtype complex128, which no datatype stands for"),
     ],
 )
@@ -138,21 +142,38 @@ def test_an_output_of_another_shape_is_passed_on_unless_strict(
     assert "'y' of model 'wrong' has shape [1, 1], its configuration has [-1]" in warning
 
 
-@pytest.mark.parametrize(("returned", "expected"), [("x[:1, 0]", None), ("x[:0, 0]", None), ("x[:1]", r"expected 2 row\(s\)")])
-def test_an_output_has_the_rows_of_its_request(tmp_path: Path, returned: str, expected: str | None) -> None:
-    code = f"""
+@pytest.mark.parametrize(("setting", "expected"), [("off", None), ("on", r"'y' of model 'rows' .* expected 2 row\(s\)")])
+def test_other_rows_than_the_request_has_pass_unless_strict(tmp_path: Path, setting: str, expected: str | None) -> None:
+    code = """
     class TritonPythonModel:
         def execute(self, requests):
-            x = requests[0].inputs()[0].as_numpy()
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", {returned})])]
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", requests[0].inputs()[0].as_numpy()[:1])])]
     """
-    save_python_model(tmp_path, "rows", code, f"max_batch_size: 4 {X_TO_Y}")
+    strict = f'parameters {{ key: "halfserve.strict_outputs" value {{ string_value: "{setting}" }} }}'
+    save_python_model(tmp_path, "rows", code, f"max_batch_size: 4 {X_TO_Y}{strict}")
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         if expected is None:
-            assert infer(client, "rows", np.ones((1, 2), np.float32)).ndim == 1
+            assert infer(client, "rows", np.ones((2, 2), np.float32)).shape == (1, 2)
             return
         with pytest.raises(InferenceServerException, match=expected):
             infer(client, "rows", np.ones((2, 2), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "given", "expected"),
+    [("BOOL", "np.array([1], np.float16)", [True]), ("FP32", "np.array([1])", [1]), ("STRING", "np.array([])", [])],
+)
+def test_an_output_of_another_type_that_keeps_its_value_is_converted(
+    tmp_path: Path, datatype: str, given: str, expected: list[object]
+) -> None:
+    code = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", {given})])]
+    """
+    save_python_model(tmp_path, "converts", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', f'"y" data_type: TYPE_{datatype}'))
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "converts", np.ones(1, np.float32)).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.log_and_metrics import Logger
 from halfserve.serve.backends.python_child.tensors import Tensor
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
@@ -42,6 +45,20 @@ def test_what_has_no_dlpack_is_refused(wrong: object) -> None:
         Tensor.from_dlpack("x", wrong)
 
 
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (partial(Tensor, None, np.ones(1)), "a name and an array, got None and ndarray"),
+        (partial(Tensor, "x", None), "a name and an array, got 'x' and NoneType"),
+        (partial(Logger.log_info, None), "a text and a level"),
+        (partial(Logger.log, "text", 1), "a text and a level"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_raise_type_error_as_in_triton(call: Callable[[], object], expected: str) -> None:
+    with pytest.raises(TypeError, match=expected):
+        call()
+
+
 def test_texts_and_bytes_are_bytes_elements() -> None:
     for array in (np.array(["\u00e9", "b"], object), np.array(["\u00e9", "b"]), np.array([b"\xc3\xa9", b"b"])):
         sent = Tensor("x", array).to_wire()
@@ -51,17 +68,18 @@ def test_texts_and_bytes_are_bytes_elements() -> None:
 def test_segments_are_used_again_once_their_views_are_gone() -> None:
     ours, theirs = map(Channel, socket.socketpair())
     big = np.arange(100_000, dtype=np.float32)
-    numbers, kept = [], []
+    places, kept = [], []
     for _ in range(3):
         ours.send({"k": "x"}, [WireTensor("x", "FP32", big.shape, big)])
         header, tensors = theirs.receive()
+        assert header == {"k": "x"}
         np.testing.assert_array_equal(tensors[0].data, big)
-        numbers.append(header["s"])
-        kept += tensors[:] if len(numbers) == 1 else []  # the first one's views live on
+        places.append(tensors[0].data.ctypes.data)
+        kept += tensors[:] if len(places) == 1 else []  # the first one's views live on
         del tensors
         theirs.send({})
         ours.receive()
-    assert numbers == [1, 2, 2]
+    assert places[0] != places[1] == places[2]
     np.testing.assert_array_equal(kept[0].data, big)
     ours.shut_down()
     with pytest.raises(ChannelClosedError):

@@ -22,7 +22,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
 from halfserve.serve.engine.repository.model_repository import ModelFiles
-from halfserve.serve.engine.requests import InferRequest, Parameter
+from halfserve.serve.engine.requests import InferRequest, Parameter, Respond
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
 WAIT_S = 20.0
@@ -139,9 +139,11 @@ class Asked:
         rows = len(next(iter(arrays.values()))) if served.max_batch_size else 1
         outputs = given.pop("outputs", tuple(served.outputs))
         parameters: Mapping[str, Parameter] = given.pop("parameters", {})
+        respond: Respond | None = given.pop("respond", None)
         self.request = InferRequest(
             arrays, outputs, rows, (1,), given.pop("deadline", None), self._result.set_result, parameters=parameters, **given
         )
+        self.request.respond = respond
         core.submit(served, self.request)
 
     @property

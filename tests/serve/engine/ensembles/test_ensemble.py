@@ -336,6 +336,21 @@ def test_response_parameters_of_a_step_are_the_ensembles() -> None:
     run(scene, model("one"), model("ten", StepBackend(add(10))))
 
 
+@pytest.mark.parametrize("key", [7, "seven"])
+def test_the_response_to_a_request_of_a_sequence_names_its_place(key: int | str) -> None:
+    async def scene(core: InferenceCore) -> None:
+        pipe, flags = serve(core, CHAIN), ("sequence_start", "sequence_end")
+        for start, end in ((True, False), (False, False), (False, True)):
+            given = {"sequence_id": key, **{name: True for name, is_set in zip(flags, (start, end), strict=True) if is_set}}
+            answer = await Asked(core, pipe, ONE_ROW, parameters=given).result()
+            assert isinstance(answer, RemarkedAnswer)
+            assert answer["out"].tolist() == [[16]]
+            assert answer.parameters == {"sequence_id": key, "sequence_start": start, "sequence_end": end}
+        assert not isinstance(await Asked(core, pipe, ONE_ROW, parameters={"priority": 1}).result(), RemarkedAnswer)
+
+    run(scene, model("one"), model("ten", StepBackend(add(10))))
+
+
 def test_an_unloaded_step_finishes_the_requests_that_need_it() -> None:
     one, ten = StepBackend(add(1), held=True), StepBackend(add(10))
 

@@ -99,3 +99,32 @@ def test_models_without_a_batch_dimension_take_a_whole_batch_or_one_row(shape: t
 def test_models_without_a_batch_dimension_of_another_shape_are_refused() -> None:
     whole = model("b", inputs={"x": ("FP32", (3, 3, 1))}, outputs={"y": ("FP32", (1,))}, config="")
     assert "but the tensor 't' has shape [-1, 1]" in refusal(CHAIN, model("a"), whole)
+
+
+SIDE = ensemble(step("a", "x=x", "y=t"), step("b", "x=x", "y=u"), step("c", "p=t q=u", "y=out"), more=BATCHED)
+BOTH = {"p": ("FP32", (-1, 1)), "q": ("FP32", (-1, 1))}
+DECOUPLED = f"{BATCHED} model_transaction_policy {{ decoupled: true }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "b_is", "what"),
+    [
+        (SIDE, DECOUPLED, "step 3 (model 'c'): its inputs"),
+        (SIDE, BATCHED, "step 3 (model 'c'): its inputs"),
+        (
+            ensemble(step("a", "x=x", "y=t"), step("b", "x=x", "y=u"), output="t u", more=BATCHED),
+            BATCHED,
+            "the outputs of the ensemble",
+        ),
+    ],
+)
+def test_responses_that_cannot_be_matched_are_refused(text: str, b_is: str, what: str) -> None:
+    models = model("a", config=DECOUPLED), model("b", config=b_is), model("c", inputs=BOTH)
+    other = "step 2 (model 'b')" if b_is == DECOUPLED else "no decoupled step"
+    ways = " and ".join(f"after {way}" for way in sorted(("step 1 (model 'a')", other)))
+    assert refusal(text, *models) == f"{what} come with different numbers of responses: {ways}; expected one of these for all"
+
+
+def test_inputs_of_the_ensemble_meet_responses_of_a_decoupled_step() -> None:
+    text = ensemble(step("a", "x=x", "y=t"), step("c", "p=t q=x", "y=out"), more=BATCHED)
+    connect(text, model("a", config=DECOUPLED), model("c", inputs=BOTH))

@@ -194,6 +194,20 @@ def test_requests_past_their_patience_go_behind_other_shapes_too() -> None:
     assert [take(q, 7.0).requests for _ in range(3)] == [[other], [last, *impatient], [lower]]
 
 
+def test_any_number_of_priorities_is_kept_apart() -> None:
+    q = queue(max_rows=1, levels=2**64 - 1, max_waiting_of_others=2)
+    levels = [2**32, 2**64 - 2, *range(1000, 0, -7), 0]
+    for _ in range(2):
+        for level in levels:
+            offer(q, new_request(priority=level), 0.0)
+        offer(q, new_request(priority=2**32), 0.0)
+        with pytest.raises(FullError, match="2 requests of priority 4294967297 wait"):
+            offer(q, new_request(priority=2**32), 0.0)
+        assert q.waiting_before(1000) == len(levels) - 2
+        taken = [take(q, 1.0).requests[0].priority for _ in range(len(q))]
+        assert taken == sorted([*levels, 2**32])
+
+
 def test_a_priority_may_have_a_bound_of_its_own() -> None:
     q = queue(levels=2, max_waiting_by_level={1: 1})
     offer(q, new_request(priority=1), 0.0)

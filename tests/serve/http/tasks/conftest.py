@@ -11,15 +11,15 @@ from onnx import TensorProto
 from halfserve.serve.http.options import HttpOptions
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
-from tests.serve.http.tasks.small_text_models import save_text_model
+from tests.serve.http.tasks.small_text_models import save_text_model, setting
 from tests.serve.running_server import RunningServer, running_server
 
 
 @pytest.fixture(scope="session")
 def text_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models "embedder", "ranker", whose scores are FP16, and "classifier"."""
+    """Models "embedder", which takes ids of its own vocabulary too, "ranker", whose scores are FP16, and "classifier"."""
     repository = tmp_path_factory.mktemp("text-models")
-    save_text_model(repository, "embedder")
+    save_text_model(repository, "embedder", setting("halfserve.token_ids", "own"))
     save_text_model(repository, "ranker", output=TensorProto.FLOAT16)
     save_text_model(repository, "classifier")
     return repository

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.options import HttpLimits, HttpOptions
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import LONGEST, SPECIAL, WORDS, expected, save_text_model, setting, unit
@@ -19,6 +23,25 @@ PLAIN = WORDS[len(SPECIAL) :]
 # More than are queued together, of many lengths.
 MANY = [" ".join(PLAIN[index % 7 : index % 7 + 1 + index % 5]) for index in range(150)]
 MOST_CHARACTERS = 64 * LONGEST
+
+
+@contextmanager
+def served(repository: Path, limits: HttpLimits = HttpOptions.limits) -> Iterator[httpx.Client]:
+    with (
+        running_server(lambda: load_repository(repository)) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server whose only model is an "embedder" without settings."""
+    repository = tmp_path_factory.mktemp("plain")
+    save_text_model(repository, "embedder")
+    with served(repository) as client:
+        yield client
 
 
 def post(client: httpx.Client, **content: Any) -> httpx.Response:
@@ -46,6 +69,43 @@ def test_numbers_and_base64_are_the_same_vector(texts: httpx.Client) -> None:
 
 def test_usage_counts_tokens_with_the_special_ones(texts: httpx.Client) -> None:
     assert post(texts, input=["the", "the the"]).json()["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+
+
+# What each class sends for `CLIENT_TEXTS`, byte for byte: langchain-openai 1.7.4, llama-index-embeddings-openai 0.6.0 and
+# -openai-like 0.4.0. The ids are those of tiktoken's cl100k_base, cut to bytes: LangChain's default.
+CLIENT_TEXTS = ["the train leaves at seven", "a cat sleeps"]
+AS_TEXTS = b'{"model":"embedder","input":["the train leaves at seven","a cat sleeps"],"encoding_format":"base64"}'
+AS_OPENAIS_IDS = b'{"model":"embedder","input":[[116,104,101],[97,32,99,97,116]],"encoding_format":"base64"}'
+
+
+def test_texts_of_langchain_and_llama_index_are_embedded(plain: httpx.Client) -> None:
+    # OpenAIEmbeddings(check_embedding_ctx_length=False), OpenAIEmbedding(model_name=...) and OpenAILikeEmbedding send the same.
+    answer = plain.post("/v1/embeddings", content=AS_TEXTS).json()
+    vectors = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in answer["data"]]
+    assert np.allclose(vectors, unit(expected("embedder", CLIENT_TEXTS)), atol=1e-6)
+
+
+@pytest.mark.parametrize("body", [AS_OPENAIS_IDS, b'{"model":"embedder","input":[4,5]}'])
+def test_token_ids_are_refused_unless_the_model_says_whose_they_are(plain: httpx.Client, body: bytes) -> None:
+    status, message, param, _ = error_of(plain.post("/v1/embeddings", content=body))
+    assert (status, param) == (400, "input")
+    assert message.startswith("'input' has token ids, which may be those of OpenAI's vocabulary and not of model 'embedder'")
+    assert "check_embedding_ctx_length=False" in message
+    assert 'set halfserve.token_ids to "own" in its config.pbtxt' in message
+
+
+def test_a_body_over_the_limit_names_the_option(plain: httpx.Client, tmp_path: Path) -> None:
+    thousand = json.dumps({"model": "embedder", "input": ["the train " * 220] * 1000}).encode()  # as many as LangChain sends
+    zipped = {"content-encoding": "gzip"}
+    for content, headers in ((thousand, {}), (gzip.compress(thousand, 1), zipped)):
+        status, message, _, _ = error_of(plain.post("/v1/embeddings", content=content, headers=headers))
+        assert status == 413
+        assert message.endswith("send fewer texts at once, or start the server with a larger --max-text-mib")
+    save_text_model(tmp_path, "embedder")
+    limits = HttpLimits(max_text_body_bytes=len(thousand))
+    with served(tmp_path, limits) as client:
+        # The texts are read, and refused for another reason: they are longer than the model takes.
+        assert error_of(client.post("/v1/embeddings", content=thousand))[3] == "context_length_exceeded"
 
 
 def test_token_ids_stand_for_their_text(texts: httpx.Client) -> None:
@@ -99,7 +159,7 @@ def test_token_ids_stand_for_their_text(texts: httpx.Client) -> None:
         ({"dimensions": 4}, 400, "'dimensions' is 4, but embeddings of model 'embedder' cannot", "dimensions", None),
         ({"dimensions": 0}, 400, "'dimensions' is 0, expected a whole number of 1 or more", "dimensions", None),
         ({"dimensions": True}, 400, "'dimensions' is true, expected a whole number", "dimensions", None),
-        ({"model": None}, 400, "'model' is null, expected a text", "model", None),
+        ({"model": 7}, 400, "'model' is 7, expected a text", "model", None),
         ({"model": "none"}, 404, "model 'none' is not served here", None, "model_not_found"),
         ({"model": "ranker"}, 400, "model 'ranker' is for rerank, expected one for embeddings or", "model", None),
     ],
@@ -192,11 +252,7 @@ def test_a_wrong_request_is_refused_in_teis_form(
 
 def test_a_matryoshka_models_vectors_may_be_shortened(tmp_path: Path) -> None:
     save_text_model(tmp_path, "embedder", setting("halfserve.embedding_dimensions", "2, 4"))
-    with (
-        running_server(lambda: load_repository(tmp_path)) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
-    ):
+    with served(tmp_path) as client:
         for size in (2, 4, 8):
             vector = post(client, dimensions=size).json()["data"][0]["embedding"]
             assert np.allclose(vector, unit(expected("embedder", ["the train"])[0, :size]), atol=1e-6)

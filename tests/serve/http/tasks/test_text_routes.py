@@ -40,6 +40,7 @@ from tests.serve.security.guarded import write_tokens
 from tests.serve.security.test_http import guarded_http, headers_with
 
 EMBED = {"model": "embedder", "input": "the train"}
+EITHER = "embeddings or text-embeddings"
 
 
 @contextmanager
@@ -62,6 +63,36 @@ def test_a_path_without_a_models_name_asks_for_one_where_there_are_several(tmp_p
         assert client.post("/embed?model=second", json={"inputs": "a"}).status_code == 200
         answer = client.post("/rerank", json={"query": "a", "texts": ["a"]})
         assert (answer.status_code, answer.json()["error"]) == (404, "no model for rerank is served here; /rerank needs one")
+
+
+def test_a_request_without_a_model_asks_the_only_one_or_gets_the_names(texts: httpx.Client, tmp_path: Path) -> None:
+    assert texts.post("/v1/embeddings", json={"input": "the train"}).json()["model"] == "embedder"
+    assert texts.post("/v1/rerank", json={"query": "a", "documents": ["the"]}).status_code == 200
+    shutil.copytree(save_text_model(tmp_path, "embedder"), tmp_path / "second")
+    with served(tmp_path) as client:
+        answer = client.post("/v1/embeddings", json={"input": "a"})
+        message = f"several models are for {EITHER}: embedder, second; name one of them in the field 'model', which is missing"
+        assert answer.status_code == 400
+        assert answer.json()["error"].items() >= {"message": message, "param": "model"}.items()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("POST", "/v1/embeddings", f"model 'none' is not served here, expected one for {EITHER}: embedder"),
+        ("POST", "/embed?model=none", f"model 'none' is not served here, expected one for {EITHER}: embedder"),
+        ("POST", "/v2/models/none/infer", "model 'none' is not served here; POST /v2/repository/index lists what is"),
+        ("GET", "/v2/models/none", "model 'none' is not served here; POST /v2/repository/index lists what is"),
+    ],
+)
+def test_an_unknown_models_error_names_no_rpc_to_rest_clients(
+    texts: httpx.Client, method: str, path: str, expected: str
+) -> None:
+    text = texts.request(method, path, content=b'{"model": "none", "input": "a", "inputs": []}').text
+    assert expected in text
+    assert "RepositoryIndex" not in text
+    # The path that the error names answers.
+    assert texts.post("/v2/repository/index").status_code == 200
 
 
 def test_info_describes_the_model_as_tei_does(texts: httpx.Client) -> None:
@@ -200,6 +231,7 @@ def held_text_model(backend: HeldBackend, folder: Path, own: Tokenizer | None = 
     answer = TensorSpec(name="answer", datatype=BY_WIRE["FP32"], shape=(-1, 1))
     config = ModelConfig(name="held", max_batch_size=2)
     config.parameters["halfserve.task"].string_value = "embeddings"
+    config.parameters["halfserve.token_ids"].string_value = "own"
     interface = ModelInterface(inputs=(ids,), outputs=(answer,), batched=True)
     limits = BatchLimits(max_rows=2)
     return Model(

@@ -1,0 +1,1 @@
+"""Triton's own QA, run against this server and beside a real Triton."""

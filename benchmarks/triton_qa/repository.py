@@ -1,0 +1,109 @@
+"""Model repositories of the suites: models of the QA as they are, and stand-ins for its C++ backends."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from benchmarks.triton_qa.suite import Builder
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+BACKEND = re.compile(r'^\s*backend\s*:\s*"(\w+)"', re.MULTILINE)
+LIBRARY = re.compile(r'^\s*default_model_filename\s*:\s*".*\.so"', re.MULTILINE)
+CONFIG = "config.pbtxt"
+
+
+def copied(
+    source: str,
+    name: str = "",
+    *,
+    file: str = "",
+    saved_as: str = "model.py",
+    with_files: tuple[str, ...] = (),
+    replacing: tuple[tuple[str, str], ...] = (),
+    adding: str = "",
+    versions: tuple[int, ...] = (1,),
+) -> Builder:
+    """Builder of a model that the QA has.
+
+    Args:
+        source: the model's folder, relative to the QA's folder.
+        name: the model's name; the folder's, where there is none.
+        file: the one file of code to take; all where it is empty.
+        saved_as: the file's name in the repository, where `file` is given.
+        with_files: further files of code, where `file` is given.
+        replacing: pairs of a regular expression and what replaces it in the configuration.
+        adding: text at the configuration's end.
+        versions: versions that have the model's files.
+    """
+
+    def build(qa: Path, repository: Path) -> None:
+        made = repository / (name or Path(source).name)
+        _copy_folder(qa / source, made, {file: saved_as, **{other: other for other in with_files}} if file else {}, versions)
+        config = made / CONFIG
+        text = config.read_text() if config.exists() else ""
+        text = re.sub(r"^name\s*:.*$", f'name: "{made.name}"', text, count=1, flags=re.MULTILINE)
+        for pattern, new in replacing:
+            text = re.sub(pattern, new, text, flags=re.MULTILINE)
+        if text or adding:
+            config.write_text(f"{text}\n{adding}\n")
+        _stand_in(made)
+
+    return build
+
+
+def folder(source: str, *names: str) -> Builder:
+    """Builder of all models of one folder of the QA, or of those that are named."""
+
+    def build(qa: Path, repository: Path) -> None:
+        for model in sorted((qa / source).iterdir()):
+            if model.is_dir() and (not names or model.name in names):
+                copied(f"{source}/{model.name}")(qa, repository)
+
+    return build
+
+
+def stand_in(backend: str, name: str, config: str) -> Builder:
+    """Builder of a model of a C++ backend, for which another stands in, with its own configuration; or of an ensemble."""
+
+    def build(_qa: Path, repository: Path) -> None:
+        made = repository / name
+        (made / "1").mkdir(parents=True)
+        (made / CONFIG).write_text(f'name: "{name}"\n' + (f'backend: "{backend}"\n' if backend else "") + config)
+        _stand_in(made)
+
+    return build
+
+
+def _copy_folder(source: Path, made: Path, files: dict[str, str], versions: tuple[int, ...]) -> None:
+    """Copy a model's folder; code that lies beside the configuration goes into the versions."""
+    made.mkdir(parents=True, exist_ok=True)
+    for entry in sorted(source.iterdir()):
+        if entry.is_dir():
+            shutil.copytree(entry, made / entry.name, dirs_exist_ok=True)
+        elif entry.suffix != ".py":
+            shutil.copy(entry, made / entry.name)
+    for version in versions:
+        into = made / str(version)
+        into.mkdir(exist_ok=True)
+        for code in sorted(source.glob("*.py")):
+            if not files or code.name in files:
+                shutil.copy(code, into / files.get(code.name, code.name))
+
+
+def _stand_in(model: Path) -> None:
+    """Let a Python model take the place of a C++ backend."""
+    config = model / CONFIG
+    if not config.exists():
+        return
+    text = config.read_text()
+    found = BACKEND.search(text)
+    code = STAND_INS / f"{found[1]}.py" if found else None
+    if code is None or not code.exists():
+        return
+    config.write_text(LIBRARY.sub("", BACKEND.sub('backend: "python"', text, count=1)))
+    versions = [entry for entry in model.iterdir() if entry.is_dir() and entry.name.isdecimal()]
+    for version in versions or [model / "1"]:
+        version.mkdir(exist_ok=True)
+        shutil.copy(code, version / "model.py")

@@ -1,0 +1,103 @@
+"""Suites of inference by data type and shape, and of ensembles."""
+
+from __future__ import annotations
+
+from benchmarks.triton_qa.onnx_models import add_sub, add_sub_ensembles, nop, scalar
+from benchmarks.triton_qa.repository import copied, folder
+from benchmarks.triton_qa.stand_in_models import NOT_DECOUPLED_REPEAT, REPEAT, SQUARE
+from benchmarks.triton_qa.suite import Builder, Suite
+
+POLICIES = {
+    "int8": "latest { num_versions: 1 }",
+    "int16": "latest { num_versions: 2 }",
+    "int32": "all { }",
+    "float16": "specific { versions: [1] }",
+    "float32": "specific { versions: [1, 3] }",
+}
+MIXED = (
+    ("int64", "int64", "int64"),
+    ("float16", "float32", "float32"),
+    ("int32", "int8", "int8"),
+    ("int8", "int32", "int32"),
+    ("int32", "int8", "int16"),
+    ("int32", "float32", "float32"),
+    ("float32", "int32", "int32"),
+    ("int32", "float16", "int16"),
+    ("object", "int32", "int32"),
+    ("object", "object", "object"),
+    ("object", "int32", "object"),
+    ("object", "object", "int32"),
+    ("int32", "object", "object"),
+    ("int32", "int32", "object"),
+    ("int32", "object", "int32"),
+)
+VERSIONED = tuple((dtype, dtype, dtype) for dtype in POLICIES)
+
+
+def _family(dims: tuple[int, ...], *, has_versions: bool) -> tuple[Builder, ...]:
+    models = []
+    for types in (*VERSIONED, *MIXED):
+        policy = POLICIES[types[0]] if has_versions and types in VERSIONED else ""
+        versions = (1, 2, 3) if policy else (1,)
+        for batch in (8, 0):
+            models.append(add_sub(*types, batch=batch, dims=dims, versions=versions, policy=policy))
+            models.append(add_sub_ensembles(*types, batch=batch, dims=dims, versions=versions, policy=policy))
+    return (
+        *models,
+        *(nop(dtype, batch=batch, dims=dims) for dtype in {name for types in MIXED for name in types} for batch in (8, 0)),
+    )
+
+
+CPU = {"TRITON_SERVER_CPU_ONLY": "1", "BACKENDS": "onnx", "CUDA_VISIBLE_DEVICES": ""}
+INFERENCE: tuple[Suite, ...] = (
+    Suite(
+        name="infer",
+        tests="L0_infer/infer_test.py",
+        models=_family((16,), has_versions=True),
+        environment={**CPU, "ENSEMBLES": "1"},
+        method_seconds=180,
+    ),
+    Suite(
+        name="infer_shared_memory",
+        tests="L0_infer/infer_test.py",
+        models=_family((16,), has_versions=True),
+        environment={**CPU, "ENSEMBLES": "1", "TEST_SYSTEM_SHARED_MEMORY": "1"},
+        method_seconds=180,
+    ),
+    Suite(
+        name="simple_ensemble",
+        tests="L0_simple_ensemble/ensemble_test.py",
+        models=(
+            add_sub("int32", "int32", "int32", name="simple", versions=(1, 2), policy="all { }", swaps=False),
+            copied("L0_simple_ensemble/models/ensemble_add_sub_int32_int32_int32"),
+        ),
+        has_fresh_servers=True,
+    ),
+    Suite(
+        name="decoupled",
+        tests="L0_decoupled/decoupled_test.py",
+        methods=(
+            "test_one_to_none",
+            "test_one_to_one",
+            "test_one_to_many",
+            "test_no_streaming",
+            "test_response_order",
+            "test_wrong_shape",
+            "test_one_to_multi_many",
+        ),
+        method_seconds=600,
+        models=(
+            folder("L0_decoupled/models"),
+            REPEAT,
+            SQUARE,
+            add_sub("int32", "int32", "int32", batch=0, dims=(1,), prefix="libtorch", output="OUTPUT__"),
+        ),
+    ),
+    Suite(
+        name="decoupled_not",
+        tests="L0_decoupled/decoupled_test.py",
+        methods=("NonDecoupledTest.test_grpc", "NonDecoupledTest.test_http"),
+        models=(NOT_DECOUPLED_REPEAT,),
+    ),
+    Suite(name="scalar_io", tests="L0_scalar_io/scalar_test.py", models=(scalar((1,)), scalar((1, 1)))),
+)
