@@ -12,8 +12,8 @@ READY := $(VENV)/.installed
 
 help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
-	@echo "make install an environment in .venv that trains, converts, serves and measures"
-	@echo "make dev     the same, with what the tests, the documentation and the checks use"
+	@echo "make install the environment, .venv: all that trains, converts, serves and measures"
+	@echo "make dev     the environment, with what the tests, the documentation and the checks use"
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
 	@echo "make test-plain  the short tests of the server, without the compiled hot path"
@@ -43,9 +43,9 @@ $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@$(UV) setuptools mypy
-	@echo "make: installing the packages that train, export, serve and measure, half of them for torch"
-	@$(BIN)/python setup.py --quiet build_ext --inplace & compiling=$$!; \
-		$(UV) --requirement pyproject.toml --extra demo && echo "make: the packages are installed"; \
+	@echo "make: installing the packages that train, export, serve and measure (1.6 GB), and compiling beside it"
+	@$(BIN)/python setup.py --quiet build_ext --inplace & compiling=$$!; started=$$(date +%s); \
+		$(UV) --requirement pyproject.toml --extra demo && echo "make: the packages are installed ($$(($$(date +%s) - started)) s)"; \
 		installed=$$?; wait $$compiling && exit $$installed
 	@$(UV) --no-deps --no-build-isolation --editable .
 	@$(BIN)/halfserve --version
@@ -65,6 +65,7 @@ $(READY): $(DEMO)
 	@touch $(READY)
 
 install: $(DEMO)
+	@echo "make: $(VENV) is complete; to use it, run: source $(BIN)/activate"
 
 dev: $(READY)
 

@@ -140,7 +140,7 @@ class CompileHotPath(build_ext):
 
 
 def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
-    """What belongs together: the libraries of this Python and the sources that they were made of. Empty where one is missing."""
+    """The libraries and the sources that they were made of, as compiled_build.py compares them; empty where one is missing."""
     if not all(path.is_file() for path in libraries.values()):
         return ""
     sizes = {name: path.stat().st_size for name, path in libraries.items()}

@@ -86,7 +86,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415  (see the module's text)
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415  (see the module's text)
     except ImportError as error:
-        lacking = "signatures of certificates need the package cryptography; pip install 'halfserve[sign]'"
+        lacking = "signatures need the package cryptography; in a checkout of halfserve, run: pip install '.[sign]'"
         raise CertificateKeyError(lacking) from error
     return serialization, ed25519
 

@@ -126,8 +126,11 @@ class ObjectStore:
         return EXTRAS.get(self._protocol, "")
 
     def _missing(self, package: str) -> str:
-        what = f"'halfserve[{self._extra}]'" if self._extra else f"{package} filelock" if package == "fsspec" else package
-        return f"{self.url}: what opens {self._protocol}:// is not installed; run: pip install {what}"
+        if self._extra:
+            install = f"in a checkout of halfserve, run: pip install '.[{self._extra}]'"
+        else:
+            install = f"run: pip install {package} filelock" if package == "fsspec" else f"run: pip install {package}"
+        return f"{self.url}: what opens {self._protocol}:// is not installed; {install}"
 
     def objects(self) -> dict[str, StoredObject]:
         """Everything in the folder now, by path; for one file it and those beside it.

@@ -49,10 +49,19 @@ def options_of_all_commands() -> set[str]:
     return found
 
 
-# Of docker, torchrun, aws and ray.
+# Of docker, torchrun, aws, ray and curl.
 OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
-OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom", "--head", "--redis-password"}
-OTHERS |= {f"--{name}" for name in FLAGS}
+OTHERS |= {
+    "--cap-drop",
+    "--security-opt",
+    "--health-cmd",
+    "--shm-size",
+    "--sbom",
+    "--head",
+    "--redis-password",
+    "--data-binary",
+}
+OTHERS |= {"--data-binary", *(f"--{name}" for name in FLAGS)}
 
 
 def test_options_that_documents_name_are_there() -> None:

@@ -110,6 +110,14 @@ def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
     assert not {name for name in packed if name.endswith((".so", ".stamp"))}
 
 
+def test_install_hints_take_the_checkout_as_no_index_has_the_project() -> None:
+    hint = re.compile(r"(install|-U) +'?halfserve(\[|'|`)")
+    rooms = ("amp_core", "docs", "export", "halfserve", "protos", "serve")
+    texts = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in {".py", ".md"}]
+    texts.append(ROOT / "README.md")
+    assert [str(path) for path in texts if hint.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_mypyc_that_installations_compile_with_is_the_one_that_is_tested() -> None:
     (requirement,) = (r for r in map(Requirement, PROJECT["build-system"]["requires"]) if r.name == "mypy")
     assert str(requirement.specifier) == f"=={pinned()['mypy']}"

@@ -25,7 +25,7 @@ def declared_operators() -> Any:
     from torch.library import Library  # noqa: PLC0415  (slow to import)
 
     if not (FOLDER / "torchvision").is_dir():
-        raise FileNotFoundError(f"{FOLDER} holds no torchvision; run make install")
+        raise FileNotFoundError(f"{FOLDER} holds no torchvision; run make dev")
     sys.path.append(str(FOLDER))
     make: Any = Library
     library = make("torchvision", "DEF")

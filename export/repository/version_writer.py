@@ -246,15 +246,16 @@ def require_addable(
             has other inputs, outputs or sizes.
     """
     _require_valid(name, version, max_batch_size)
+    existing = Path(repository) / name / CONFIG
     try:
         taken = version is not None and (Path(repository) / name / str(version)).exists()
+        has_config = existing.is_file()
     except OSError as error:  # a name that is too long
         raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
     if version is not None and taken:
         raise _taken(name, version)
     config = config_for(name, model.outline, max_batch_size=max_batch_size)
-    existing = Path(repository) / name / CONFIG
-    if existing.is_file():
+    if has_config:
         require_agreement(read_config(existing.read_bytes(), str(existing)), config, str(existing), is_converted=False)
     return config
 

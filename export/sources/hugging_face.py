@@ -76,7 +76,8 @@ def _transformers() -> Any:
     try:
         import transformers  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:
-        raise ExportError("a Hugging Face folder needs the package transformers: pip install 'halfserve[hf]'") from error
+        lacking = "a Hugging Face folder needs the package transformers; in a checkout of halfserve, run: pip install '.[hf]'"
+        raise ExportError(lacking) from error
     # Bars are for downloads of gigabytes; the command tells its own progress.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # Its table of weights that do not fit; an error says it in one line.

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 import onnx_ir
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfserve.amp_core.policy import Policy
@@ -33,7 +34,7 @@ SIZES_ROUNDED = frozenset({"AveragePool", "MaxPool", "Resize"})
 
 def export_onnx(
     module: nn.Module,
-    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    inputs: Tensor | NDArray[Any] | Sequence[Any] | Mapping[str, Any],
     path: Path | str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -93,7 +94,7 @@ def export_onnx(
 
 def traced_model(
     module: nn.Module,
-    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    inputs: Tensor | NDArray[Any] | Sequence[Any] | Mapping[str, Any],
     *,
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,

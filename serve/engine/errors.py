@@ -32,7 +32,7 @@ DEVICE_LOST_SIGNS = (
 )
 # Error texts of the allocators of Python, numpy, ONNX Runtime, the C++ library, CUDA, cuBLAS and torch.
 OUT_OF_MEMORY_SIGNS = (
-    "failed to allocate memory",
+    "failed to allocate",  # ONNX Runtime, and OpenVINO ("Failed to allocate 4096 bytes of memory")
     "bad_alloc",
     "bad allocation",
     "out of memory",
@@ -141,6 +141,10 @@ class UnsupportedError(InferenceError):
     """A feature of the protocol that this server does not have."""
 
 
+class RegionInUseError(InferenceError):
+    """A region of shared memory to unregister is used by a request without an answer; INTERNAL, as in Triton."""
+
+
 class BackendError(InferenceError):
     """The model failed on this request."""
 
@@ -179,12 +183,13 @@ class InstanceLostError(Exception):
 
 def is_device_lost(error: BaseException) -> bool:
     """Whether an error, or one that it was raised from, says that the device will not compute for this copy again."""
+    return any(isinstance(cause, InstanceLostError) or _says_device_lost(cause) for cause in _causes(error))
+
+
+def _says_device_lost(cause: BaseException) -> bool:
     # Texts of ours quote names that clients choose.
-    return any(
-        _says(cause, DEVICE_LOST_SIGNS)
-        for cause in _causes(error)
-        if isinstance(cause, BackendError) or not isinstance(cause, InferenceError | ModelLoadError)
-    )
+    is_ours = isinstance(cause, InferenceError | ModelLoadError) and not isinstance(cause, BackendError)
+    return not is_ours and _says(cause, DEVICE_LOST_SIGNS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

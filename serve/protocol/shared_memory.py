@@ -17,9 +17,9 @@ from halfserve.protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMET
 from halfserve.serve.engine.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
-    InferenceError,
     InvalidArgumentError,
     NotFoundError,
+    RegionInUseError,
     UnsupportedError,
 )
 from halfserve.serve.engine.tensors import Array
@@ -65,10 +65,6 @@ class RegionSlice:
     region: str  # its name
     offset: int  # from the region's start, in bytes
     byte_size: int  # of the tensor, or the room for it
-
-
-class RegionInUseError(InferenceError):
-    """A region to unregister is used by a request without an answer. It is INTERNAL, as in Triton."""
 
 
 class SharedMemory:

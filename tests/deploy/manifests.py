@@ -31,7 +31,7 @@ def helm_program() -> str | None:
     return found
 
 
-needs_helm = pytest.mark.skipif(helm_program() is None, reason="there is no helm here; `make install` unpacks one on Linux")
+needs_helm = pytest.mark.skipif(helm_program() is None, reason="there is no helm here; `make dev` unpacks one on Linux")
 
 
 def helm_template(*options: str) -> subprocess.CompletedProcess[str]:

@@ -110,7 +110,7 @@ def decoder_folder(folder: Path, architecture: str = "Qwen3ForCausalLM") -> Path
     """A sentence-transformers folder of a Qwen, whose texts are pooled by their last token."""
     sentence_folder(folder, "lasttoken")
     torch.manual_seed(0)
-    heads = {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}
+    heads: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False}
     config = transformers.Qwen3Config(vocab_size=len(tokenizer()) + 7, initializer_range=0.2, **SIZES, **heads)
     getattr(transformers, architecture)(config).save_pretrained(folder)
     return folder
@@ -120,7 +120,7 @@ def picture_body_folder(folder: Path) -> Path:
     """A folder of a DINOv2, which embeds images of 32 by 32."""
     image_folder(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     transformers.Dinov2Model(transformers.Dinov2Config(image_size=32, patch_size=8, **sizes)).save_pretrained(folder)
     return folder
 

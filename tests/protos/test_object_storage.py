@@ -44,8 +44,8 @@ def test_credentials_do_not_show(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("url", "install"),
     [
-        ("gs://bucket/models", "pip install 'halfserve[gcs]'"),
-        ("az://container/models?sig=secret", "pip install 'halfserve[azure]'"),
+        ("gs://bucket/models", "in a checkout of halfserve, run: pip install '.[gcs]'"),
+        ("az://container/models?sig=secret", "in a checkout of halfserve, run: pip install '.[azure]'"),
         ("oci://bucket/models", "pip install ocifs"),
         ("sftp://me:secret@host/models", "pip install paramiko"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from dataclasses import replace
@@ -69,6 +70,8 @@ def _ray() -> ModuleType:
         raise ClusterError(
             f"Ray {installed} is installed, expected {OLDEST[0]}.{OLDEST[1]} or newer; pip install -U 'ray[serve]'"
         )
+    # Ray, which reads this at its import, prints a page about memory for each process that ends; `run` says it in a line.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     from halfserve.serve.cluster.on_ray import ray_cluster  # noqa: PLC0415  (imports Ray)
 
     return ray_cluster
@@ -168,9 +171,15 @@ def run(
     if detach:
         return
     try:
-        while ray_cluster.deployed(name) is not None:
+        running: frozenset[str] = frozenset()
+        while (now := ray_cluster.deployed(name)) is not None:
+            if running - now.running and len(now.running) < now.wanted:
+                _say(f"a server has ended, {len(now.running)} of {now.wanted} run; Ray starts another one")
+            running = now.running
             time.sleep(LOOK_S)
         typer.echo("stopped", err=True)
+        if is_own:
+            ray_cluster.await_other_commands()
     except KeyboardInterrupt:
         typer.echo("draining", err=True)
         ray_cluster.delete(name)
@@ -284,6 +293,7 @@ def stop(name: Name = NAME) -> None:
     ray_cluster = _connected()
     ray_cluster.controller(name)
     ray_cluster.delete(name)
+    typer.echo("stopped", err=True)
 
 
 @cluster.command()

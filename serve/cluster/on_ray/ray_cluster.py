@@ -17,6 +17,7 @@ from ray import serve
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
 from ray._private.services import get_ray_address_from_environment, resolve_ip_for_localhost
+from ray._private.state import jobs
 from ray._private.utils import write_ray_address
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -31,6 +32,7 @@ from halfserve.serve.cluster.on_ray.errors import ClusterError
 LOCAL = "local"  # the address that makes Ray start
 CONNECT_S = 5.0
 CALL_S = 30.0
+LEAVE_S = 10.0  # for other commands to notice that the cluster has stopped
 LOOK_S = 0.2
 ROOM_S = 30.0  # after which Ray Serve says that replicas wait for room; before, it may speak of earlier ones
 
@@ -326,6 +328,18 @@ def delete(name: str) -> None:
     found = find_controller(name)
     if found is not None:
         ray.kill(found)
+
+
+def await_other_commands() -> None:
+    """Wait until no other process uses the Ray that ends with this one.
+
+    Such as `halfserve cluster stop`: where Ray ends first, Ray has that process wait for it for a minute, and ends it then.
+    """
+    until_s = time.monotonic() + LEAVE_S
+    while time.monotonic() < until_s:
+        if all(job["IsDead"] or job["DriverPid"] == os.getpid() for job in jobs()):
+            return
+        time.sleep(LOOK_S)
 
 
 def _applications() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from halfserve.serve.engine.backend import Backend
-from halfserve.serve.engine.errors import OutOfMemoryError, is_out_of_memory
+from halfserve.serve.engine.errors import InstanceLostError, OutOfMemoryError, is_out_of_memory
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class MemoryLimit:
         self._clock = clock
         self._rows: int | None = None
         self._enough = 0  # the limit is dropped when it reaches these rows
+        self._fitted = 0  # the most rows that were computed at once
         self._wait_s = FIRST_WAIT_S
         self._changed_at = 0.0
         self._grew = False  # at the last change
@@ -45,6 +46,8 @@ class MemoryLimit:
 
         Raises:
             OutOfMemoryError: not even one row can be computed.
+            InstanceLostError: the copy does not compute after it has run out of memory. The one that is loaded in its place is
+                given no more rows at once than have been computed before.
             Exception: any other error of the runtime.
         """
         failed: list[int] = []
@@ -52,6 +55,11 @@ class MemoryLimit:
             size = self._most(rows) if not failed else failed[-1] // 2
             try:
                 outputs = backend.run(inputs) if size >= rows else _in_pieces(backend, inputs, rows, size)
+            except InstanceLostError:
+                if failed:
+                    self._fitted = max(1, min(self._fitted, failed[-1] // 2))
+                    self._shrink(failed, self._fitted)
+                raise
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -62,6 +70,7 @@ class MemoryLimit:
             else:
                 if failed:
                     self._shrink(failed, size)
+                self._fitted = max(self._fitted, min(size, rows))
                 return outputs
 
     def _shrink(self, failed: Sequence[int], fits: int) -> None:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # Parameters of the comparison with the fp32 twin, and all that need the twin.
 COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")
 OF_TWIN = (*COMPARING, "halfserve.fp32_twin", "halfserve.shadow_rate")
+# Parameters that ask for half precision: of this server, and of Triton's OpenVINO backend.
+OF_HALF_PRECISION = ("halfserve.cpu_precision", "HINT_BF16")
 # A certificate's default budget: twenty float16 roundings of the output's size.
 DEFAULT_THRESHOLD = 0.01
 FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
@@ -163,7 +165,8 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
     # A copy: the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
-    scratch.parameters.pop("halfserve.cpu_precision", None)
+    for key in OF_HALF_PRECISION:
+        scratch.parameters.pop(key, None)
     return runtime.load(path, own, replace(placement, cpu_precision=CpuPrecision.FLOAT32), scratch)
 
 

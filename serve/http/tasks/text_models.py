@@ -329,7 +329,7 @@ def _load(model: Model) -> TextModel | InferenceError:
     try:
         return TextModel(model, _tokenizer(model))
     except ImportError:
-        lacking = "the server lacks the package tokenizers; pip install 'halfserve[text]'"
+        lacking = "the server lacks the package tokenizers; in a checkout of halfserve, run: pip install '.[text]'"
         logger.warning("%s: takes no text: %s", label, lacking, extra={"model": label})
         return UnsupportedError(f"model {model.name!r} takes no text here: {lacking}")
     except Exception as error:  # tokenizers raises plain Exceptions

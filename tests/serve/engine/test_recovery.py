@@ -297,6 +297,29 @@ def test_a_copy_that_exceeds_its_time_limit_is_replaced(
         assert not thread.is_alive(), "what was given up computes no further"
 
 
+def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path: Path, runtime: Runtime) -> None:
+    """OpenVINO's compiled model can answer wrongly afterwards, and is compiled again."""
+    nodes = [
+        helper.make_node("Reshape", ["sizes", "flat"], ["s"]),
+        helper.make_node("Reshape", ["w", "s"], ["r"]),
+        helper.make_node("Add", ["r", "r"], ["y"]),
+    ]
+    inputs: list[tuple[str, int, list[int | str]]] = [("sizes", TensorProto.INT64, [1, 2])]
+    weights = {"w": np.ones(4, np.float32), "flat": np.array([-1])}
+    path = save_model(tmp_path / "m" / "1" / "model.onnx", nodes, inputs, [("y", TensorProto.FLOAT, ["n", "m"])], weights)
+    (path.parents[1] / "config.pbtxt").write_text("max_batch_size: 0")
+
+    async def scene() -> None:
+        (model,) = load_repository(tmp_path, runtime)
+        assert await ask_model(model, np.array([[2, 2]])) == [2.0] * 4
+        refused = await ask_model(model, np.array([[3, 2]]))
+        assert isinstance(refused, str)
+        assert await ask_model(model, np.array([[1, 4]])) == [2.0] * 4
+        await model.batcher.drain()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights.bin"])
 def test_a_copy_is_not_reloaded_from_changed_files(tmp_path: Path, name: str, runtime: Runtime) -> None:
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")

@@ -156,3 +156,29 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
         assert sum(map(len, heard.values())) > 5
         assert {address for found in heard.values() for address in found} <= LOOPBACK
         until(lambda: not processes_of(mark), "end of all processes")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_killed_member_and_a_stop_are_a_line_each_in_the_run(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "models" / "mlp" / "1" / "model.onnx")
+    with machines([]) as found:
+        mark = found.mark()
+        options = ("--first-port", "0", "--", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
+        command = found.command("run", str(tmp_path / "models"), *options)
+        environment = {**found.environment(mark), "RAY_ADDRESS": "local"}
+        with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline().startswith("ready: 1 server")
+            assert process.stderr.readline().startswith("started Ray on this machine")
+            (server,) = (pid for pid in processes_of(mark) if b"\0serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            os.kill(server, signal.SIGKILL)
+            assert process.stderr.readline() == "halfserve cluster: a server has ended, 0 of 1 run; Ray starts another one\n"
+            environment.pop("RAY_ADDRESS")
+            stop = [*found.command("stop")]
+            stopped = subprocess.run(stop, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+            assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, "", "stopped\n")
+            out, error = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, out, error) == (0, "", "stopped\n")
+        until(lambda: not processes_of(mark), "end of all processes")

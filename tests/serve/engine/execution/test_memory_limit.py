@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.serve.engine.errors import BackendError, OutOfMemoryError, is_out_of_memory
+from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError, is_out_of_memory
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.memory_limit import FIRST_WAIT_S, LONGEST_WAIT_S, MemoryLimit
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
+from tests.serve.runtimes import RUNTIMES
 
 
 class Cramped:
@@ -21,6 +25,7 @@ class Cramped:
     Attributes:
         room: rows that fit.
         runs: rows of each run that was tried.
+        breaks: it computes nothing more once memory has run out.
     """
 
     provider = "test"
@@ -29,6 +34,8 @@ class Cramped:
     def __init__(self, room: int) -> None:
         self.room = room
         self.runs: list[int] = []
+        self.breaks = False
+        self._is_broken = False
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         return np.dtype(np.float32)
@@ -39,7 +46,10 @@ class Cramped:
     def run(self, inputs: Tensors) -> Tensors:
         rows = len(inputs["x"])
         self.runs.append(rows)
+        if self._is_broken:
+            raise InstanceLostError("broken")
         if rows > self.room:
+            self._is_broken = self.breaks
             raise RuntimeError("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 4096")
         return {"y": inputs["x"] * 2}
 
@@ -66,13 +76,14 @@ class Scene:
         (MemoryError(), True),
         (np.exceptions.AxisError("axis 3"), False),
         (RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"), True),
+        (RuntimeError("[CPU] FullyConnected node: Failed to allocate 1073741824 bytes of memory"), True),
         (RuntimeError("CUDA failure 2: out of memory ; GPU=0"), True),
         (RuntimeError("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0"), True),
         (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED"), True),
         (ValueError("indices out of bounds"), False),
     ],
-    ids=["python", "numpy", "bad_alloc", "cuda", "cudnn", "torch", "cublas", "bounds"],
+    ids=["python", "numpy", "bad_alloc", "openvino", "cuda", "cudnn", "torch", "cublas", "bounds"],
 )
 def test_errors_of_exhausted_memory_are_recognized(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
@@ -168,6 +179,30 @@ def test_the_wait_is_reset_after_a_long_success() -> None:
     scene.backend.room = 8
     scene.now += FIRST_WAIT_S
     assert scene.run(16) == [8, 8]
+
+
+def test_a_copy_that_breaks_without_memory_leaves_a_smaller_limit(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(room=5)
+    assert scene.run(3) == [3]
+    scene.backend.breaks = True
+    with pytest.raises(InstanceLostError):
+        scene.run(16)
+    scene.backend = Cramped(5)
+    assert scene.run(16) == [3, 3, 3, 3, 3, 1]
+    assert caplog.messages == [
+        "m/1 instance 0: out of memory with 16 rows at once; it computes at most 3 now, and tries more in 10 s"
+    ]
+
+
+@pytest.mark.long  # memory is bounded for a process of its own
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_model_without_enough_memory_answers_in_pieces(tmp_path: Path, runtime: str) -> None:
+    program = [sys.executable, "-m", "tests.serve.engine.execution.cramped_program", runtime, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert any("out of memory with " in line for line in lines), done.stderr
+    assert done.stdout.split() == ["512", "512", "512"]
 
 
 def test_one_row_that_does_not_fit_is_an_error_that_says_so() -> None:

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
+from halfserve.protos.certificates import certificate_sha256, named_entry
+from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters
-from tests.models import save_mlp, save_table
+from tests.models import save_mlp, save_model, save_table
 from tests.serve.engine.precision_guard.guarded_models import TWIN, config_text, load, write_table
 
 
@@ -159,3 +163,33 @@ def test_parameters_that_have_no_effect_are_named(
     named = ", ".join(f"parameters.halfserve.{name}" for name in idle)
     said = [] if expected is None else [f"{tmp_path / 'm' / 'config.pbtxt'}: no effect here, as {expected}: {named}"]
     assert caplog.messages == said
+
+
+def save_product(path: Path, number: int) -> None:
+    """x [batch, 4] -> y [batch, 4], both of the type `number`: the product with a diagonal matrix of 1000."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    weights = {"w": 1000 * np.eye(4, dtype=helper.tensor_dtype_to_np_dtype(number))}
+    save_model(path, nodes, [("x", number, ["batch", 4])], [("y", number, ["batch", 4])], weights)
+
+
+@pytest.mark.skipif("bf16" not in computed_halves(), reason="the processor has no bf16 arithmetic")
+@pytest.mark.parametrize("way", ["hint", "verdict"])
+def test_the_twin_of_a_model_in_bf16_is_computed_in_float32(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "m"
+    save_product(folder / "1" / "model.onnx", TensorProto.FLOAT if way == "hint" else TensorProto.FLOAT16)
+    save_product(folder / TWIN, TensorProto.FLOAT)
+    if way == "hint":
+        asked = 'backend: "openvino" parameters { key: "HINT_BF16" value { string_value: "YES" } }'
+        (folder / "config.pbtxt").write_text(f"{config_text(shadow_rate='1')} {asked}")
+    else:
+        verdict = {"precision": "bfloat16", "passed": True}
+        (folder / "1" / "certificate.json").write_text(json.dumps(verdict))
+        with (folder / "1" / "model.onnx").open("ab") as file:
+            file.write(named_entry(certificate_sha256(verdict)))
+        (folder / "config.pbtxt").write_text(config_text(shadow_rate="1", cpu_precision="bfloat16"))
+    (model,) = load(tmp_path, Runtimes())
+    assert model.config.parameters["halfserve.precision"].string_value.startswith("bf16")
+    assert model.guard is not None
+    assert model.guard._shadow is not None
+    x = np.array([[0.1, 0.2, 0.3, 7]], np.float32)
+    np.testing.assert_allclose(model.guard._shadow._twin.answer({"x": x})["y"], 1000 * x, rtol=1e-6)

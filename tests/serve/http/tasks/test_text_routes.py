@@ -146,7 +146,7 @@ def test_a_server_without_the_package_says_what_to_install(text_repository: Path
     with served(text_repository) as client:
         answer = client.post("/v1/embeddings", json=EMBED)
         assert answer.status_code == 501
-        assert answer.json()["error"]["message"].endswith("pip install 'halfserve[text]'")
+        assert answer.json()["error"]["message"].endswith("in a checkout of halfserve, run: pip install '.[text]'")
 
 
 def test_a_token_opens_its_models_only(text_server: RunningServer, tmp_path: Path) -> None:
