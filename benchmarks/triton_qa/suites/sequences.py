@@ -166,5 +166,6 @@ ensemble_scheduling { step [
         tests="L0_iterative_sequence/iterative_sequence_e2e.py",
         methods=("test_generate_stream", "test_grpc_stream"),
         models=(copied("python_models/iterative_sequence"),),
+        flags=("--model-control-mode=explicit",),
     ),
 )
