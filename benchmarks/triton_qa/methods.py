@@ -8,6 +8,7 @@ has a line when it starts, and one with its `outcome` when it ends.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import linecache
@@ -21,6 +22,7 @@ from types import ModuleType, TracebackType
 from typing import Any, TextIO
 
 ErrorInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
+ERROR_CHARACTERS = 2000  # of an error's text at most; a page of metrics has more
 # What a line of a test holds that compares an error's text by hand.
 TEXT_PARTS = (".startswith(", "message()", "str(e", " in str(", ".text", '["error"]', "['error']", "err_msg", "error_msg")
 
@@ -68,13 +70,17 @@ class Outcomes(unittest.TestResult):
 
 
 def load(path: Path) -> ModuleType:
-    """Load a test file as a module of its name."""
+    """Load a test file as a module of its name, and do what it does as a program, up to running its tests."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+            body = [part for part in statement.body if "unittest.main" not in ast.unparse(part)]
+            exec(compile(ast.Module(body, []), path, "exec"), vars(module))  # noqa: S102  (the file is run as a whole anyway)
     return module
 
 
@@ -121,9 +127,13 @@ def _is_about_text(error: BaseException | None) -> bool:
         values = frame.f_locals
         for pair in (("first", "second"), ("member", "container"), ("text", "expected_regex")):
             if all(name in values for name in pair):
-                return all(isinstance(values[name], str) for name in pair if name != "expected_regex")
+                return all(_is_short_text(values[name]) for name in pair if name != "expected_regex")
     own = [entry for entry in traceback.extract_tb(error.__traceback__) if "/unittest/" not in entry.filename]
     return bool(own) and any(part in _statement(own[-1]) for part in TEXT_PARTS)
+
+
+def _is_short_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) < ERROR_CHARACTERS
 
 
 def _statement(entry: traceback.FrameSummary) -> str:

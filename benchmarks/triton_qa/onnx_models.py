@@ -175,8 +175,7 @@ def add_sub_ensembles(
             steps.append(_step(model_name(types, batch=batch, prefix=prefix), own_inputs, own_outputs))
             if kind == "fan":
                 for index, dtype in enumerate(gave):
-                    result = f"OUTPUT{index}"
-                    steps.append(_step(_nop_name(dtype, batch, dims), (own_outputs[index],) * 2, (result, f"spare{index}")))
+                    steps.append(_step(_nop_name(dtype, batch, dims), (own_outputs[index],) * 2, (f"OUTPUT{index}",)))
             config = f'name: "{folder.name}"\nplatform: "ensemble"\nmax_batch_size: {batch}\n'
             config += f"version_policy: {{ {policy} }}\n" if policy else ""
             config += tensors("input", [("INPUT0", took, dims), ("INPUT1", took, dims)])

@@ -49,6 +49,7 @@ def _sequence(
 ) -> Builder:
     tensor = "int32" if dtype == "bool" else dtype
     control = {"bool": "bool", "float32": "float32"}.get(dtype, "int32")
+    state = _state(tensor, dims, initial) if has_state else ""
 
     def build(_qa: Path, repository: Path) -> None:
         folder = repository / f"{'onnx' if batch else 'onnx_nobatch'}_sequence_{dtype}{suffix}"
@@ -66,7 +67,7 @@ def _sequence(
             + tensors("input", [("INPUT", tensor, dims)])
             + tensors("output", [("OUTPUT", tensor, dims)])
             + f"instance_group [ {{ kind: KIND_CPU count: {count} }} ]\n"
-            + f"sequence_batching {{ {IDLE} {scheduling} {_controls(control)} {_state(tensor, dims, initial) if has_state else ''} }}\n"
+            + f"sequence_batching {{ {IDLE} {scheduling} {_controls(control)} {state} }}\n"
         )
 
     return build

@@ -241,15 +241,29 @@ OPERATIONS = (
         models=(add_sub("float32", "float32", "float32", name="libtorch_float32_float32_float32"),),
         flags=("--metrics-interval-ms=1000",),
     ),
-    Suite(
-        name="response_cache",
-        tests="L0_response_cache/ensemble_cache_test.py",
-        models=(
-            add_sub("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
-            add_sub_ensembles("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
-        ),
-        repository="models/ensemble_models",
-        flags=("--cache-config", "local,size=10840", EXPLICIT),
-        has_fresh_servers=True,
+    *(
+        Suite(
+            name=f"response_cache_{size}",
+            tests="L0_response_cache/ensemble_cache_test.py",
+            methods=methods,
+            models=(
+                add_sub("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
+                add_sub_ensembles("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
+            ),
+            repository="models/ensemble_models",
+            flags=("--cache-config", f"local,size={size}", EXPLICIT),
+            has_fresh_servers=True,
+        )
+        for size, methods in (
+            (
+                10840,
+                (
+                    "test_ensemble_top_level_response_cache",
+                    "test_ensemble_all_models_cache_enabled",
+                    "test_ensemble_composing_model_cache_enabled",
+                ),
+            ),
+            (200, ("test_ensemble_cache_insertion_failure",)),
+        )
     ),
 )

@@ -53,7 +53,7 @@ def _models(batch: int, count: int, *, has_state: bool) -> tuple[Builder, ...]:
         return tuple(summing_sequence(dtype, batch=batch, count=count) for dtype in ("int32", "bool", "object"))
     made = [plain_sequence(dtype, batch=batch, count=count) for dtype in ("int32", "bool")]
     made += [sequence_ensembles("int32", batch=batch)]
-    if batch:
+    if batch > 1:  # a model that keeps its state itself has one instance here
         sizes = (("^max_batch_size:.*", f"max_batch_size: {batch}"), ("kind: KIND_CPU", f"kind: KIND_CPU count: {count}"))
         made.append(copied(CUSTOM, replacing=sizes))
     return tuple(made)
@@ -67,7 +67,7 @@ SEQUENCES = (
             methods=METHODS,
             models=_models(batch, count, has_state=has_state),
             environment=_environment(
-                batch=batch, instances=count, has_state=has_state, backends="onnx" if has_state or not batch else "onnx custom"
+                batch=batch, instances=count, has_state=has_state, backends="onnx" if has_state or batch < 2 else "onnx custom"
             ),
             has_fresh_servers=True,
         )
@@ -166,5 +166,6 @@ ensemble_scheduling { step [
         tests="L0_iterative_sequence/iterative_sequence_e2e.py",
         methods=("test_generate_stream", "test_grpc_stream"),
         models=(copied("python_models/iterative_sequence"),),
+        flags=("--model-control-mode=explicit",),
     ),
 )
