@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from onnx import NodeProto, TensorProto, helper
 
@@ -76,7 +77,7 @@ def _sequence(
 def _nodes(dtype: int, *, has_state: bool) -> list[NodeProto]:
     """What OUTPUT, and OUTPUT_STATE, are computed by, in int32."""
 
-    def node(operator: str, inputs: Sequence[str], output: str, **attributes: object) -> NodeProto:
+    def node(operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> NodeProto:
         return helper.make_node(operator, inputs, [output], **attributes)
 
     nodes = [node("Cast", [name], f"{name}_int", to=TensorProto.INT32) for name in ("INPUT", *CONTROLS)]

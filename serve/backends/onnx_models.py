@@ -291,6 +291,7 @@ class OnnxModels:
         forced = config.backend == OPENVINO_BACKEND
         if not forced and (placement.require_gpu or (placement.use_gpu and why_no_device(placement) is None)):
             return self._onnx.load(path, interface, placement, config)
+        forced = forced or _is_accelerated(config, path)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
         if not forced and asked is CpuPrecision.FLOAT32:
@@ -382,6 +383,23 @@ def _require_right(backend: Backend, copy: _Copy) -> None:
             f"by {error:.2g} of the largest value, {allowed:.2g} allowed; remove backend: {OPENVINO_BACKEND!r} from its "
             "configuration, and the parameter HINT_BF16 if it is there"
         )
+
+
+def _is_accelerated(config: ModelConfig, path: Path) -> bool:
+    """Whether OpenVINO shall compute the model, as Triton's accelerator of that name asks; warns of one that has no effect."""
+    found = False
+    for accelerator in config.optimization.execution_accelerators.cpu_execution_accelerator:
+        if accelerator.name != PACKAGE:
+            reason = f"the one that is known is {PACKAGE!r}"
+        elif find_spec(PACKAGE) is None:
+            reason = f"the package {PACKAGE!r} is not installed; {INSTALL}"
+        else:
+            with open_onnx(path) as file:
+                reason = why_unfit(file.model) or _why_tied(config, path) or ""
+        found = found or not reason
+        if reason:
+            logger.warning("%s: cpu_execution_accelerator %r has no effect: %s", path, accelerator.name, reason)
+    return found
 
 
 def _why_tied(config: ModelConfig, path: Path) -> str | None:

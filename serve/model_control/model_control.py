@@ -72,7 +72,8 @@ class ModelControl:
         """Load the models of the start, and then watch the repository in the mode POLL.
 
         Raises:
-            ModelLoadError: a model cannot be served (unless `keep_going`), or there is none.
+            ModelLoadError: a model cannot be served (unless `keep_going`), or there is none. All are tried; the log names the
+                others that cannot be served.
         """
         options = self._options
         follow_store = None
@@ -88,16 +89,18 @@ class ModelControl:
         )
         if options.mode is ControlMode.POLL:
             await watch.remember()
-        tried = set[str]()
+        tried, refused = set[str](), list[ModelLoadError]()
         wanted = await self._thread.run(_wanted_at_start, self._path, options)
         for name in wanted:
             for model in [*await self._below(self._path, name), name]:
                 if model in tried:
                     continue
                 tried.add(model)
-                refused = await self._bring_in(model, log_level=logging.WARNING if options.keep_going else logging.DEBUG)
-                if refused and not options.keep_going:
-                    raise refused[0]
+                refused += await self._bring_in(model, log_level=logging.WARNING if options.keep_going else logging.DEBUG)
+        if refused and not options.keep_going:
+            for error in refused[:-1]:
+                logger.error("%s", error)
+            raise refused[-1]
         self._loaded_as_steps = tried.difference(wanted)
         self._switch.log_level = logging.INFO
         self._thread.in_service = True

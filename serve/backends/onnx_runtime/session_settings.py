@@ -89,7 +89,9 @@ class Accelerators:
 
 
 def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
-    """Provider options from `optimization { execution_accelerators }`, with the keys of Triton's ONNX Runtime backend.
+    """Provider options from the accelerators of GPUs in a configuration, with the keys of Triton's ONNX Runtime backend.
+
+    Those of CPUs are another runtime's: see onnx_models.py.
 
     Args:
         config: of the model.
@@ -98,12 +100,9 @@ def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
     Raises:
         ModelLoadError: an unknown accelerator or precision, or CUDA graphs for TensorRT.
     """
-    asked = config.optimization.execution_accelerators
-    for accelerator in asked.cpu_execution_accelerator:
-        raise ModelLoadError(f"{path}: cpu_execution_accelerator {accelerator.name!r} is not supported; remove it")
     cuda = {**CUDA_DEFAULTS, **_from_parameters(config)}
     tensorrt = None
-    for accelerator in asked.gpu_execution_accelerator:
+    for accelerator in config.optimization.execution_accelerators.gpu_execution_accelerator:
         options = dict(accelerator.parameters)
         if accelerator.name == "cuda":
             cuda |= options

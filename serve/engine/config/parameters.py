@@ -42,7 +42,9 @@ HONOURED = frozenset(
         *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
         *("response_cache.enable", "model_operations.op_library_filename"),
-        *("optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators.*"),
+        *("optimization.graph.level", "optimization.cuda.graphs"),
+        "optimization.execution_accelerators.cpu_execution_accelerator.*",
+        "optimization.execution_accelerators.gpu_execution_accelerator.*",
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
@@ -71,7 +73,7 @@ ONNX_ONLY_PARAMETERS = frozenset(
 ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
 PYTHON_ONLY = frozenset({"input.optional", "model_transaction_policy"})  # only Python models act on these
 # What only a CUDA device acts on.
-DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators"})
+DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators.gpu_execution_accelerator"})
 DEVICE_ONLY_PARAMETERS = frozenset(
     {
         *("halfserve.cuda_graphs", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),

@@ -135,6 +135,20 @@ def test_a_processor_without_half_arithmetic_computes_in_float32(
         load(path, CpuPrecision.BFLOAT16)
 
 
+@pytest.mark.parametrize(("name", "is_installed"), [("openvino", True), ("openvino", False), ("dnnl", True)])
+def test_an_accelerator_of_the_cpu_takes_effect_or_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, is_installed: bool
+) -> None:
+    if not is_installed:
+        monkeypatch.setattr(onnx_models, "find_spec", lambda _: None)
+    path, runtimes, config = save_network(tmp_path / "m.onnx", BF16), Runtimes(), ModelConfig(max_batch_size=8)
+    config.optimization.execution_accelerators.cpu_execution_accelerator.add(name=name)
+    backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(use_gpu=False, threads=1), config)
+    taken = name == "openvino" and is_installed
+    assert backend.provider == (ON_OPENVINO if taken else ON_ONNX_RUNTIME)
+    assert (f"cpu_execution_accelerator '{name}' has no effect: the " in caplog.text) != taken
+
+
 def test_without_openvino_a_model_is_computed_in_float32(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -313,6 +313,16 @@ def test_a_broken_model_stops_the_start_unless_keep_going(repository: Path) -> N
         assert [line[:3] for line in lines(server)] == [("mlp", "1", "UNAVAILABLE"), ("other", "1", "READY")]
 
 
+def test_each_broken_model_has_its_line_before_the_start_ends(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_mlp(repository / "third" / "1" / "model.onnx")
+    for name in ("mlp", "third"):
+        (repository / name / "1" / "model.onnx").write_bytes(b"this is no model")
+    with pytest.raises(ModelLoadError, match="third/1/model.onnx: is not"), controlled_server(repository, ControlMode.NONE):
+        raise AssertionError
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert "mlp/1/model.onnx: is not" in line
+
+
 def test_other_modes_refuse_requests_to_load(repository: Path) -> None:
     with (
         controlled_server(repository, ControlMode.NONE) as server,

@@ -192,10 +192,6 @@ def test_cuda_graphs(text: str, graphs: bool) -> None:
         ),
         (accelerator('gpu_execution_accelerator { name: "tpu" }'), "'tpu' is not known, expected 'tensorrt' or 'cuda'"),
         (
-            accelerator('cpu_execution_accelerator { name: "openvino" }'),
-            "cpu_execution_accelerator 'openvino' is not supported",
-        ),
-        (
             accelerator('gpu_execution_accelerator { name: "tensorrt" parameters { key: "precision_mode" value: "FP8" } }'),
             "precision_mode is 'FP8', expected one of FP32, FP16, INT8",
         ),

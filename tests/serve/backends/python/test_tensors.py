@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -46,17 +45,19 @@ def test_what_has_no_dlpack_is_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "expected"),
+    ("called", "arguments", "expected"),
     [
-        (partial(Tensor, None, np.ones(1)), "a name and an array, got None and ndarray"),
-        (partial(Tensor, "x", None), "a name and an array, got 'x' and NoneType"),
-        (partial(Logger.log_info, None), "a text and a level"),
-        (partial(Logger.log, "text", 1), "a text and a level"),
+        (Tensor, (None, np.ones(1)), "a name and an array, got None and ndarray"),
+        (Tensor, ("x", None), "a name and an array, got 'x' and NoneType"),
+        (Logger.log_info, (None,), "a text and a level"),
+        (Logger.log, ("text", 1), "a text and a level"),
     ],
 )
-def test_arguments_of_a_wrong_kind_raise_type_error_as_in_triton(call: Callable[[], object], expected: str) -> None:
+def test_arguments_of_a_wrong_kind_raise_type_error_as_in_triton(
+    called: Callable[..., object], arguments: tuple[object, ...], expected: str
+) -> None:
     with pytest.raises(TypeError, match=expected):
-        call()
+        called(*arguments)
 
 
 def test_texts_and_bytes_are_bytes_elements() -> None:

@@ -188,7 +188,7 @@ def test_device_settings_have_no_effect_on_the_cpu() -> None:
     assert ignored_settings(config, ONNX, on_device=True) == []
     assert ignored_settings(config, ONNX, on_device=False) == [
         "optimization.cuda.graphs",
-        "optimization.execution_accelerators",
+        "optimization.execution_accelerators.gpu_execution_accelerator",
         "parameters.gpu_mem_limit",
     ]
 
