@@ -24,7 +24,9 @@ TYPES = {
 CONFIG_TYPES = {"object": "TYPE_STRING", "float16": "TYPE_FP16", "float32": "TYPE_FP32"}
 CAST_TO_ADD = {"int8", "int16", "object"}
 OPSET, IR_VERSION = 13, 8
-LABELS = 10
+LABELS = 16
+LABEL_FILE = "output0_labels.txt"
+LABELLED = f'label_filename: "{LABEL_FILE}"'
 
 
 def config_type(name: str) -> str:
@@ -95,10 +97,10 @@ def add_sub(
         config = f'name: "{folder.name}"\nplatform: "onnxruntime_onnx"\nmax_batch_size: {batch}\n'
         config += f"version_policy: {{ {policy} }}\n" if policy else ""
         config += tensors("input", [("INPUT0", took, dims), ("INPUT1", took, dims)])
-        config += tensors("output", outputs, first_extra='label_filename: "output0_labels.txt"')
+        config += tensors("output", outputs, first_extra=LABELLED)
         config += "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
         (folder / "config.pbtxt").write_text(config + extra)
-        (folder / "output0_labels.txt").write_text("".join(f"label{index}\n" for index in range(LABELS)))
+        (folder / LABEL_FILE).write_text("".join(f"label{index}\n" for index in range(LABELS)))
 
     return build
 
@@ -179,13 +181,10 @@ def add_sub_ensembles(
             config = f'name: "{folder.name}"\nplatform: "ensemble"\nmax_batch_size: {batch}\n'
             config += f"version_policy: {{ {policy} }}\n" if policy else ""
             config += tensors("input", [("INPUT0", took, dims), ("INPUT1", took, dims)])
-            config += tensors(
-                "output",
-                [(f"OUTPUT{index}", dtype, dims) for index, dtype in enumerate(gave)],
-                first_extra='label_filename: "output0_labels.txt"',
-            )
+            outputs = [(f"OUTPUT{index}", dtype, dims) for index, dtype in enumerate(gave)]
+            config += tensors("output", outputs, first_extra=LABELLED if kind == "fan" else "")  # the others have their model's
             (folder / "config.pbtxt").write_text(f"{config}ensemble_scheduling {{ step [ {', '.join(steps)} ] }}\n")
-            (folder / "output0_labels.txt").write_text("".join(f"label{index}\n" for index in range(LABELS)))
+            (folder / LABEL_FILE).write_text("".join(f"label{index}\n" for index in range(LABELS)))
 
     return build
 

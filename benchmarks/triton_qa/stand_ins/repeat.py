@@ -24,6 +24,13 @@ class TritonPythonModel:
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
             wait = int(values["WAIT"][0]) if "WAIT" in values else 0
             sender = request.get_response_sender()
+            if "DELAY" in values and len(values["DELAY"]) != len(values["IN"]):
+                shapes = f"[{len(values['IN'])}] and [{len(values['DELAY'])}]"
+                error = pb_utils.TritonError(
+                    f"expected IN and DELAY shape to match, got {shapes}", pb_utils.TritonError.INVALID_ARG
+                )
+                sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                continue
             if self._is_decoupled:
                 threading.Thread(target=self._send, args=(sender, values)).start()
             else:

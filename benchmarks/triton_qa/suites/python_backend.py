@@ -169,7 +169,7 @@ PYTHON_BACKEND = (
     ),
     _unbatched_calls(
         "bls_model_loading",
-        (_model("bls_model_loading"), add_sub("int32", "int32", "int32", versions=(2, 3))),
+        (_model("bls_model_loading"), add_sub("int32", "int32", "int32", versions=(2, 3), policy="all { }")),
         flags=(EXPLICIT, "--load-model=bls_model_loading"),
     ),
     Suite(

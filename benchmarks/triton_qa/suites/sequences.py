@@ -165,7 +165,7 @@ ensemble_scheduling { step [
         name="iterative_sequence",
         tests="L0_iterative_sequence/iterative_sequence_e2e.py",
         methods=("test_generate_stream", "test_grpc_stream"),
-        models=(copied("python_models/iterative_sequence"),),
+        models=(copied("L0_iterative_sequence/models/iterative_sequence"),),
         flags=("--model-control-mode=explicit",),
     ),
 )

@@ -195,9 +195,9 @@ class CopyServices:
         try:
             core.versions(model)
         except NotFoundError:
-            if model not in core.loadable:
-                raise
-            return {}
+            if core.knows(model):
+                return {}  # it is unloaded already
+            raise
         # In the background, as Triton does: the model may unload itself, which waits for this very request.
         core.wait_for(asyncio.get_running_loop().create_task(_unloaded(core.unload(model), model)))
         return {}

@@ -10,7 +10,7 @@ from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence import SequenceId
-from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_ID, ControlTensors, StepInputs
+from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_ID, SEQUENCE_START, ControlTensors, StepInputs
 from halfserve.serve.engine.tensors import Tensors
 
 
@@ -31,15 +31,17 @@ class _Iteration(StepInputs):
 
 
 class IterativeRequests:
-    """A scheduler that adds the controls to a model's requests: START is true in a request's first execution."""
+    """A scheduler that makes each of a model's requests a sequence, whose start is its first execution.
+
+    The model sees that in the controls, if it has any, and in the request's correlation id and flags.
+    """
 
     def __init__(self, scheduler: Scheduler, batcher: Batcher, plan: SequencePlan) -> None:
         """`scheduler`: takes the requests, which `batcher` queues again."""
         self._scheduler = scheduler
         self._controls = ControlTensors(plan) if plan.controls else None
         self._ids = count(1)
-        if self._controls is not None:
-            batcher.on_reschedule(self._go_on)
+        batcher.on_reschedule(self._go_on)
 
     def submit(self, request: InferRequest) -> None:
         """See `Scheduler`.
@@ -48,12 +50,11 @@ class IterativeRequests:
             InvalidArgumentError: it has several rows, which the controls of one sequence do not fit.
         """
         controls = self._controls
+        if controls is not None and request.rows != 1:
+            raise InvalidArgumentError(f"the batch size is {request.rows}, expected 1: each request is a sequence")
+        key = self._key(request)
+        request.parameters = {**request.parameters, SEQUENCE_ID: key, SEQUENCE_START: True}
         if controls is not None:
-            if request.rows != 1:
-                raise InvalidArgumentError(f"the batch size is {request.rows}, expected 1: each request is a sequence")
-            given = request.parameters.get(SEQUENCE_ID, 0)
-            key = given if isinstance(given, (int, str)) and given and isinstance(given, str) == controls.takes_text else 0
-            key = key or (str(next(self._ids)) if controls.takes_text else next(self._ids))
             request.inputs = _Iteration(request.inputs, controls.of(key, starts=True, ends=False), key)
         self._scheduler.submit(request)
 
@@ -65,8 +66,17 @@ class IterativeRequests:
         """See `Scheduler`."""
         await self._scheduler.drain()
 
+    def _key(self, request: InferRequest) -> SequenceId:
+        """The client's sequence id if the model's control takes its type, else a new one."""
+        takes_text = self._controls is not None and self._controls.takes_text
+        given = request.parameters.get(SEQUENCE_ID, 0)
+        if given and isinstance(given, (int, str)) and (self._controls is None or isinstance(given, str) == takes_text):
+            return given
+        return str(next(self._ids)) if takes_text else next(self._ids)
+
     def _go_on(self, request: InferRequest) -> None:
         """Its model wants a request again."""
+        request.parameters = {**request.parameters, SEQUENCE_START: False}
         inputs = request.inputs
         if self._controls is not None and isinstance(inputs, _Iteration):
             request.inputs = _Iteration(inputs.given, self._controls.of(inputs.key, starts=False, ends=False), inputs.key)

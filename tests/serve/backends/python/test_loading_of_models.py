@@ -73,6 +73,11 @@ def test_a_model_that_is_not_loaded_is_not_ready_and_stays_unloaded(tmp_path: Pa
     class TritonPythonModel:
         def execute(self, requests):
             pb_utils.unload_model("twice")
+            pb_utils.load_model("twice")
+            pb_utils.unload_model("twice")
+            while pb_utils.is_model_ready("twice"):
+                pass
+            pb_utils.unload_model("twice")
             is_ready = pb_utils.is_model_ready("twice") or pb_utils.is_model_ready("unknown")
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([is_ready], np.float32))])]
     """

@@ -111,6 +111,10 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             given = {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in request.inputs()}
+            starts = bool(request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+            told = {"ID": request.correlation_id(), "START": starts}
+            assert given == {**given, **told} or "START" not in given, (given, told)
+            given |= told
             left = self.left[given["ID"]] = int(given["x"]) if given["START"] else self.left[given["ID"]] - 1
             answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([left], np.float32))])
             if left:
@@ -119,8 +123,11 @@ class TritonPythonModel:
 """
 
 
-def test_each_request_of_an_iterative_model_is_a_sequence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_controls", [True, False])
+def test_each_request_of_an_iterative_model_is_a_sequence(tmp_path: Path, has_controls: bool) -> None:
     controls = CONTROLS.replace("STRATEGY", "iterative_sequence: true")
+    if not has_controls:
+        controls = controls.partition("sequence_batching")[0] + "sequence_batching { iterative_sequence: true }"
     decoupled = "model_transaction_policy { decoupled: true }"
     save_python_model(tmp_path, "counts_down", COUNTS_DOWN, controls + decoupled)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
