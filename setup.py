@@ -29,8 +29,8 @@ FOLDERS = ("amp_core", "examples", "export", "protos", "serve")
 COMPILED = run_path(str(HERE / "halfserve" / "compiled_build.py"))
 PLACEHOLDER = "halfserve.serve.compiled"  # an extension that stands for the modules until they are translated
 SUFFIX = EXTENSION_SUFFIXES[0]
-# Types are checked by `make types`; here they only tell mypyc what is what. What is not ours is not read and not even looked for,
-# so that a build in isolation gives the same code, and an installed package makes no library older than its code.
+# Types are checked by `make types`; here they only tell mypyc what is what. What is not ours is not read and not even looked
+# for, so that a build in isolation gives the same code, and an installed package makes no library older than its code.
 MYPY_SETTINGS = """[mypy]
 python_version = {version}
 explicit_package_bases = true
