@@ -73,36 +73,25 @@ INFERENCE: tuple[Suite, ...] = (
         ),
         has_fresh_servers=True,
     ),
-    *(
-        Suite(
-            name=name,
-            tests="L0_decoupled/decoupled_test.py",
-            methods=methods,
-            models=(
-                folder("L0_decoupled/models"),
-                REPEAT,
-                SQUARE,
-                # The newest version counts, and has its outputs swapped.
-                add_sub("int32", "int32", "int32", batch=0, dims=(1,), prefix="libtorch", output="OUTPUT__", versions=(1, 3)),
-            ),
-            environment=environment,
-            method_seconds=900,
-        )
-        for name, environment, methods in (
-            (
-                "decoupled",
-                {},
-                (
-                    "test_one_to_none",
-                    "test_one_to_one",
-                    "test_one_to_many",
-                    "test_no_streaming",
-                    "test_response_order",
-                    "test_wrong_shape",
-                ),
-            ),
-            ("decoupled_many", {"TRITONSERVER_DELAY_GRPC_RESPONSE": "2000"}, ("test_one_to_multi_many",)),
-        )
+    Suite(
+        name="decoupled",
+        tests="L0_decoupled/decoupled_test.py",
+        methods=(
+            "test_one_to_none",
+            "test_one_to_one",
+            "test_one_to_many",
+            "test_no_streaming",
+            "test_response_order",
+            "test_wrong_shape",
+        ),
+        models=(
+            folder("L0_decoupled/models"),
+            REPEAT,
+            SQUARE,
+            # The newest version counts, and has its outputs swapped.
+            add_sub("int32", "int32", "int32", batch=0, dims=(1,), prefix="libtorch", output="OUTPUT__", versions=(1, 3)),
+        ),
+        method_seconds=2400,
     ),
     Suite(
         name="decoupled_not",
