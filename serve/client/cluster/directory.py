@@ -18,7 +18,6 @@ from halfserve.serve.client.errors import Cancelled, Repeat, ServerUnavailable, 
 WATCH = "/halfserve.Cluster/Watch"
 FIRST_ANSWER_S = 5.0  # a member that has not answered by then is passed over
 PAUSES_S = (0.1, 2.0)  # first and longest bound of the pause after all known addresses were asked
-JOIN_S = 5.0  # the thread ends with the process at the latest
 MAX_FORMER = 64  # members of earlier directories that may be asked again
 LASTING_S = FIRST_ANSWER_S + 1.0  # a Watch that broke earlier is no reason to ask the same members without a pause
 
@@ -73,8 +72,8 @@ class DirectoryWatch:
             call.cancel()
 
     def join(self) -> None:
-        """Wait for the thread, after `stop`; JOIN_S at most, as gRPC may lose a cancellation while a call begins."""
-        self._thread.join(JOIN_S)
+        """Wait for the thread, after `stop`."""
+        self._thread.join()
 
     @property
     def has_directory(self) -> bool:

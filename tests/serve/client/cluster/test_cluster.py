@@ -200,6 +200,26 @@ def test_former_members_are_asked_when_all_present_ones_are_lost(cluster: Cluste
     until(lambda: answered(other) > before, lambda: client.infer("mlp", {"x": X}))
 
 
+@pytest.mark.long
+def test_clients_end_their_watch_after_all_members_have_gone(repository: Path) -> None:
+    with cluster_of(repository, 3) as cluster:
+        clients = [Client(cluster.address) for _ in range(40)]
+        for client in clients:
+            client.server_metadata()
+
+    def wait_and_close(client: Client) -> None:
+        with pytest.raises(DeadlineExceeded):  # meanwhile the members are asked for the directory, again and again
+            client.wait_until_ready(timeout_s=8)
+        client.close()
+
+    closing = [threading.Thread(target=wait_and_close, args=(client,), daemon=True) for client in clients]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in closing)
+
+
 def test_an_older_directory_is_not_taken(cluster: Cluster, connect: Connect) -> None:
     """A member that is asked after another one may be behind; a cluster that began again has other members."""
     first, second = cluster.servers
