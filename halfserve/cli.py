@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand, TyperGroup
 
 from halfserve.configuration import ConfigurableCommand, ConfigurationError, variable
@@ -121,11 +120,13 @@ class StageCommand(TyperCommand):
         """Read the options; an unknown one that another option's help mentions, such as --png, suggests that option."""
         try:
             return super().parse_args(ctx, args)
-        except NoSuchOption as error:
-            word = re.compile(rf"\b{re.escape(error.option_name.lstrip('-'))}\b", re.IGNORECASE)
-            described = [p for p in self.get_params(ctx) if word.search(getattr(p, "help", None) or "")]
-            if described:
-                error.possibilities = [parameter.opts[0] for parameter in described]
+        except Exception as error:
+            # An unknown option's error; typer names its class in a private module alone.
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+                word = re.compile(rf"\b{re.escape(error.option_name.lstrip('-'))}\b", re.IGNORECASE)
+                described = [p for p in self.get_params(ctx) if word.search(getattr(p, "help", None) or "")]
+                if described:
+                    error.possibilities = [parameter.opts[0] for parameter in described]
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

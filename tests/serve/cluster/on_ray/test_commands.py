@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.clustering.machines import WAIT_S, machines, processes_of, until
+from benchmarks.clustering.machines import WAIT_S, Machines, machines, processes_of, until
 from halfserve import Client, cli
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments
 from tests.models import save_mlp
@@ -126,15 +126,19 @@ def listens(pid: int) -> set[str]:
     return found
 
 
+def run_here(found: Machines, folder: Path) -> tuple[list[str], str, dict[str, str]]:
+    """The command that runs a cluster of one model on this machine, the mark of its processes, and its environment."""
+    save_mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+    mark = found.mark()
+    options = ("--first-port", "0", "--", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
+    return found.command("run", str(folder / "models"), *options), mark, {**found.environment(mark), "RAY_ADDRESS": "local"}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "models" / "mlp" / "1" / "model.onnx")
     with machines([]) as found:
-        mark = found.mark()
-        options = ("--first-port", "0", "--", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
-        command = found.command("run", str(tmp_path / "models"), *options)
-        environment = {**found.environment(mark), "RAY_ADDRESS": "local"}
+        command, mark, environment = run_here(found, tmp_path)
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:
             assert process.stdout is not None
             ready = re.fullmatch(r"ready: 1 server; clients take cluster://(\S+)\n", process.stdout.readline())
@@ -161,12 +165,8 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_member_and_a_stop_are_a_line_each_in_the_run(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "models" / "mlp" / "1" / "model.onnx")
     with machines([]) as found:
-        mark = found.mark()
-        options = ("--first-port", "0", "--", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
-        command = found.command("run", str(tmp_path / "models"), *options)
-        environment = {**found.environment(mark), "RAY_ADDRESS": "local"}
+        command, mark, environment = run_here(found, tmp_path)
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stderr is not None
