@@ -113,8 +113,6 @@ lint: $(READY)
 	$(BIN)/hadolint Dockerfile
 
 types: $(READY)
-	@mkdir -p build/types/halfserve
-	@ln -sfn $(addprefix $(CURDIR)/,halfserve/__init__.py halfserve/__main__.py halfserve/cli.py halfserve/compiled_build.py halfserve/configuration.py amp_core examples export protos serve) build/types/halfserve/
 	$(BIN)/mypy
 
 format: $(READY)

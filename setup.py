@@ -1,7 +1,8 @@
 """The packages, and the compiled hot path.
 
-Each top-level folder of code is installed as a part of `halfserve`, so that no user's module hides it. Where mypyc and a C
-compiler are there, the modules of halfserve/compiled_build.py are compiled; where not, the installation is complete without.
+In a checkout `halfserve/` links to each folder of code that lies beside it; a source archive and an installed package hold the
+folders themselves. Where mypyc and a C compiler are there, the modules of halfserve/compiled_build.py are compiled; where not,
+the installation is complete without.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = ("amp_core", "examples", "export", "protos", "serve")
-COMPILED = run_path(str(HERE / "halfserve" / "compiled_build.py"))
+PACKAGE = HERE / "halfserve"
+COMPILED = run_path(str(PACKAGE / "compiled_build.py"))
 PLACEHOLDER = "halfserve.serve.compiled"  # an extension that stands for the modules until they are translated
 SUFFIX = EXTENSION_SUFFIXES[0]
 # Types are checked by `make types`; here they only tell mypyc what is what. What is not ours is not read and not even looked
@@ -106,19 +107,14 @@ class CompileHotPath(build_ext):
         from mypyc.build import mypycify  # noqa: PLC0415  (it may be missing)
 
         folder = Path(self.build_temp).resolve() / "mypyc"
-        links = folder / "halfserve"  # the installed names, as mypy sees them
-        links.mkdir(parents=True, exist_ok=True)
-        for name in FOLDERS:
-            link = links / name
-            link.unlink(missing_ok=True)
-            link.symlink_to(HERE / name, target_is_directory=True)
+        folder.mkdir(parents=True, exist_ok=True)
         settings = folder / "mypy.ini"
         settings.write_text(MYPY_SETTINGS.format(version="{}.{}".format(*sys.version_info), cache=folder / "cache"))
-        os.environ["MYPYPATH"] = str(folder)
+        os.environ["MYPYPATH"] = str(HERE)
         groups: dict[str, list[str]] = {}
         for name in modules:
             group = f"halfserve.serve.{COMPILED['library_of'](name).removesuffix(COMPILED['LIBRARY'])}"
-            groups.setdefault(group, []).append(str(links / "serve" / f"{name.replace('.', '/')}.py"))
+            groups.setdefault(group, []).append(str(PACKAGE / "serve" / f"{name.replace('.', '/')}.py"))
         notes = io.StringIO()
         try:
             with redirect_stdout(notes):
@@ -145,7 +141,7 @@ def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
     if not all(path.is_file() for path in libraries.values()):
         return ""
     sizes = {name: path.stat().st_size for name, path in libraries.items()}
-    sums = {path: COMPILED["checksum"](str(HERE / path)) for path in sorted(_sources(modules))}
+    sums = {path: COMPILED["checksum"](str(PACKAGE / path)) for path in sorted(_sources(modules))}
     return json.dumps({"suffix": SUFFIX, "libraries": sizes, "sources": sums})
 
 
@@ -157,11 +153,11 @@ def _sources(modules: list[str]) -> Iterator[str]:
     for name in modules:
         path = f"serve/{name.replace('.', '/')}.py"
         yield path
-        for node in ast.walk(ast.parse((HERE / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for imported in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                     file = f"{imported.removeprefix('halfserve.').replace('.', '/')}.py"
-                    if imported.startswith("halfserve.") and (HERE / file).is_file():
+                    if imported.startswith("halfserve.") and (PACKAGE / file).is_file():
                         yield file
 
 
@@ -185,13 +181,8 @@ def _say(text: str) -> None:
     sys.stderr.write(f"halfserve: {text}\n")
 
 
-inside = find_namespace_packages(
-    include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")], exclude=["*.static", "*.__pycache__"]
-)
-
 setup(
-    packages=["halfserve", *(f"halfserve.{name}" for name in inside)],
-    package_dir={"halfserve": "halfserve", **{f"halfserve.{folder}": folder for folder in FOLDERS}},
+    packages=find_namespace_packages(include=["halfserve", "halfserve.*"], exclude=["*.static", "*.__pycache__"]),
     ext_modules=[Extension(PLACEHOLDER, [])],
     cmdclass={"build_ext": CompileHotPath},
 )

@@ -48,7 +48,7 @@ from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 
-SERVE = f"{Path(__file__).parent.parent / 'serve'}/"
+SERVE = f"{Path(__file__).parent.parent / 'halfserve' / 'serve'}/"
 HEADERS = [
     (b":method", b"POST"),
     (b":scheme", b"http"),

@@ -6,7 +6,6 @@ Names from `amp_core` need the extra `train`, names from `export` the extra `exp
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -210,11 +209,6 @@ _NAMES_BY_MODULE = {
     "serve.client.tensors": ("Class", "classes_of"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-
-_FOLDER = os.path.dirname(__file__)  # noqa: PTH120  (importing pathlib would take longer than the rest of this module)
-if not os.path.isdir(f"{_FOLDER}/serve"):  # noqa: PTH112  (see above)
-    # A checkout: the folders of code lie beside this one. An installed package holds them.
-    __path__.append(os.path.dirname(_FOLDER))  # noqa: PTH120  (see above)
 
 
 def __getattr__(name: str) -> Any:

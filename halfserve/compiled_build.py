@@ -127,7 +127,7 @@ def build_in_use() -> Build:
     if switch != "1":
         reason = f"{SWITCH} is {switch}"
     else:
-        home = sys.modules["halfserve"].__path__[-1]  # where serve/ lies
+        home = os.path.dirname(__file__)  # noqa: PTH120  (see `checksum`)
         if os.path.isfile(f"{home}/{STAMP}"):  # noqa: PTH113  (see `checksum`)
             reason = _misfit(home)
             if not reason:

@@ -52,15 +52,17 @@ def build_of(home: Path) -> tuple[str, str]:
 
 
 def libraries(home: Path) -> set[str]:
-    return {path.relative_to(home).as_posix() for path in (home / "serve").rglob(f"*{SUFFIX}")}
+    return {path.relative_to(home / "halfserve").as_posix() for path in (home / "halfserve" / "serve").rglob(f"*{SUFFIX}")}
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what an installation needs, not compiled; one module of it would be."""
     copy = tmp_path / "checkout"
-    for name in ("halfserve", "protos", "serve", "amp_core", "export", "examples"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.so", "*.stamp", "__pycache__"))
+    folders = {"halfserve", *(path.name for path in (ROOT / "halfserve").iterdir() if path.is_symlink())}
+    for name in folders:
+        ignored = shutil.ignore_patterns("*.so", "*.stamp", "__pycache__")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     (copy / "setup.cfg").write_text(f"[build_ext]\nmodules = {MODULE}\n")
@@ -91,7 +93,7 @@ def test_what_was_built_is_the_list() -> None:
 def test_compiled_classes_have_no_base_whose_memory_they_would_overlay() -> None:
     """mypyc lays a class out as if its base were plain, and writes into what a base written in C keeps there."""
     known = {"ABC", "Protocol", "Exception", "StrEnum", "Mapping", "dict"}
-    trees = [ast.parse((ROOT / f"serve/{name.replace('.', '/')}.py").read_text(encoding="utf-8")) for name in MODULES]
+    trees = [ast.parse((ROOT / f"halfserve/serve/{name.replace('.', '/')}.py").read_text(encoding="utf-8")) for name in MODULES]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     known |= {node.name for node in classes}
     bases = {ast.unparse(base).partition("[")[0] for node in classes for base in node.bases}
@@ -100,20 +102,20 @@ def test_compiled_classes_have_no_base_whose_memory_they_would_overlay() -> None
 
 def test_without_a_compiled_build_the_sources_run(checkout: Path) -> None:
     assert build_of(checkout) == ("plain: not compiled", "")
-    (checkout / LIBRARIES[1]).write_bytes(b"left by a build that was interrupted")
+    (checkout / "halfserve" / LIBRARIES[1]).write_bytes(b"left by a build that was interrupted")
     assert build_of(checkout) == ("plain: not compiled", "")
 
 
 def stamped(checkout: Path, *, suffix: str = SUFFIX) -> None:
     """Stamp the checkout as compiled, with libraries that no interpreter can load."""
     for path in LIBRARIES:
-        (checkout / path).write_bytes(b"no library")
+        (checkout / "halfserve" / path).write_bytes(b"no library")
     stamp = {
         "suffix": suffix,
         "libraries": dict.fromkeys(LIBRARIES, len(b"no library")),
-        "sources": {SOURCE: checksum(str(checkout / SOURCE))},
+        "sources": {SOURCE: checksum(str(checkout / "halfserve" / SOURCE))},
     }
-    (checkout / STAMP).write_text(json.dumps(stamp))
+    (checkout / "halfserve" / STAMP).write_text(json.dumps(stamp))
 
 
 def foreign(checkout: Path) -> str:
@@ -123,19 +125,21 @@ def foreign(checkout: Path) -> str:
 
 def truncated(checkout: Path) -> str:
     stamped(checkout)
-    (checkout / LIBRARIES[1]).write_bytes(b"no")
+    (checkout / "halfserve" / LIBRARIES[1]).write_bytes(b"no")
     return f"{LIBRARIES[1]} is damaged"
 
 
 def missing(checkout: Path) -> str:
     stamped(checkout)
-    (checkout / LIBRARIES[1]).unlink()
-    return f"it cannot be loaded (FileNotFoundError: [Errno 2] No such file or directory: '{checkout}/{LIBRARIES[1]}')"
+    (checkout / "halfserve" / LIBRARIES[1]).unlink()
+    return (
+        f"it cannot be loaded (FileNotFoundError: [Errno 2] No such file or directory: '{checkout}/halfserve/{LIBRARIES[1]}')"
+    )
 
 
 def edited(checkout: Path) -> str:
     stamped(checkout)
-    with (checkout / SOURCE).open("a") as file:
+    with (checkout / "halfserve" / SOURCE).open("a") as file:
         file.write("# edited\n")
     return f"{SOURCE} has changed since"
 
@@ -147,13 +151,13 @@ def unloadable(checkout: Path) -> str:
 
 def no_stamp(checkout: Path) -> str:
     stamped(checkout)
-    (checkout / STAMP).write_text("{")
+    (checkout / "halfserve" / STAMP).write_text("{")
     return "it cannot be loaded (JSONDecodeError: "
 
 
 def empty_stamp(checkout: Path) -> str:
     stamped(checkout)
-    (checkout / STAMP).write_text("[]")
+    (checkout / "halfserve" / STAMP).write_text("[]")
     return "it cannot be loaded (TypeError: "
 
 
@@ -174,15 +178,15 @@ def test_a_compiled_module_runs_until_it_does_not_fit(compiled: Path) -> None:
     assert run([sys.executable, "-m", "halfserve", "--version"], compiled, **{SWITCH: "0"}).stdout.endswith(
         f", plain: {SWITCH} is 0\n"
     )
-    library = compiled / LIBRARIES[0]
+    library = compiled / "halfserve" / LIBRARIES[0]
     content = library.read_bytes()
     library.write_bytes(content[: len(content) // 2])
     assert build_of(compiled)[0] == f"plain: {LIBRARIES[0]} is damaged"
     library.write_bytes(content)
     # What a compiled module imports counts too: constants are compiled in.
-    (compiled / "serve" / "engine" / "queueing" / "unrelated.py").write_text("")
+    (compiled / "halfserve" / "serve" / "engine" / "queueing" / "unrelated.py").write_text("")
     assert build_of(compiled) == ("compiled", "")
-    with (compiled / SOURCE).open("a") as file:
+    with (compiled / "halfserve" / SOURCE).open("a") as file:
         file.write("EDITED = 1\n")
     assert build_of(compiled)[0] == f"plain: {SOURCE} has changed since"
 
@@ -223,7 +227,7 @@ def test_a_build_that_fails_leaves_the_sources_and_one_line(
     assert said.endswith(reason)
     assert "Traceback" not in done.stderr
     assert libraries(checkout) == set()
-    assert not (checkout / STAMP).exists()
+    assert not (checkout / "halfserve" / STAMP).exists()
     assert build_of(checkout) == ("plain: not compiled", "")
 
 
@@ -236,6 +240,6 @@ def test_a_wheel_carries_the_compiled_modules(checkout: Path, tmp_path: Path) ->
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(site)
-    assert libraries(site / "halfserve") == set(LIBRARIES)
+    assert libraries(site) == set(LIBRARIES)
     assert (site / "halfserve" / SOURCE).exists()
     assert build_of(site) == ("compiled", "")

@@ -93,7 +93,7 @@ def test_options_that_documents_name_are_there() -> None:
     ],
 )
 def test_metrics_that_documents_name_are_there(document: str) -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "serve").rglob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "halfserve" / "serve").rglob("*.py"))
     for name in re.findall(
         r"\b(?:nv|halfserve)_[a-z_]+[a-z]\b(?!/)", (ROOT / f"docs/{document}.md").read_text(encoding="utf-8")
     ):

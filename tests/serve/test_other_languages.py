@@ -23,8 +23,8 @@ PACKAGES = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.1")
 def test_protoc_finds_the_files_by_their_folder(where: str, tmp_path: Path) -> None:
     include, folder = {
         "the root": ("protos", ROOT),
-        "the folder itself": (".", ROOT / "protos"),
-        "elsewhere": (str(ROOT / "protos"), tmp_path),
+        "the folder itself": (".", ROOT / "halfserve" / "protos"),
+        "elsewhere": (str(ROOT / "halfserve" / "protos"), tmp_path),
     }[where]
     output = tmp_path / "inference.binpb"
     arguments = ["-I", include, f"--descriptor_set_out={output}", "--include_imports", "inference.proto"]
@@ -56,7 +56,7 @@ def node_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(200)
 def test_nodes_client_gets_the_answer(server: RunningServer, node_program: Path) -> None:
-    command = ["node", str(node_program), server.address, str(ROOT / "protos")]
+    command = ["node", str(node_program), server.address, str(ROOT / "halfserve" / "protos")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     *told, content = done.stdout.split()
@@ -71,7 +71,7 @@ def test_nodes_client_gets_the_answer(server: RunningServer, node_program: Path)
 def test_nodes_client_gets_status_and_text_of_an_error(server: RunningServer, node_program: Path) -> None:
     wrong = node_program.with_name("wrong.js")
     wrong.write_text(node_program.read_text().replace("shape: [1, 64]", "shape: [1, 65]"))
-    command = ["node", str(wrong), server.address, str(ROOT / "protos")]
+    command = ["node", str(wrong), server.address, str(ROOT / "halfserve" / "protos")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == "INVALID_ARGUMENT input 'x' has shape [1, 65], expected [-1, 64] (-1 takes any size)"

@@ -290,7 +290,7 @@ async def test_changes_are_heard_of_until_the_view_is_closed() -> None:
 
 def test_every_method_of_the_core_is_restricted() -> None:
     # From the source: of a compiled class, properties look like attributes.
-    tree = ast.parse((ROOT / "serve" / "engine" / "inference_core.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "halfserve" / "serve" / "engine" / "inference_core.py").read_text(encoding="utf-8"))
 
     def public(kind: type) -> set[str]:
         (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
