@@ -27,7 +27,7 @@ from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
 from halfserve.serve.observability.settings import ObserveOptions
-from halfserve.serve.process import infrequent_collection, stop_on_signal
+from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
@@ -196,6 +196,7 @@ async def serve(
             forwarded=options.forwarded,
         )
         listening: list[Transport | RestServer] = []
+        collecting = asyncio.create_task(collect_when_idle())
         try:
             sockets = {} if link is None else link.sockets
             await member.join(service)
@@ -215,6 +216,7 @@ async def serve(
             await _drain(core, listening, lost.shorten(options.drain_s))
             await member.leave()
             service.observability.close()
+            collecting.cancel()
     finally:
         control.close()
     lost.check()
