@@ -135,7 +135,8 @@ def triton(
 ) -> None:
     """Start the server with the flags of tritonserver, one line on standard error for each that is ignored.
 
-    As tritonserver does, it listens on every address, runs the repository's Python models and lets clients use shared memory.
+    As tritonserver does, it listens on every address, runs the repository's Python models, lets clients use shared memory and
+    takes model files from load requests.
 
     Example: halfserve triton -- --model-repository=models --http-port=8000
     """
@@ -161,6 +162,8 @@ def translated(flags: Sequence[str]) -> Translation:
     for name, option in SAME.items():
         for value in given.get(name, ()):
             made.arguments += [option, value]
+    if given.get("model-control-mode", [""])[-1] == "explicit":
+        made.arguments.append("--model-uploads")
     _listen(made, given, switches)
     if switches.get("exit-on-error") is False:
         made.arguments.append("--keep-going")

@@ -32,7 +32,7 @@ def arguments(*flags: str) -> list[str]:
         ("--allow-metrics=false --allow-grpc=true", "--metrics-port -1"),
         (
             "--model-control-mode=explicit --load-model=a --load-model=b",
-            "--model-control explicit --load-model a --load-model b",
+            "--model-control explicit --load-model a --load-model b --model-uploads",
         ),
         (
             "--model-control-mode=poll --repository-poll-secs=1 --exit-on-error=false",
