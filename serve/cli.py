@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,14 @@ def serve(
             "s3://bucket/models.",
         ),
     ],
+    more_paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH]...",
+            help="Further ones, on this disk; a model that two of them have is not served.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     host: Annotated[str, _listening(help="Address to listen on; 0.0.0.0 for all.")] = ServerOptions.host,
     grpc_port: Annotated[int, _listening(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = ServerOptions.grpc_port,
@@ -366,6 +374,7 @@ def serve(
     )
     options = ServerOptions(
         path=_place(path, storage_folder, storage_gib),
+        more_paths=_more_places(path, more_paths or []),
         host=host,
         grpc_port=grpc_port,
         placement=DevicePlacement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads, cpu_precision=cpu_precision),
@@ -461,6 +470,13 @@ def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path |
             raise typer.BadParameter(f"--storage-folder is for object storage, and {path} is on this disk; leave it out")
         return Path(path)
     return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
+
+
+def _more_places(path: str, more_paths: Sequence[str]) -> tuple[Path, ...]:
+    for one in (path, *more_paths):
+        if more_paths and is_url(one):
+            raise typer.BadParameter(f"{one} is in object storage, which is the only PATH then; start a server for each")
+    return tuple(map(Path, more_paths))
 
 
 def _restricted(option: str, texts: list[str] | None, prefix: str = "") -> tuple[RestrictedGroup, ...]:

@@ -20,6 +20,7 @@ from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
+from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.members.membership import Membership, membership
@@ -63,6 +64,7 @@ class ServerOptions:
 
     Attributes:
         path: a model repository, or one .onnx or .pt2 file; or where in object storage it lies.
+        more_paths: further repositories or model files, where `path` is on this disk too.
         host: the address to listen on.
         grpc_port: 0 finds a free one.
         placement: where models run.
@@ -83,6 +85,7 @@ class ServerOptions:
     """
 
     path: Path | ObjectStorage
+    more_paths: tuple[Path, ...] = ()
     host: str = "127.0.0.1"
     grpc_port: int = 8001
     placement: DevicePlacement = field(default_factory=DevicePlacement)
@@ -246,9 +249,9 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
 
 def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:
     if isinstance(options.path, Path):
-        return ModelControl(core, options.path, loader, options.control)
+        return ModelControl(core, ModelRepository(options.path, *options.more_paths), loader, options.control)
     copy = RepositoryCopy(options.path)
-    return ModelControl(core, copy.path, loader, options.control, copy)
+    return ModelControl(core, ModelRepository(copy.path), loader, options.control, copy)
 
 
 def _keep_responses(core: InferenceCore, size: int) -> None:

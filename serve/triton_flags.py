@@ -120,12 +120,12 @@ class Translation:
     """What a script's flags become.
 
     Attributes:
-        path: the model repository.
-        arguments: of `halfserve serve`, besides the path.
+        paths: the model repositories.
+        arguments: of `halfserve serve`, besides the paths.
         remarks: a line for each flag that is ignored.
     """
 
-    path: str = ""
+    paths: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -135,12 +135,13 @@ def triton(
 ) -> None:
     """Start the server with the flags of tritonserver, one line on standard error for each that is ignored.
 
-    As tritonserver does, it listens on every address, runs the repository's Python models and lets clients use shared memory.
+    As tritonserver does, it listens on every address, runs the repository's Python models, lets clients use shared memory and
+    takes model files from load requests.
 
     Example: halfserve triton -- --model-repository=models --http-port=8000
     """
     translation = translated(flags)
-    command = ["serve", translation.path, *translation.arguments]
+    command = ["serve", *translation.paths, *translation.arguments]
     for line in (*translation.remarks, f"starts: halfserve {shown(command)}"):
         typer.echo(line, err=True)
     os.execv(sys.executable, [*program("halfserve"), *command])  # noqa: S606  (our own program, and no shell)
@@ -155,12 +156,14 @@ def translated(flags: Sequence[str]) -> Translation:
     given: dict[str, list[str]] = {}
     for name, value in _pairs(flags):
         given.setdefault(name, []).append(value)
-    made = Translation(path=_repository(given))
+    made = Translation(paths=_repositories(given))
     switches = {name: _switch(name, values[-1]) for name, values in given.items() if name in SWITCHES}
     made.arguments += ["--host", _address(given), "--shared-memory", "--trust-python-models"]
     for name, option in SAME.items():
         for value in given.get(name, ()):
             made.arguments += [option, value]
+    if given.get("model-control-mode", [""])[-1] == "explicit":
+        made.arguments.append("--model-uploads")
     _listen(made, given, switches)
     if switches.get("exit-on-error") is False:
         made.arguments.append("--keep-going")
@@ -203,16 +206,11 @@ def _switch(name: str, value: str) -> bool:
     return BOOLS[value.lower()]
 
 
-def _repository(given: dict[str, list[str]]) -> str:
+def _repositories(given: dict[str, list[str]]) -> list[str]:
     found = [path for name in REPOSITORIES for path in given.get(name, ())]
     if not found:
         raise TritonFlagError("there is no --model-repository; expected one")
-    if len(found) > 1:
-        raise TritonFlagError(
-            f"there are {len(found)} model repositories ({', '.join(found)}), expected one; put all model folders into "
-            "one folder (copied or mounted: the server follows no link out of it), or start a server for each"
-        )
-    return found[0]
+    return list(dict.fromkeys(found))
 
 
 def _address(given: dict[str, list[str]]) -> str:

@@ -10,6 +10,7 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.errors import ModelLoadError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
+from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control.loading import LoaderThread
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 
@@ -93,7 +94,7 @@ class ModelCopies:
 
     async def _below(self, name: str, declared: DeclaredConfig | None) -> list[str]:
         try:
-            return await self._thread.run(models_below, self._copy.path, name, declared)
+            return await self._thread.run(models_below, ModelRepository(self._copy.path), name, declared)
         except ModelLoadError:  # whoever loads it reports it
             return []
 

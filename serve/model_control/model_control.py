@@ -26,7 +26,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
-from halfserve.serve.engine.repository.model_repository import find_models, model_names
+from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
 from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
@@ -44,14 +44,14 @@ class ModelControl:
     def __init__(
         self,
         core: InferenceCore,
-        path: Path,
+        repository: ModelRepository,
         loader: VersionLoader,
         options: ControlOptions,
         copy: RepositoryCopy | None = None,
     ) -> None:
-        """`copy`: brings what lies at `path` from object storage."""
+        """`copy`: brings what `repository` has from object storage."""
         self._core = core
-        self._path = path
+        self._repository = repository
         self._options = options
         self._thread = LoaderThread()
         # A thread of its own: listing models must not wait for a load.
@@ -81,7 +81,7 @@ class ModelControl:
             await self._copies.start(_copied_at_start(options), keep_going=options.keep_going)
             follow_store = self._copies.follow
         watch = RepositoryWatch(
-            self._path,
+            self._repository,
             self._thread,
             interval_s=options.poll_interval_s,
             settle_s=options.settle_s,
@@ -90,9 +90,9 @@ class ModelControl:
         if options.mode is ControlMode.POLL:
             await watch.remember()
         tried, refused = set[str](), list[ModelLoadError]()
-        wanted = await self._thread.run(_wanted_at_start, self._path, options)
+        wanted = await self._thread.run(_wanted_at_start, self._repository, options)
         for name in wanted:
-            for model in [*await self._below(self._path, name), name]:
+            for model in [*await self._below(name), name]:
                 if model in tried:
                     continue
                 tried.add(model)
@@ -156,7 +156,7 @@ class ModelControl:
         try:
             if self._copies is not None:
                 await self._copies.look(self._lookout)
-            self._core.loadable = frozenset(await self._lookout.run(model_names, self._path))
+            self._core.loadable = frozenset(await self._lookout.run(self._repository.names))
             self._unreadable = False
         except ModelLoadError as error:
             if not self._unreadable:
@@ -167,7 +167,7 @@ class ModelControl:
         if self._copies is None or files:
             await self._load_local(name, config, files)
             return
-        declared = None if config is None else await self._thread.run(config_from_json, config, self._path / name)
+        declared = await self._declared(self._repository, name, config)
         async with self._copies.arriving(name, declared):
             await self._load_local(name, config, files)
 
@@ -180,43 +180,50 @@ class ModelControl:
             if upload is not None:
                 self._uploads.setdefault(name, []).append(upload)
             try:
-                await self._load_from(self._path if upload is None else Path(upload.name), name, config, refused_steps)
+                repository = self._repository if upload is None else ModelRepository(Path(upload.name))
+                await self._load_from(repository, name, config, refused_steps)
             finally:
                 self._drop_uploads(name)
 
     async def _load_steps(self, name: str, config: str | None) -> list[str]:
         """Load the models of an ensemble's steps that are not served; returns why some were refused."""
-        declared = None if config is None else await self._thread.run(config_from_json, config, self._path / name)
+        declared = await self._declared(self._repository, name, config)
         reasons = []
-        for step in await self._below(self._path, name, declared):
+        for step in await self._below(name, declared):
             async with self._lock(step):
                 if self._core.served(step):
                     continue
-                refused = await self._switch.bring_in(self._path, step)
-                reasons += self._switch.reasons(self._path, step, refused)
+                refused = await self._switch.bring_in(self._repository, step)
+                reasons += self._switch.reasons(self._repository, step, refused)
                 if not refused:
                     self._loaded_as_steps.add(step)
         return reasons
 
-    async def _below(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[str]:
+    async def _declared(self, repository: ModelRepository, name: str, config: str | None) -> DeclaredConfig | None:
+        """The configuration that a load request brings; None where it brings none."""
+        if config is None:
+            return None
+        return await self._thread.run(lambda: config_from_json(config, repository.path_of(name) / name))
+
+    async def _below(self, name: str, declared: DeclaredConfig | None = None) -> list[str]:
         """The models that an ensemble needs, in the order to load them; none for a model that cannot be loaded either."""
         try:
-            return await self._thread.run(models_below, path, name, declared)
+            return await self._thread.run(models_below, self._repository, name, declared)
         except ModelLoadError:
             return []
 
-    async def _load_from(self, path: Path, name: str, config: str | None, refused_steps: list[str]) -> None:
+    async def _load_from(self, repository: ModelRepository, name: str, config: str | None, refused_steps: list[str]) -> None:
         try:
-            known = name in await self._thread.run(model_names, path)
+            known = name in await self._thread.run(repository.names)
         except ModelLoadError as error:
             logger.warning("%s", error)
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
         if not known:
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-        declared = None if config is None else await self._thread.run(config_from_json, config, path / name)
-        refused = await self._switch.bring_in(path, name, declared)
+        declared = await self._declared(repository, name, config)
+        refused = await self._switch.bring_in(repository, name, declared)
         if refused:
-            reasons = [*refused_steps, *self._switch.reasons(path, name, refused)]
+            reasons = [*refused_steps, *self._switch.reasons(repository, name, refused)]
             raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
@@ -253,12 +260,14 @@ class ModelControl:
 
     async def _follow(self, name: str, there: bool) -> None:
         """The repository has changed."""
-        if not there:
+        # As in Triton, a model that has come to a second repository is served from neither.
+        if not there or len(await self._thread.run(self._repository.having, name)) > 1:
             self._refused_ensembles.discard(name)
             async with self._lock(name):
                 await self._switch.take_out(name)
+        if not there:
             return
-        for step in await self._below(self._path, name):
+        for step in await self._below(name):
             if not self._core.served(step):
                 await self._bring_in(step)
         if await self._bring_in(name):
@@ -269,7 +278,7 @@ class ModelControl:
     async def _bring_in(self, name: str, *, log_level: int = logging.WARNING) -> list[ModelLoadError]:
         """Bring a model of the repository in; `log_level`: of a refusal."""
         async with self._lock(name):
-            refused = await self._switch.bring_in(self._path, name)
+            refused = await self._switch.bring_in(self._repository, name)
         self._refused_ensembles.discard(name)
         for error in refused:
             logger.log(log_level, "%s", error, extra={"model": name})
@@ -323,18 +332,17 @@ def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
     return None if everything else dict.fromkeys(options.load_at_start)
 
 
-def _wanted_at_start(path: Path, options: ControlOptions) -> list[str]:
+def _wanted_at_start(repository: ModelRepository, options: ControlOptions) -> list[str]:
+    names = repository.names()
     if options.mode is ControlMode.EXPLICIT:
-        names = model_names(path)
         missing = sorted(set(options.load_at_start) - {*names, ALL})
         if missing:
             raise ModelLoadError(
-                f"{path}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
+                f"{repository}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
             )
         return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
-    names = model_names(path)
     if not names and options.mode is ControlMode.NONE:
-        find_models(path)  # raises what is wrong
+        find_models(repository.paths[0])  # raises what is wrong
     return names
 
 

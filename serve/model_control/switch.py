@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
 
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.ensembles.ensemble import Ensemble
@@ -13,7 +12,7 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
-from halfserve.serve.engine.repository.model_repository import ModelFiles, find_model
+from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
@@ -35,7 +34,9 @@ class Switch:
         self._fingerprints: dict[tuple[str, int], VersionFingerprint] = {}
         self.log_level = logging.DEBUG  # of successes; DEBUG during the start
 
-    async def bring_in(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelLoadError]:
+    async def bring_in(
+        self, repository: ModelRepository, name: str, declared: DeclaredConfig | None = None
+    ) -> list[ModelLoadError]:
         """Serve exactly the versions of a model that its policy selects. Unchanged ones go on serving.
 
         `declared` is a configuration in place of the model's own.
@@ -44,9 +45,9 @@ class Switch:
             Why versions were refused. If there is one, no serving version is taken out.
         """
         try:
-            found = await self._found(path, name, declared)
+            found = await self._found(repository, name, declared)
         except ModelLoadError as error:
-            self._refuse(path, name, [*self._served(name)] or [""], error)
+            self._refuse(repository, name, [*self._served(name)] or [""], error)
             return [error]
         for version in self._core.states.of(name).keys() - {str(files.version) for files, _ in found}:
             self._core.states.clear(name, version, VersionState.UNAVAILABLE)
@@ -55,7 +56,7 @@ class Switch:
             if self._fingerprints.get((name, files.version)) == made and files.version in self._served(name):
                 self._core.states.clear(name, files.version, VersionState.UNAVAILABLE)
                 continue
-            refusal = await self._bring_in_version(path, files, made)
+            refusal = await self._bring_in_version(repository, files, made)
             if refusal is not None:
                 refused.append(refusal)
         if not refused:
@@ -63,9 +64,9 @@ class Switch:
             self._core.replace(name, [model for version, model in self._served(name).items() if version in wanted])
         return refused
 
-    def reasons(self, path: Path, name: str, refused: list[ModelLoadError]) -> list[str]:
+    def reasons(self, repository: ModelRepository, name: str, refused: list[ModelLoadError]) -> list[str]:
         """The refusals of the latest `bring_in` in the words of the index, which may also list earlier ones."""
-        texts = tuple(_for_clients(str(error), path) for error in refused)
+        texts = tuple(_for_clients(str(error), repository) for error in refused)
         return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
 
     async def take_out(self, name: str) -> None:
@@ -80,7 +81,9 @@ class Switch:
                 said = "%s: still computes what it had taken %g s ago; its memory is freed once it ends"
                 logger.warning(said, name, LEAVE_S, extra={"model": name})
 
-    async def _bring_in_version(self, path: Path, files: ModelFiles, made: VersionFingerprint) -> ModelLoadError | None:
+    async def _bring_in_version(
+        self, repository: ModelRepository, files: ModelFiles, made: VersionFingerprint
+    ) -> ModelLoadError | None:
         name, started = files.name, time.monotonic()
         label = f"{name}/{files.version}"
         reason = RELOADING if files.version in self._served(name) else ""
@@ -91,12 +94,12 @@ class Switch:
             if isinstance(model.composition, Ensemble):
                 model.composition.connect(self._core)
         except ModelLoadError as error:
-            self._refuse(path, name, [files.version], error)
+            self._refuse(repository, name, [files.version], error)
             return error
         except Exception as error:
             logger.exception("%s: failed to load", label, extra={"model": label})
             unknown = ModelLoadError(f"{files.model}: {type(error).__name__} while it was loaded; the server's log says more")
-            self._refuse(path, name, [files.version], unknown)
+            self._refuse(repository, name, [files.version], unknown)
             return unknown
         served = {**self._served(name), files.version: model}
         self._fingerprints[(name, files.version)] = made
@@ -106,13 +109,13 @@ class Switch:
         return None
 
     async def _found(
-        self, path: Path, name: str, declared: DeclaredConfig | None
+        self, repository: ModelRepository, name: str, declared: DeclaredConfig | None
     ) -> list[tuple[ModelFiles, VersionFingerprint]]:
         try:
-            return await self._thread.run(_look, path, name, declared, limit_s=self._load_limit_s)
+            return await self._thread.run(_look, repository, name, declared, limit_s=self._load_limit_s)
         except TimeoutError:
             raise ModelLoadError(
-                f"{path / name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
+                f"{name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
             ) from None
 
     async def _made(self, files: ModelFiles) -> Model:
@@ -129,8 +132,8 @@ class Switch:
         """On the loader's thread, including the start of the model's threads, which takes long on a busy machine."""
         return self._loader.model(files)
 
-    def _refuse(self, path: Path, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
-        reason = _for_clients(str(error), path)
+    def _refuse(self, repository: ModelRepository, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
+        reason = _for_clients(str(error), repository)
         for version in versions:
             old = OLD_ONE_SERVES if version in self._served(name) else ""
             self._core.states.set(name, version, VersionState.UNAVAILABLE, f"{old}{reason}")
@@ -140,18 +143,22 @@ class Switch:
         return {model.version: model for model in self._core.served(name)}
 
 
-def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, VersionFingerprint]]:
+def _look(
+    repository: ModelRepository, name: str, declared: DeclaredConfig | None
+) -> list[tuple[ModelFiles, VersionFingerprint]]:
     try:
+        path = repository.path_of(name)
         bare = path.is_file()
-        found = find_model(path, name, declared)
-        models_below(path, name, declared)  # refuses ensembles that need each other
+        found = repository.find(name, declared)
+        models_below(repository, name, declared)  # refuses ensembles that need each other
         return [(files, version_fingerprint(files, bare=bare)) for files in found]
     except OSError as error:
         raise ModelLoadError(f"{path / name}: cannot be read: {error.strerror}") from None
 
 
-def _for_clients(text: str, path: Path) -> str:
+def _for_clients(text: str, repository: ModelRepository) -> str:
     """An error's text with paths relative to the repository."""
-    for root in (path.resolve(), path, path.parent.resolve(), path.parent):
+    paths = [form for path in repository.paths for form in (path.resolve(), path)]
+    for root in (*paths, *(path.parent for path in paths)):
         text = text.replace(f"{root}/", "")
     return text

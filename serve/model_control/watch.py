@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.repository.model_repository import ModelFiles, model_names
+from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
 from halfserve.serve.model_control.loading import LoaderThread
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,13 @@ class VersionFingerprint:
     """Equal for two scans of unchanged files, so that a reload leaves the version alone.
 
     Attributes:
+        model: the model file, which may move from one repository to another.
         version: the files of the version's folder.
         beside: the files of the model's folder: configuration, labels.
         config: in use, which may have come with a load request.
     """
 
+    model: Path
     version: Fingerprint
     beside: Fingerprint
     config: bytes
@@ -84,6 +86,7 @@ def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:
     folder = files.config.source.parent
     beside = () if bare else tuple(entry for path in sorted(folder.iterdir()) if path.is_file() for entry in fingerprint(path))
     return VersionFingerprint(
+        model=files.model,
         version=fingerprint(files.model if bare else files.model.parent),
         beside=beside,
         config=files.config.message.SerializeToString(deterministic=True),
@@ -91,7 +94,7 @@ def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:
 
 
 Follow = Callable[[str, bool], Awaitable[None]]
-Look = dict[str, Fingerprint]
+Look = dict[str, dict[Path, Fingerprint]]  # of each model, by the path of the repository that has it
 
 
 class RepositoryWatch:
@@ -99,7 +102,7 @@ class RepositoryWatch:
 
     def __init__(
         self,
-        path: Path,
+        repository: ModelRepository,
         thread: LoaderThread,
         *,
         interval_s: float,
@@ -110,7 +113,7 @@ class RepositoryWatch:
 
         `refresh` brings the files up to date before each scan, where they are a copy; it raises ModelLoadError where it cannot.
         """
-        self._path = path
+        self._repository = repository
         self._thread = thread
         self._interval_s = interval_s
         self._settle_s = settle_s
@@ -160,7 +163,7 @@ class RepositoryWatch:
         try:
             if self._refresh is not None:
                 await self._refresh()
-            seen = await self._thread.run(_look, self._path)
+            seen = await self._thread.run(_look, self._repository)
         except ModelLoadError as error:
             if not self._lost:
                 logger.warning("%s; what is loaded goes on serving", error)
@@ -168,7 +171,7 @@ class RepositoryWatch:
             return None
         except Exception:
             if not self._lost:
-                logger.exception("%s: cannot be looked at; what is loaded goes on serving", self._path)
+                logger.exception("%s: cannot be looked at; what is loaded goes on serving", self._repository)
             self._lost = True
             return None
         if self._lost:
@@ -177,7 +180,8 @@ class RepositoryWatch:
         return seen
 
 
-def _look(path: Path) -> Look:
-    names = model_names(path)  # first: its errors say what is wrong
-    bare = path.is_file()
-    return {name: fingerprint(path if bare else path / name) for name in names}
+def _look(repository: ModelRepository) -> Look:
+    names = repository.names()  # first: its errors say what is wrong
+    return {
+        name: {path: fingerprint(path if path.is_file() else path / name) for path in repository.having(name)} for name in names
+    }

@@ -21,7 +21,7 @@ BEFORE = ["--host", "0.0.0.0", "--shared-memory", "--trust-python-models"]  # no
 
 def arguments(*flags: str) -> list[str]:
     made = translated(["--model-repository=models", *flags])
-    assert (made.path, made.remarks, made.arguments[:4]) == ("models", [], BEFORE)
+    assert (made.paths, made.remarks, made.arguments[:4]) == (["models"], [], BEFORE)
     return made.arguments[4:]
 
 
@@ -32,7 +32,7 @@ def arguments(*flags: str) -> list[str]:
         ("--allow-metrics=false --allow-grpc=true", "--metrics-port -1"),
         (
             "--model-control-mode=explicit --load-model=a --load-model=b",
-            "--model-control explicit --load-model a --load-model b",
+            "--model-control explicit --load-model a --load-model b --model-uploads",
         ),
         (
             "--model-control-mode=poll --repository-poll-secs=1 --exit-on-error=false",
@@ -55,6 +55,11 @@ def arguments(*flags: str) -> list[str]:
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
+
+
+def test_several_repositories_are_served_each_once() -> None:
+    made = translated(["--model-repository=a", "--model-store=b", "--model-repository=a"])
+    assert made.paths == ["a", "b"]
 
 
 def test_every_option_that_flags_become_is_there() -> None:
@@ -88,7 +93,6 @@ def test_each_ignored_flag_gets_one_line() -> None:
     ("flags", "text"),
     [
         ("--http-port=1", "there is no --model-repository; expected one"),
-        ("--model-repository=a --model-repository=b", r"there are 2 model repositories \(a, b\), .*copied or mounted"),
         ("--model-repository=a --no-such-flag=1", "'--no-such-flag' is no flag of tritonserver that is known here"),
         ("--model-repository=a serve", "'serve' is no flag of tritonserver"),
         ("--model-repository=a --http-port", "--http-port has no value, expected --http-port=VALUE"),
@@ -97,7 +101,7 @@ def test_each_ignored_flag_gets_one_line() -> None:
         ("--model-repository=a --cache-config=local,size=x", "--cache-config has the size 'x', expected a number of bytes"),
         ("--model-repository=a --trace-config=level=TIMESTAMPS", "traces are wanted in mode triton, .*; expected"),
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_flags_that_cannot_be_honoured_are_refused(flags: str, text: str) -> None:
     with pytest.raises(TritonFlagError, match=f"^{text}"):
@@ -112,8 +116,9 @@ def test_the_command_is_shown_without_secrets() -> None:
 
 @pytest.mark.long
 def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
-    flags = [f"--model-repository={tmp_path}", "--http-address=127.0.0.1", "--log-verbose=1"]
+    for root, model in (("a", "mlp"), ("b", "other")):
+        save_mlp(tmp_path / root / model / "1" / "model.onnx")
+    flags = [f"--model-repository={tmp_path}/a", f"--model-store={tmp_path}/b", "--http-address=127.0.0.1", "--log-verbose=1"]
     ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
     command = [sys.executable, "-m", "halfserve", "triton", "--", *flags, *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as script:
@@ -123,6 +128,8 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
             address = ready[ready.index("http://") :].split()[0].rstrip("/,;")
             answer = httpx.get(f"{address}/v2/health/ready", timeout=20)
             assert (answer.status_code, answer.content) == (200, b"")  # curl -w "%{http_code}" prints the status alone
+            for model in ("mlp", "other"):
+                assert httpx.get(f"{address}/v2/models/{model}/ready", timeout=20).status_code == 200
             script.send_signal(signal.SIGINT)
             assert script.wait(20) == 0
         finally:

@@ -28,7 +28,8 @@ from halfserve.serve.backends.python_child.requests import (
 )
 from halfserve.serve.backends.python_child.server_access import server
 
-UTILS = "triton_python_backend_utils"
+# Triton's second module is written in C. Models import it for the classes, which its first one has too.
+UTILS = ("triton_python_backend_utils", "c_python_backend_utils")
 CLASS = "TritonPythonModel"
 
 
@@ -59,7 +60,8 @@ def import_model(path: Path) -> ModuleType:
     Raises:
         ModelFailedError: it cannot be imported, or has no class TritonPythonModel.
     """
-    sys.modules.setdefault(UTILS, triton_python_backend_utils)
+    for name in UTILS:
+        sys.modules.setdefault(name, triton_python_backend_utils)
     triton_python_backend_utils.set_model_dir(str(path.parent))
     for folder in (str(path.parent), str(path.parent.parent)):
         if folder not in sys.path:

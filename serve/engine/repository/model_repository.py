@@ -141,6 +141,50 @@ def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) ->
     return versions
 
 
+class ModelRepository:
+    """The models below one or several paths, each of which is a repository folder or a bare model file.
+
+    Attributes:
+        paths: of them, the first one first.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.paths))
+
+    def names(self) -> list[str]:
+        """The names of the models, loadable or not, each once.
+
+        Raises:
+            ModelLoadError: a path does not exist or cannot be read.
+        """
+        return sorted({name for path in self.paths for name in model_names(path)})
+
+    def having(self, name: str) -> list[Path]:
+        """The paths that have a model of this name; it can be served from one of them only."""
+        return [path for path in self.paths if (path.stem == name if path.is_file() else _is_model_folder(path / name))]
+
+    def path_of(self, name: str) -> Path:
+        """The first path that has a model, and the first of all for a model that none has."""
+        return next(iter(self.having(name)), self.paths[0])
+
+    def find(self, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
+        """The versions of a model that should be served; see `find_model`.
+
+        Raises:
+            ModelLoadError: several paths have the model; or see `find_model`.
+        """
+        having = self.having(name)
+        if len(having) > 1:
+            raise ModelLoadError(
+                f"model {name!r} is in {len(having)} model repositories ({ModelRepository(*having)}), expected it in one; "
+                "remove or rename the others"
+            )
+        return find_model(self.path_of(name), name, declared)
+
+
 def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:
     """The versions that a configuration selects, before they are on this disk.
 
