@@ -19,15 +19,18 @@ from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
 from halfserve.protos.onnx_outline import DamagedFileError
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular, read_regular
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.loading import guard_settings
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 64 * 2**20
 TOKENIZER = "tokenizer.json"
+VERDICT_KEY = "halfserve.certificate"  # the parameter that shows clients what `check_certificate` returned
 
 
 def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: VerifyingKey | None = None) -> str | None:
@@ -71,6 +74,18 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
         raise _other_file(model, "export it again")
     _check_files(path, certificate, declared)
     return "passed" if certificate.get("passed") is True else "failed"
+
+
+def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
+    """The samples beside a version whose certificate has been checked; None where it vouches for none.
+
+    Raises:
+        ModelLoadError: the certificate can be read no longer.
+    """
+    if VERDICT_KEY not in version.config.parameters:
+        return None
+    model = version.files.model
+    return read_samples(model, _read(model.parent / CERTIFICATE), version.interface)
 
 
 def _other_file(path: Path, remedy: str) -> ModelLoadError:

@@ -21,7 +21,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
 from halfserve.serve.engine.repository.model_repository import ModelFiles
-from halfserve.serve.model_control.certificate_check import check_certificate
+from halfserve.serve.model_control.certificate_check import VERDICT_KEY, check_certificate
 from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
 from halfserve.serve.model_control.padding_check import proved_padding
 from halfserve.serve.model_control.warm_up import short_sizes, warm_up
@@ -203,6 +203,6 @@ def _warn_of_ignored(declared: DeclaredConfig, kind: ModelKind, *, on_device: bo
 def _report_certificate(version: LoadedVersion, verdict: str | None) -> None:
     if verdict is None:
         return
-    version.config.parameters["halfserve.certificate"].string_value = verdict
+    version.config.parameters[VERDICT_KEY].string_value = verdict
     if verdict == "failed":
         logger.warning("%s: its certificate says that it is less accurate than its budget allows", version.files.model)

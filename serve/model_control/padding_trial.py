@@ -18,6 +18,7 @@ from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.model_control.certificate_check import vouched_samples
 from halfserve.serve.model_control.warm_up import declared_requests
 
 SHORTEST = (1, 2, 4, 8)  # lengths that are tried first
@@ -46,9 +47,10 @@ class Row:
 class PaddingTrial:
     """Runs rows on a version's first copy.
 
-    A row is cut or repeated from a request of model_warmup where files give its padded inputs, and made up otherwise: zeros
-    cannot be told from padding. An integer for each row may be its length, or something else that 1 is a valid value of; where
-    it is made up, both are tried.
+    A row is cut or repeated from a sample: a request of model_warmup whose padded inputs files give, or a row that `export` has
+    recorded. What a sample has of the padding's value before and behind its tokens is cut off, and one of nothing else is not
+    used: it cannot be told from padding. Where there is no sample, rows are made up. An integer for each row may be its length,
+    or something else that 1 is a valid value of; where it is made up, both are tried.
 
     Attributes:
         version: that runs.
@@ -69,8 +71,10 @@ class PaddingTrial:
         declared = declared_requests(version)
         self._shapes = {name: array.shape for request in declared[:1] for name, array in request.inputs.items()}
         given = [request.inputs for request in declared if request.from_files >= self._padding.inputs.keys()]
-        self._samples = [sample for sample in given if self._length(sample)]
-        counts = [spec for spec in version.interface.inputs if self._may_be_length(spec)]
+        given += self._recorded()
+        self._samples = [self._without_padding(sample) for sample in given if self._tokens_of(sample).any()]
+        counts = [spec.name for spec in version.interface.inputs if self._may_be_length(spec)]
+        self._lengths = [name for name in counts if all((one[name] == self._length(one)).all() for one in self._samples)]
         self._says_length: tuple[bool, ...] = (True, False) if counts and not self._samples else (False,)
         self._tokens = FEW_TOKENS
         self._largest, self._token_s = 0, 0.0  # tokens of the largest run, and seconds that each of them took
@@ -112,12 +116,12 @@ class PaddingTrial:
         return list(taken.values())
 
     def sample_rows(self, above: int, most: int) -> Iterator[Row]:
-        """The requests of model_warmup as they are, of lengths above `above` and up to `most`."""
+        """The samples themselves, of lengths above `above` and up to `most`."""
         for sample in self._samples:
             length = self._length(sample)
             if above < length <= most:
                 self.require_time(length)
-                row = self._answered(length, self._as_request({name: array[:1] for name, array in sample.items()}))
+                row = self._answered(length, self._as_request(sample))
                 if row is not None:
                     yield row
 
@@ -262,25 +266,47 @@ class PaddingTrial:
             tokens.flat[0] = values[-1]  # so that a later refusal is one of the length
         return tokens.astype(dtype)
 
+    def _recorded(self) -> Iterator[Tensors]:
+        """The rows that `export` has recorded, where they fit the model as clients see it."""
+        recorded = vouched_samples(self.version)
+        if recorded is None:
+            return
+        specs = self.version.interface.inputs
+        counts = {len(array) if array.ndim else 0 for array in recorded.inputs.values()}
+        if len(counts) == 1 and all(spec.mismatch(recorded.inputs[spec.name].shape) is None for spec in specs):
+            arrays = {spec.name: recorded.inputs[spec.name].astype(spec.datatype.array_dtype) for spec in specs}
+            for row in range(*counts):
+                yield {name: array[row : row + 1] for name, array in arrays.items()}
+
+    def _tokens_of(self, sample: Tensors) -> Array:
+        """For each place of a sample, whether its first padded input has another value than padding; none for no length."""
+        first, length = self.settings.rule.inputs[0], self._length(sample)
+        by_place = np.moveaxis(sample[first.name][:1], first.axes[0], 0).reshape(length, -1) if length else np.zeros((0, 1))
+        return np.asarray((by_place != first.value).any(axis=1))
+
+    def _without_padding(self, sample: Tensors) -> Tensors:
+        """One row of a sample, from its first token to its last."""
+        tokens = np.flatnonzero(self._tokens_of(sample))
+        return self._cut(sample, np.arange(tokens[0], tokens[-1] + 1))
+
+    def _cut(self, sample: Tensors, places: Array) -> dict[str, Array]:
+        """One row of a sample, with these of its places."""
+        row = {name: array[:1] for name, array in sample.items()}
+        for padded in self.settings.rule.inputs:
+            for axis in padded.axes:
+                row[padded.name] = np.take(row[padded.name], places, axis)
+        return row
+
     def _length(self, sample: Tensors) -> int:
         """0 where its inputs disagree about it."""
         place = self._padding.place(self._as_request(sample).bucket)
         return 0 if place is None else place.length
 
     def _stretched(self, sample: Tensors, length: int, random: np.random.Generator) -> dict[str, Array]:
-        """One row of a sample, cut or repeated to a length; an integer that is the sample's length becomes this one."""
+        """One row of a sample, cut or repeated to a length; an integer that is each sample's length becomes this one."""
         own = self._length(sample)
-        places = (np.arange(length) + random.choice(self._used(sample))) % own
-        row = {}
-        for spec in self.version.interface.inputs:
-            array = sample[spec.name][:1]
-            padded = self._padding.inputs.get(spec.name)
-            if padded is None and self._may_be_length(spec) and (array == own).all():
-                array = np.full_like(array, length)
-            for axis in padded.axes if padded is not None else ():
-                array = np.take(array, places, axis)
-            row[spec.name] = array
-        return row
+        row = self._cut(sample, (np.arange(length) + random.choice(self._used(sample))) % own)
+        return row | {name: np.full_like(row[name], length) for name in self._lengths}
 
     def _used(self, sample: Tensors) -> Array:
         """Places of a sample that it uses most: where the fewest inputs have their padding's value, as a mask has."""

@@ -61,7 +61,8 @@ def main() -> None:
     sys.argv[1:] = []
     for number in numbers:
         os.set_inheritable(number, False)
-    calls, events = (Channel(socket.socket(fileno=number)) for number in numbers)
+    # What a model says goes into responses and logs, which are UTF-8: "?" stands for half of a surrogate pair.
+    calls, events = (Channel(socket.socket(fileno=number), on_lone_surrogate="replace") for number in numbers)
     owner = os.getpid()
     access = EventAccess(events.send)
     connect(access)

@@ -187,7 +187,7 @@ class ModelHost:
             if inspect.iscoroutine(result):
                 result = self._run(result, senders)
             responses = self._checked(result, requests)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # a client must not end the model's process, which takes seconds to start
             failure = error if isinstance(error, ModelFailedError) else failed("execute", error)
             if self.is_decoupled:
                 _send_failure(senders, failure)
