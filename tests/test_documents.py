@@ -15,12 +15,11 @@ from tests.written_blocks import ROOT, blocks_of, run_in_order
 REFERENCE = ROOT / "docs" / "reference"  # written from the code when the site is built
 DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md") if path.parent != REFERENCE)
 WITH_PROGRAMS = [document for document in DOCUMENTS if {"bash", "python"} & {block.language for block in blocks_of(document)}]
-NOT_RUN = {"docs/guides/security.md"}  # its commands name machines and files that only a deployment has
 
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("document", sorted(set(WITH_PROGRAMS) - NOT_RUN))
+@pytest.mark.parametrize("document", WITH_PROGRAMS)
 def test_the_blocks_run_in_order(document: str, tmp_path: Path, free_port: int) -> None:
     assert run_in_order(blocks_of(document), tmp_path, free_port, torchvision_on_cpu.IN_PROGRAMS) >= 1
 
