@@ -218,7 +218,7 @@ def serve(
         ),
     ] = BatchingOptions.compute_slots,
     response_cache_mib: Annotated[
-        int,
+        float,
         _computing(
             min=0,
             help="MiB of answers to keep for the models whose config says `response_cache { enable: true }`; 0 keeps none.",

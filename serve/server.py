@@ -99,7 +99,7 @@ class ServerOptions:
     batching: BatchingOptions = field(default_factory=BatchingOptions)
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    response_cache_mib: int = DEFAULT_MIB
+    response_cache_mib: float = DEFAULT_MIB
     forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
 
@@ -175,7 +175,7 @@ async def serve(
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
-    _keep_responses(core, options.response_cache_mib * 2**20 // options.processes)
+    _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     member = membership(link, core, security.main.tls)
     security.reload_on_hang_up()

@@ -252,7 +252,7 @@ def _keep_responses(made: Translation, given: dict[str, list[str]]) -> None:
     for flag, size in sizes:
         if not size.isdecimal():
             raise TritonFlagError(f"{flag} has the size {size!r}, expected a number of bytes")
-        made.arguments += ["--response-cache-mib", str(-(-int(size) // MIB))]
+        made.arguments += ["--response-cache-mib", str(int(size) / MIB).removesuffix(".0")]
 
 
 def _configure_backends(made: Translation, given: dict[str, list[str]]) -> None:

@@ -39,7 +39,8 @@ def arguments(*flags: str) -> list[str]:
             "--model-control poll --poll-seconds 1 --keep-going",
         ),
         ("--exit-timeout-secs=7 --strict-readiness=false --log-info=true", "--drain-seconds 7"),
-        ("--cache-config=local,size=1048577", "--response-cache-mib 2"),
+        ("--cache-config=local,size=1048576", "--response-cache-mib 1"),
+        ("--cache-config=local,size=200", "--response-cache-mib 0.00019073486328125"),
         ("--backend-config=onnxruntime,default-max-batch-size=5", "--max-batch-size 5"),
         ("--trace-config=level=OFF --trace-config=triton,file=/tmp/x", ""),
         (
@@ -51,7 +52,7 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
