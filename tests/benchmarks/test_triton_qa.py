@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import sys
+import unittest
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.triton_qa.__main__ import OURS
+from benchmarks.triton_qa.methods import _is_about_text
 from benchmarks.triton_qa.onnx_models import add_sub
 from benchmarks.triton_qa.report import SuiteReport
 from benchmarks.triton_qa.runner import Method, SuiteRun
@@ -92,6 +95,21 @@ def test_methods_fail_with_the_log_of_a_server_that_does_not_start(tmp_path: Pat
     methods = SuiteRun(suite, qa=qa(tmp_path / "qa"), work=tmp_path / "work", command=command, http_port=9).run()
     assert [method.name for method in methods] == ["Sums.test_fails", "Sums.test_passes"]
     assert {method.error for method in methods} == {"the server did not start: no models"}
+
+
+def test_an_error_counts_by_what_failed_first() -> None:
+    case = unittest.TestCase()
+
+    def failure(compare: Callable[[], None]) -> AssertionError:
+        with pytest.raises(AssertionError) as caught:
+            try:
+                compare()
+            except AssertionError as error:
+                case.assertIn("words", f"unexpected error {error}")
+        return caught.value
+
+    assert _is_about_text(failure(lambda: case.assertEqual("one reason", "another reason")))
+    assert not _is_about_text(failure(lambda: case.assertEqual(1, 2)))
 
 
 def test_methods_that_triton_fails_are_not_counted() -> None:
