@@ -87,11 +87,8 @@ def _runs(sizes: Sequence[int]) -> list[int]:
 
 def _filled(shape: tuple[int, ...], pattern: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
     """`shape` with the sizes that `given` has where `pattern` leaves them open, in their order."""
-    sizes = [size for size, wanted in zip(given, pattern, strict=False) if wanted == ANY_SIZE]
-    made = []
-    for size in shape:
-        made.append(sizes.pop(0) if size == ANY_SIZE and sizes else size)
-    return tuple(made)
+    sizes = iter([size for size, wanted in zip(given, pattern, strict=False) if wanted == ANY_SIZE])
+    return tuple([next(sizes, size) if size == ANY_SIZE else size for size in shape])
 
 
 def _shown(shape: Sequence[int]) -> str:

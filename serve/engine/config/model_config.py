@@ -246,7 +246,7 @@ def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: st
     # A reshape's open sizes are the model's; others may be sizes that the model fixes.
     may_narrow = not entry.HasField("reshape")
     if len(declared) != len(dims) or any(
-        d != m and m != ANY_SIZE and not (may_narrow and d == ANY_SIZE) for d, m in zip(declared, dims, strict=True)
+        m not in {d, ANY_SIZE} and not (may_narrow and d == ANY_SIZE) for d, m in zip(declared, dims, strict=True)
     ):
         hint = " (dims are without the batch dimension)" if batched else ""
         raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
@@ -263,8 +263,8 @@ def require_reshape(entry: Any, where: str) -> None:
     dims, own = list(entry.dims), list(entry.reshape.shape)
     if not can_reshape(dims, own):
         raise ModelLoadError(
-            f"{where} has dims {dims} and reshape {own}, expected sizes of 1 or more, equally many elements, and each {ANY_SIZE} "
-            "in both, with equally many elements between"
+            f"{where} has dims {dims} and reshape {own}, expected sizes of 1 or more, equally many elements, and as many "
+            f"{ANY_SIZE}, with equally many elements before and between them"
         )
 
 
