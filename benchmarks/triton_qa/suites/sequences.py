@@ -23,7 +23,7 @@ METHODS = (
 DELAYED = {
     (3, 10): ("test_backlog_fill_no_end",),
     (2, 10): ("test_backlog_fill",),
-    (2, 16): ("test_backlog_same_correlation_id",),
+    (2, 12): ("test_backlog_same_correlation_id",),
     (0, 16): ("test_backlog_same_correlation_id_no_end",),
     (0, 8): ("test_half_batch",),
     (0, 4): ("test_backlog_sequence_timeout",),
