@@ -81,7 +81,7 @@ IGNORED = {
     "repoagent-directory": "there are no repository agents",
     "model-config-name": "each model has one config.pbtxt",
     "http-thread-count": "one event loop serves all connections; see --processes",
-    "model-load-thread-count": "models are loaded in parallel where that helps",
+    "model-load-thread-count": "models are loaded one after the other",
     "model-load-retry-count": "a model that cannot be loaded is refused",
     "model-load-gpu-limit": "the device's memory is the limit",
     "grpc-keepalive-time": "connections are checked for progress",
