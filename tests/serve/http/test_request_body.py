@@ -40,7 +40,7 @@ def test_what_carries_no_tensors_is_small(http: httpx.Client, path: str) -> None
 
 def test_what_carries_files_may_be_large(http: httpx.Client) -> None:
     answer = http.post("/v2/repository/models/mlp/load", content=LARGE.replace(b'{"data"', b'{"parameters":{},"data"'))
-    assert answer.status_code == 409
+    assert answer.status_code == 503
     assert answer.json()["error"].startswith("models are not loaded by request here")
 
 
