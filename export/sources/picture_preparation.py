@@ -38,8 +38,8 @@ def of_transformers(processor: Any, height: int, width: int) -> PicturePreparati
     content, kind = processor.to_dict(), type(processor).__name__.removesuffix("Pil")
     if not content.get("do_resize") or content.get("do_pad"):
         raise ValueError("it does not scale pictures to one size")
-    size = content["size"]
-    edge = None if size.get("longest_edge") else size.get("shortest_edge")
+    size: Mapping[str, Any] = content["size"]
+    edge: Any = None if size.get("longest_edge") else size.get("shortest_edge")
     resize: tuple[int, int] | int
     if kind == "ConvNextImageProcessor":
         resize = int(edge / content["crop_pct"]) if edge < CONVNEXT_UNCUT else (edge, edge)

@@ -32,7 +32,8 @@ def test_pictures_of_every_mode_become_rgb(form: str, mode: str) -> None:
     except (OSError, ValueError):
         pytest.skip(f"{form} has no {mode}")
     pixels = prepared_pixels(data, PREPARATION)
-    assert (pixels.dtype, pixels.shape) == (np.uint8, (32, 24, 3))
+    assert pixels.dtype == np.uint8
+    assert pixels.shape == (32, 24, 3)
 
 
 @pytest.mark.parametrize("preparation", [PREPARATION, PicturePreparation(height=8, width=9, resize=(8, 9), resample="box")])

@@ -76,7 +76,8 @@ def as_served(source: Source, photo: Image.Image) -> torch.Tensor:
 def test_pictures_are_prepared_as_transformers_does(processor: str, tmp_path: Path) -> None:
     folder = folder_with(processor, PROCESSORS[processor], tmp_path / "m")
     source = open_source(str(folder), SourceOptions())
-    own = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    library: Any = transformers
+    own = library.AutoImageProcessor.from_pretrained(folder, backend="pil")
     network = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     for photo in photos():
         with torch.no_grad():
