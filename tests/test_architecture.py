@@ -136,9 +136,9 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
 
 def test_protos_needs_protobuf_and_numpy_alone() -> None:
     outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
-    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, and cryptography signs
-    # certificates; they are imported when such a tensor, URL or key is met.
-    ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec", "s3fs", "aiobotocore", "cryptography"}
+    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, cryptography signs
+    # certificates, and Pillow (PIL) decodes pictures; they are imported when such a tensor, URL, key or picture is met.
+    ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec", "s3fs", "aiobotocore", "cryptography", "PIL"}
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 
