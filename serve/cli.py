@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from halfserve.protos.object_storage import is_url
+from halfserve.files.object_storage import is_url
 from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
