@@ -95,7 +95,7 @@ class RequestMemory:
             self._waits = None
 
     def _press(self) -> None:
-        if self._waits is not None and self.share.excess:
+        if self._waits is not None and not self._waits.expired() and self.share.excess:
             self._is_refused = True
             self._waits.reschedule(0.0)
 
