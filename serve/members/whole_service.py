@@ -1,7 +1,7 @@
-"""The RPCs that concern all members, answered by one of them for all.
+"""RPCs that concern all members; the member that receives one answers for all.
 
-They become streams of one message each way, as answers of others take time; on the wire that is equal. The member that was
-asked acts first: what it refuses, no other member hears of.
+They become streams with one message each way, because other members' answers take time; the wire format is the same. The
+receiving member acts first, so that a request that it refuses does not reach the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
 Local = Callable[[Any], Awaitable[Any]]
 Work = Callable[[Local, Any], Coroutine[Any, Any, Message]]
 HealthResponse = health_pb2.HealthCheckResponse
-Thing = tuple[str, str, Message]  # kind, name, and the command that concerns it alone
+Thing = tuple[str, str, Message]  # kind and name of a thing, and the command for it alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,11 @@ class Command:
     """A method that changes something at all members.
 
     Attributes:
-        answer: the class of its answers.
-        things: of a request, what to keep for members that join later; none where it only asks.
+        answer: class of its answers.
+        things: splits a request into the things that it changes, to be kept for members that join later; empty for a mere
+            query.
         undoes: path of the command whose things (that of the request's `name`, or all) this one takes back; "" for none.
-        timeout_s: for another member's answer; None for no limit.
+        timeout_s: time limit of another member's answer in seconds; None for no limit.
     """
 
     answer: type[Message]
@@ -74,7 +75,7 @@ def _log_settings(request: pb.LogSettingsRequest) -> list[Thing]:
 
 TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettings"
 SYSTEM_REGISTER, CUDA_REGISTER = f"/{SERVICE}/SystemSharedMemoryRegister", f"/{SERVICE}/CudaSharedMemoryRegister"
-# Loading takes long, so that it has a journal of its own, with turns of its own.
+# Loads take long, so they have a journal and a lock of their own.
 MODEL_COMMANDS = {
     f"/{SERVICE}/RepositoryModelLoad": Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
     f"/{SERVICE}/RepositoryModelUnload": Command(answer=pb.RepositoryModelUnloadResponse, things=_model, timeout_s=None),
@@ -100,8 +101,8 @@ class WholeService:
     """Makes services answer for all members. Lives on the event loop.
 
     Attributes:
-        models: the journal of what is loaded and unloaded.
-        others: the journal of all other commands.
+        models: journal of loads and unloads.
+        others: journal of all other commands.
     """
 
     def __init__(self, siblings: Siblings, left: LeftFigures, models: Journal, others: Journal) -> None:
@@ -112,7 +113,7 @@ class WholeService:
         self._tasks: set[asyncio.Task[Message]] = set()
 
     def spread(self, service: Service) -> None:
-        """Have a service answer for all."""
+        """Have a service answer for all members."""
         registers = {
             path: (request_class(service, path), local_method(service, path)) for path in (SYSTEM_REGISTER, CUDA_REGISTER)
         }
@@ -127,7 +128,7 @@ class WholeService:
         service.exposition = partial(self._exposition, service)
 
     def _replace(self, service: Service, path: str, answer: Callable[[Local, Any], Awaitable[Message]]) -> None:
-        """Have `answer` answer a method; it gets this service's own method, and the request."""
+        """Replace a method by `answer`, which gets this service's own method and the request."""
         request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
         whole = one_message(partial(answer, local_method(service, path)))
         service.unary.pop(path, None)
@@ -137,7 +138,7 @@ class WholeService:
         if not list(command.things(request)) and not command.undoes:
             answer: Message = await local(request)
             return answer
-        # What was begun is finished even if the client goes.
+        # A command that was begun is completed even if the client disconnects.
         task = asyncio.get_running_loop().create_task(work(local, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -147,7 +148,7 @@ class WholeService:
         things = command.things(request)
         async with journal.turn():
             answer: Message = await local(request)
-            # On a thread: a load may bring a model's files along.
+            # On a thread, as a load request may contain a model's files.
             begun = [
                 await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in things
             ]
@@ -203,7 +204,7 @@ class WholeService:
             answer: pb.ModelStatisticsResponse = await local(request)
             others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
             ended = self._left.of_ended(others)
-            if self._left.mark() == mark:  # else a member that has answered may be among the ended
+            if self._left.mark() == mark:  # otherwise an answering member may have ended and be counted twice
                 break
         add_statistics(answer, [*others.values(), *(one.statistics for one in ended)])
         return answer
@@ -224,7 +225,7 @@ class WholeService:
     async def _check_health(self, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
         answer: Message = await local(request)
         if request.service in {"", SERVICE} or answer.status != HealthResponse.SERVING:  # type: ignore[attr-defined]  # grpc_health ships no types
-            return answer  # the server is ready where this member is
+            return answer  # the server as a whole is as ready as this member
         others = await self._siblings.ask(Health.CHECK_PATH, request, HealthResponse)
         if any(isinstance(one, Refusal) or one.status != HealthResponse.SERVING for one in others.values()):
             return HealthResponse(status=HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
@@ -245,13 +246,13 @@ class WholeService:
 
 
 def request_class(service: Service, path: str) -> type[Message]:
-    """The class of a method's requests."""
+    """Class of a method's requests."""
     method = service.unary.get(path) or service.streams[path]
     return method.request
 
 
 def local_method(service: Service, path: str) -> Local:
-    """A method with one message each way, as the service answers it now."""
+    """The service's current implementation of a method with one message each way."""
     unary = service.unary.get(path)
     if unary is not None:
         answer = unary.answer
@@ -269,12 +270,12 @@ def local_method(service: Service, path: str) -> Local:
 
 
 async def only(request: Any) -> AsyncIterator[Any]:
-    """A stream of one request."""
+    """Yield a single request as a stream."""
     yield request
 
 
 def add_figures(service: Service) -> None:
-    """Let the other members ask a member's own service for its figures."""
+    """Let other members read this member's counters through its own service."""
 
     async def answer(_: Message) -> Message:
         return wrappers_pb2.BytesValue(value=(await Figures.of(service.core)).to_bytes())
