@@ -20,6 +20,7 @@ from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
+from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.members.membership import Membership, membership
@@ -78,6 +79,7 @@ class ServerOptions:
         http: the REST interface, the page and the metrics; None serves none of them.
         security: who may talk to the server, and how.
         response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
+        latencies: what the metrics tell of latencies.
         forwarded: which headers become parameters of inference requests.
         processes: how many servers with these options share the machine, the buffers and the answers kept.
     """
@@ -97,6 +99,7 @@ class ServerOptions:
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
     response_cache_mib: float = DEFAULT_MIB
+    latencies: LatencyFigures = field(default_factory=LatencyFigures)
     forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
 
@@ -172,6 +175,7 @@ async def serve(
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
+    core.figures.latencies = options.latencies
     _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     member = membership(link, core, security.main.tls)
