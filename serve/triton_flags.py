@@ -38,6 +38,7 @@ SAME = {
     "http-header-forward-pattern": "--http-header-forward-pattern",
     "grpc-restricted-protocol": "--grpc-restricted-protocol",
     "http-restricted-api": "--http-restricted-api",
+    "metrics-config": "--metrics-config",
 }
 FILES = {"grpc-server-cert": "--tls-cert", "grpc-server-key": "--tls-key", "grpc-root-cert": "--tls-client-ca"}
 ADDRESSES = ("http-address", "grpc-address", "metrics-address")
@@ -72,7 +73,6 @@ IGNORED = {
     "log-verbose": "set log_verbose_level by the log settings, while the server runs",
     "log-format": "see --log-format of halfserve serve",
     "log-file": "the log goes to standard error; redirect it",
-    "metrics-config": "quantiles come from the histograms (histogram_quantile)",
     "metrics-interval-ms": "figures are read at each scrape",
     "rate-limit": "compute slots share the CPU (--compute-slots)",
     "rate-limit-resource": "compute slots share the CPU (--compute-slots)",

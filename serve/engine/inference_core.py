@@ -244,6 +244,8 @@ class InferenceCore:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
             cache_answers(model, self.response_cache)
+            if self.figures.latencies.quantiles:
+                model.statistics.keep_latencies()
             if not model.backends:  # it computes by other models
                 continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
