@@ -20,11 +20,8 @@ from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
-<<<<<<< HEAD
-from halfserve.serve.engine.repository.model_repository import ModelRepository
-=======
 from halfserve.serve.engine.model_statistics import LatencyFigures
->>>>>>> T1
+from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.members.membership import Membership, membership
@@ -81,20 +78,12 @@ class ServerOptions:
         shared_memory: whether clients on this machine may pass tensors in shared memory.
         observe: logs and traces.
         batching: limits over all models together.
-<<<<<<< HEAD
         http: REST interface, page and metrics; None for none of them.
         security: access rules, tokens and certificates.
         response_cache_mib: cache size for the models whose configuration has a `response_cache`, in MiB; 0 for no cache.
+        latencies: metrics of latencies.
         forwarded: headers that become parameters of inference requests.
         processes: number of servers with these options that share the machine, the buffers and the cache size.
-=======
-        http: the REST interface, the page and the metrics; None serves none of them.
-        security: who may talk to the server, and how.
-        response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
-        latencies: what the metrics tell of latencies.
-        forwarded: which headers become parameters of inference requests.
-        processes: how many servers with these options share the machine, the buffers and the answers kept.
->>>>>>> T1
     """
 
     path: Path | ObjectStorage

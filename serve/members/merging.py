@@ -12,13 +12,8 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
 
 COUNTERS = {"counter", "histogram"}
-<<<<<<< HEAD
-# Gauges are summed, except for these.
+# Gauges are summed, except for these and for quantiles, of which the slowest member's are reported.
 OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # prefixes of gauges that every member reports alike
-=======
-# Gauges are added up, apart from these, and quantiles: those of the slowest member are told.
-OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # begin so, and every member reports the same
->>>>>>> T1
 SMALLEST = {"halfserve_ready", "process_start_time_seconds"}
 LARGEST = {
     "halfserve_build_info",

@@ -28,16 +28,16 @@ LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 # thread that runs the model.
 LATE_BYTES: Final = 2**14
 LATE_ELEMENTS: Final = 2**12
-PIECE: Final = 4096  # elements per assignment, which holds the GIL
+PIECE: Final = 4096  # elements per assignment; the GIL is held during each
 
 
 @dataclass(frozen=True)
 class DecodedInputs:
-    """The decoded tensors of a request."""
+    """The decoded tensors of a request, and its batch size."""
 
     inputs: Tensors  # read-only views on the received bytes where possible; slow or shared-memory tensors are read on first use
-    rows: int  # of the batch dimension; 1 for a model without one
-    bucket: Hashable  # equal for requests of the same shape, apart from the batch dimension
+    rows: int  # size of the batch dimension; 1 for a model without one
+    bucket: Hashable  # equal for requests whose shapes differ at most in the batch dimension
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
@@ -81,9 +81,10 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
 
 
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
-    """The layout of the raw contents of requests like this checked one; None if each must be parsed.
+    """Return the layout of the raw contents that all requests like this checked one have; None if each must be parsed.
 
-    Each must be parsed if elements have no fixed size, if their bytes need a check (BOOL), or if inputs have other parameters.
+    A request must be parsed if its elements have no fixed size, if their bytes need a check (BOOL), or if its inputs have
+    parameters other than those of shared memory.
     """
     sent = [tensor for tensor in request.inputs if not tensor.parameters]
     if not request.inputs or len(request.raw_input_contents) != len(sent):
@@ -103,7 +104,7 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
 
 
 def input_slices(request: ModelInferRequest) -> list[RegionSlice | None]:
-    """The shared memory slice of each input; None for an input that is sent."""
+    """Return the shared memory slice of each input; None for an input whose bytes are in the request."""
     return [slice_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
 
 
@@ -145,7 +146,7 @@ def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
 
 
 def _left_out(given: Mapping[str, object], model: Model) -> list[str]:
-    """The required inputs that a request leaves out."""
+    """Return the names of the required inputs that a request leaves out."""
     return [name for name, spec in model.inputs.items() if name not in given and not spec.optional]
 
 
@@ -177,7 +178,7 @@ def _from_contents(contents: Any, spec: TensorSpec, shape: Sequence[int]) -> Arr
         raise ValueError(f"has {len(values)} elements in {datatype.contents}, expected {expected} for shape {list(shape)}")
     if datatype.contents in LIKE_RAW and values:
         contents.DiscardUnknownFields()
-        written = memoryview(contents.SerializeToString())  # tag, length, elements
+        written = memoryview(contents.SerializeToString())  # consists of the tag, the length and the elements
         return from_raw(written[-len(values) * (datatype.itemsize or 1) :], datatype, shape)
     if len(values) > LATE_ELEMENTS:
         return _late(spec, shape, partial(_one_by_one, values, datatype))
