@@ -33,6 +33,7 @@ BELOW = {
         "serve.http",
         "serve.transports.listener",
         "serve.transports.listening",
+        "serve.transports.read_scheduler",
         "serve.security",
         "serve.protocol",
         "serve.observability",
