@@ -70,12 +70,14 @@ class Caller:
         headers: of the call.
         token: the name of the token's holder; "" without a token.
         parent: the trace that it belongs to; None if it names none.
+        is_rest: it came over REST, not over gRPC.
     """
 
-    __slots__ = ("headers", "parent", "peer", "token")
+    __slots__ = ("headers", "is_rest", "parent", "peer", "token")
 
-    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "") -> None:
+    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "", *, is_rest: bool = False) -> None:
         self.peer = peer
+        self.is_rest = is_rest
         self.headers = headers
         self.token = token
         self.parent = parent_of(headers)

@@ -438,12 +438,19 @@ class ObservedInference:
     __slots__ = ("_caller", "_inference", "_observer", "has_parent")
 
     def __init__(
-        self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes], token: str = ""
+        self,
+        inference: WatchableInference,
+        observer: Observer,
+        peer: str,
+        headers: Mapping[bytes, bytes],
+        token: str = "",
+        *,
+        is_rest: bool = False,
     ) -> None:
-        """`headers` of the calls, names in lower case; `token`: the name of its holder."""
+        """`headers` of the calls, names in lower case; `token`: the name of its holder; `is_rest`: they came over REST."""
         self._inference = inference
         self._observer = observer
-        self._caller = Caller(peer, headers, token)
+        self._caller = Caller(peer, headers, token, is_rest=is_rest)
         self.has_parent = self._caller.parent is not None  # the client's trace context
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
