@@ -1,7 +1,7 @@
 """`halfserve triton -- FLAGS`: start the server with the flags of a script that starts tritonserver.
 
-The flags become the arguments of `halfserve serve`, which takes over this process, so that a script can signal it and wait for
-it. What tritonserver does without a flag, such as to listen on every address, is asked for as well.
+The flags become arguments of `halfserve serve`, which replaces this process, so that a script can signal it and wait for it.
+tritonserver's behaviour without flags, such as listening on every address, is requested explicitly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXIT_CODES: dict[type[Exception], int] = {TritonFlagError: 2}
 MIB = 2**20
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (tritonserver's default)
 SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
-# Options of `halfserve serve`, by the flags whose value they take as it is.
+# Options of `halfserve serve` that take a flag's value unchanged, by flag.
 SAME = {
     "http-port": "--http-port",
     "grpc-port": "--grpc-port",
@@ -38,11 +38,12 @@ SAME = {
     "http-header-forward-pattern": "--http-header-forward-pattern",
     "grpc-restricted-protocol": "--grpc-restricted-protocol",
     "http-restricted-api": "--http-restricted-api",
+    "metrics-config": "--metrics-config",
 }
 FILES = {"grpc-server-cert": "--tls-cert", "grpc-server-key": "--tls-key", "grpc-root-cert": "--tls-client-ca"}
 ADDRESSES = ("http-address", "grpc-address", "metrics-address")
 REPOSITORIES = ("model-repository", "model-store")
-# Flags whose value is true or false, with the value that changes nothing here; None where either is ignored with a line.
+# Flags with a value of true or false, and the value that changes nothing here; None if both values are ignored.
 SWITCHES: dict[str, bool | None] = {
     "allow-grpc": True,
     "allow-http": True,
@@ -66,13 +67,12 @@ SWITCHES: dict[str, bool | None] = {
     "allow-cpu-metrics": True,
 }
 TRANSLATED_SWITCHES = {"allow-http", "allow-metrics", "exit-on-error", "grpc-use-ssl", "grpc-use-ssl-mutual"}
-# Flags that are ignored, with what to do in their place.
+# Ignored flags, with advice on what to do instead.
 IGNORED = {
     "id": "the server's name is halfserve",
     "log-verbose": "set log_verbose_level by the log settings, while the server runs",
     "log-format": "see --log-format of halfserve serve",
     "log-file": "the log goes to standard error; redirect it",
-    "metrics-config": "quantiles come from the histograms (histogram_quantile)",
     "metrics-interval-ms": "figures are read at each scrape",
     "rate-limit": "compute slots share the CPU (--compute-slots)",
     "rate-limit-resource": "compute slots share the CPU (--compute-slots)",
@@ -125,12 +125,12 @@ BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off":
 
 @dataclass
 class Translation:
-    """What a script's flags become.
+    """Translation of a script's flags.
 
     Attributes:
-        paths: the model repositories.
-        arguments: of `halfserve serve`, besides the paths.
-        remarks: a line for each flag that is ignored.
+        paths: paths of the model repositories.
+        arguments: arguments of `halfserve serve`, besides the paths.
+        remarks: one line for each flag that is ignored.
     """
 
     paths: list[str] = field(default_factory=list)
@@ -159,7 +159,7 @@ def translated(flags: Sequence[str]) -> Translation:
     """Translate the flags of tritonserver.
 
     Raises:
-        TritonFlagError: a flag is unknown, lacks its value, or asks for what the server does not have.
+        TritonFlagError: a flag is unknown, has no value, or asks for something that this server does not support.
     """
     given: dict[str, list[str]] = {}
     for name, value in _pairs(flags):
@@ -307,9 +307,7 @@ def _trace_destination(made: Translation, mode: str, settings: dict[str, str], l
     if mode == "opentelemetry":
         return "" if is_off else "otlp"
     if "tensors" in levels and not is_off:
-        raise TritonFlagError(
-            "--trace-config=level=TENSORS wants tensors in traces, which have none; expected TIMESTAMPS"
-        )
+        raise TritonFlagError("--trace-config=level=TENSORS wants tensors in traces, which have none; expected TIMESTAMPS")
     file = settings.pop("triton,file", "")
     if not file and not is_off:
         made.remarks.append("--trace-config=level is ignored: without triton,file=FILE there are no traces, as in Triton")

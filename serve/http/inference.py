@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.protos.shared_memory_parameters import REGION
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model

@@ -41,6 +41,10 @@ def arguments(*flags: str) -> list[str]:
         ("--exit-timeout-secs=7 --strict-readiness=false --log-info=true", "--drain-seconds 7"),
         ("--cache-config=local,size=1048576", "--response-cache-mib 1"),
         ("--cache-config=local,size=200", "--response-cache-mib 0.00019073486328125"),
+        (
+            "--metrics-config=counter_latencies=false --metrics-config summary_latencies=true",
+            "--metrics-config counter_latencies=false --metrics-config summary_latencies=true",
+        ),
         ("--backend-config=onnxruntime,default-max-batch-size=5", "--max-batch-size 5"),
         ("--trace-config=level=OFF --trace-config=rate=9", ""),
         (
@@ -61,7 +65,7 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
@@ -92,7 +96,7 @@ def test_tls_takes_its_files_and_says_that_it_holds_for_http() -> None:
 
 
 def test_each_ignored_flag_gets_one_line() -> None:
-    ignored = ["--log-verbose=1", "--strict-readiness=true", "--metrics-config=summary_latencies=true", "--rate-limit=off"]
+    ignored = ["--log-verbose=1", "--strict-readiness=true", "--metrics-interval-ms=9", "--rate-limit=off"]
     ignored += ["--backend-config=python,shm=1", "--trace-config=level=TIMESTAMPS"]
     made = translated(["--model-repository=m", *ignored, "--log-verbose=2"])
     assert made.arguments == BEFORE

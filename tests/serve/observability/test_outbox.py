@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import resource
 import threading
@@ -240,8 +241,11 @@ def test_an_array_is_whole_after_each_write_and_replaces_an_older_one(tmp_path: 
         assert json.loads(path.read_text()) == [1, "\u00e9", 2, "\u00e9", 3, "\u00e9"][: 2 * number]
     path.rename(tmp_path / "moved")
     file.write(["4"])
-    file.close()
     assert json.loads(path.read_text()) == [4]
+    os.truncate(path, 0)
+    file.write(["5"])
+    file.close()
+    assert json.loads(path.read_text()) == [5]
     assert len(json.loads((tmp_path / "moved").read_text())) == 6
 
 
