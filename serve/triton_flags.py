@@ -105,11 +105,19 @@ IGNORED = {
     "vertex-ai-port": "there is no Vertex AI port",
     "vertex-ai-thread-count": "there is no Vertex AI port",
     "vertex-ai-default-model": "there is no Vertex AI port",
-    "trace-count": "set trace_count by the trace settings, while the server runs",
-    "trace-log-frequency": "set log_frequency by the trace settings, while the server runs",
 }
-OTHERS = {"metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", "trace-file"}
-OTHERS |= {"trace-level", "trace-rate"}
+# Older flags, by the settings of --trace-config that replace them.
+TRACE_FLAGS = {
+    "trace-file": "triton,file",
+    "trace-log-frequency": "triton,log-frequency",
+    "trace-level": "level",
+    "trace-rate": "rate",
+    "trace-count": "count",
+}
+TRACE_OPTIONS = {"rate": "--trace-rate", "count": "--trace-count", "triton,log-frequency": "--trace-log-frequency"}
+LEVELS_ON = {"timestamps", "true", "on", "min", "max"}
+LEVELS_OFF = {"off", "false"}
+OTHERS = {"metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS}
 FLAGS = {*SAME, *FILES, *ADDRESSES, *REPOSITORIES, *SWITCHES, *IGNORED, *OTHERS}
 NO_VALUE = {"disable-auto-complete-config"}
 BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
@@ -266,24 +274,41 @@ def _configure_backends(made: Translation, given: dict[str, list[str]]) -> None:
 
 
 def _trace(made: Translation, given: dict[str, list[str]]) -> None:
-    settings: dict[str, str] = {}
+    pairs = [(setting, value) for flag, setting in TRACE_FLAGS.items() for value in given.get(flag, ())]
     for text in given.get("trace-config", ()):
         name, _, value = text.partition("=")
-        settings[name] = value
-    for name in ("file", "level", "rate"):
-        if f"trace-{name}" in given:
-            settings["triton,file" if name == "file" else name] = given[f"trace-{name}"][-1]
-    if settings.get("level", "OFF").upper() in {"OFF", "FALSE"}:
+        pairs.append((name, value))
+    settings = {name: value for name, value in pairs if name != "level"}
+    levels = {value.lower() for name, value in pairs if name == "level"}
+    mode = settings.pop("mode", "triton").lower()
+    if mode not in {"triton", "opentelemetry"}:
+        raise TritonFlagError(f"--trace-config has the mode {mode!r}, expected triton or opentelemetry")
+    if unknown := levels - LEVELS_ON - LEVELS_OFF - {"tensors"}:
+        raise TritonFlagError(f"--trace-config has the level {min(unknown)!r}, expected TIMESTAMPS or OFF")
+    is_off = not levels or bool(levels & LEVELS_OFF)
+    to = _trace_destination(made, mode, settings, levels, is_off=is_off)
+    if not to:
         return
-    if settings.get("mode", "triton") != "opentelemetry":
-        raise TritonFlagError(
-            "traces are wanted in mode triton, in Triton's own format of a file, which this server does not write; expected "
-            "--trace-config=mode=opentelemetry, or no level"
-        )
-    made.arguments += ["--trace-to", "otlp"]
-    if "rate" in settings:
-        made.arguments += ["--trace-rate", settings["rate"]]
+    made.arguments += ["--trace-to", to]
+    if is_off:
+        made.arguments += ["--trace-level", "OFF"]
+    for name, option in TRACE_OPTIONS.items():
+        if name in settings and (mode == "triton" or not name.startswith("triton,")):
+            made.arguments += [option, settings.pop(name)]
     for name, value in settings.items():
-        if name not in {"mode", "level", "rate"}:
-            place = "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if name == "opentelemetry,url" else "see OpenTelemetry's variables"
-            made.remarks.append(f"--trace-config={name}={value} is ignored: {place}")
+        reason = f"mode {mode} does not use it"
+        if name.startswith("opentelemetry,") and mode == "opentelemetry":
+            reason = "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if name.endswith(",url") else "see OpenTelemetry's variables"
+        made.remarks.append(f"--trace-config={name}={value} is ignored: {reason}")
+
+
+def _trace_destination(made: Translation, mode: str, settings: dict[str, str], levels: set[str], *, is_off: bool) -> str:
+    """The value of --trace-to; "" for none. Removes the file from the settings."""
+    if mode == "opentelemetry":
+        return "" if is_off else "otlp"
+    if "tensors" in levels and not is_off:
+        raise TritonFlagError("--trace-config=level=TENSORS wants tensors in traces, which have none; expected TIMESTAMPS")
+    file = settings.pop("triton,file", "")
+    if not file and not is_off:
+        made.remarks.append("--trace-config=level is ignored: without triton,file=FILE there are no traces, as in Triton")
+    return f"triton:{file}" if file else ""

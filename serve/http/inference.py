@@ -148,7 +148,7 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     if observer is None:
         return inference
     holder = "" if given is None else given.holder
-    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder)
+    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder, is_rest=True)
 
 
 def record_refusal(service: Service, request: Request, error: InferenceError, name: str, version: str = "") -> None:
