@@ -27,7 +27,7 @@ from halfserve.protos.certificates import ModelDigests, model_digests
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 1
-LARGE_BYTES = 1 << 16  # from here on a tensor stays in its file
+LARGE_BYTES = 1 << 16  # tensors of this size and above stay in their file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

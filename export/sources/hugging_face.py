@@ -50,7 +50,7 @@ def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
 
     Args:
         folder: Holds config.json, the weights, and the files of what prepares its inputs.
-        options: Its `task` is known from the architecture where it is not given.
+        options: The user's options; `task` follows from the architecture if it is not given.
 
     Raises:
         ExportError: The folder lacks a file, needs code of its own, or its weights or tokenizer do not fit the model.
@@ -90,7 +90,7 @@ def _transformers() -> Any:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """What config.json says."""
+    """Read config.json."""
     try:
         content = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -175,7 +175,7 @@ def _unexpected(network: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def _answer_settings(config: Any, task: str) -> dict[str, str]:
-    """What a server must know to answer with scores, or with shorter embeddings."""
+    """Metadata that a server needs to answer with scores, or with shorter embeddings."""
     if task in MAY_HAVE_SEVERAL_LABELS and config.problem_type == "multi_label_classification":
         return {"halfserve.label_scores": "sigmoid"}
     sizes = getattr(config, "matryoshka_dimensions", None)

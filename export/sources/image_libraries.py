@@ -31,7 +31,7 @@ class _Classifier:
 
     Attributes:
         network: Takes images (batch, 3, height, width).
-        preprocessing: As its published weights were trained.
+        preprocessing: The preprocessing that its published weights were trained with.
         labels: Names of the classes; empty where they are not known.
         note: What the report says about the preparation of pictures.
     """
@@ -70,7 +70,7 @@ def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOpt
     Args:
         folder: Holds config.json and the weights.
         config: The content of config.json, which names an `architecture`.
-        options: What the user says about it.
+        options: The user's options for the source.
 
     Raises:
         ExportError: timm is missing, does not know the architecture, or has not written config.json.

@@ -1,4 +1,4 @@
-"""Pictures as samples: the user's, or those that halfserve ships."""
+"""Pictures as samples: the user's, or the ones that come with halfserve."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALES = (1.0, 0.75, 0.5)
 
 
 def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Samples:
-    """Pictures at the network's size: the user's, or crops of those that halfserve ships; uint8 (samples, height, width, 3).
+    """Pictures at the network's size: the user's, or crops of halfserve's own; uint8, shape (samples, height, width, 3).
 
     Raises:
         ExportError: The user's samples cannot be read.
