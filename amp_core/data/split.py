@@ -53,8 +53,8 @@ class Split:
         """Whether this rank makes a batch of a round.
 
         Args:
-            number: The round's, from 0.
-            number: The number of the round, from 0.
+            number: number of the round, from 0.
+            items: number of items that this round has over all ranks.
         """
         if items == self.round_size:
             return True

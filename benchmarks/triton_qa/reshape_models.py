@@ -40,11 +40,11 @@ def reshaping(
     def build(_qa: Path, repository: Path) -> None:
         folder = repository / (name or _name(prefix, len(given), dtype, batch))
         nodes = [helper.make_node("Identity", [f"INPUT{index}"], [f"OUTPUT{index}"]) for index in range(len(inner))]
-        ends = [
+        inputs, results = (
             [value(f"{kind}{index}", dtype, shape, batch=batch) for index, shape in enumerate(inner)]
             for kind in ("INPUT", "OUTPUT")
-        ]
-        save(helper.make_graph(nodes, "reshape", *ends), folder / "1")
+        )
+        save(helper.make_graph(nodes, "reshape", inputs, results), folder / "1")
         _write_config(folder, "onnxruntime_onnx", batch, dtype, given, outputs or given, inner)
 
     return build
