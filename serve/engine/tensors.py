@@ -71,7 +71,8 @@ class TensorSpec:
 
 def can_reshape(dims: Sequence[int], own: Sequence[int]) -> bool:
     """Whether tensors of `dims` can have the shape `own`: each open size is the other's, with equally many elements between."""
-    return min([*dims, *own], default=1) >= ANY_SIZE and 0 not in (*dims, *own) and _runs(dims) == _runs(own)
+    sizes = [*dims, *own]
+    return min(sizes, default=1) >= ANY_SIZE and 0 not in sizes and _runs(dims) == _runs(own)
 
 
 def _runs(sizes: Sequence[int]) -> list[int]:
