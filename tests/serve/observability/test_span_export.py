@@ -22,6 +22,7 @@ from halfserve.serve.observability.span_export import (
     FileExporter,
     OtlpFormat,
     TritonFormat,
+    make_exporter,
     resource,
     to_line,
     to_sdk,
@@ -91,6 +92,14 @@ def test_tritons_format_tells_when_a_trace_passed_each_stage(tmp_path: Path) -> 
         {"id": 2, **about},
         {"id": 2, "timestamps": stamps("HTTP_RECV", {}, "HTTP_SEND")},
     ]
+
+
+def test_each_of_several_processes_has_an_array_of_its_own(tmp_path: Path) -> None:
+    for process in (1, 2):
+        exporter = make_exporter(f"triton:{tmp_path / 'traces'}", lambda: 0, process=process)
+        exporter.deliver([record(TraceContext(5))])
+        exporter.close()
+    assert [len(json.loads((tmp_path / f"traces-{process}").read_text())) for process in (1, 2)] == [2, 2]
 
 
 def stamps(received: str, computed: dict[str, int], sent: str) -> list[dict[str, Any]]:
