@@ -16,11 +16,11 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Tensors: TypeAlias = Mapping[str, Array]
 
 ANY_SIZE = -1
-MAX_SHOWN = 16  # sizes that an error text quotes; a client's shape may have millions
+MAX_SHOWN = 16  # most sizes that an error text quotes; a client's shape may have millions
 
 
 def memory_of(array: Array) -> int:
-    """Bytes of an array and of the texts that it refers to."""
+    """Return the bytes of an array and of the texts that it refers to."""
     if not array.dtype.hasobject:
         return array.nbytes
     return sum([sys.getsizeof(element) for element in array.ravel()], array.nbytes)
@@ -31,11 +31,11 @@ class TensorSpec:
     """One input or output of a model.
 
     Attributes:
-        name: as in the ONNX graph.
-        datatype: on the wire. The backend may compute in a wider one.
-        shape: sizes, with the batch dimension first where the model has one; -1 where any size is taken.
-        model_shape: the model's own shape, where the configuration has clients use another one (`reshape`).
-        optional: an input that a request may leave out.
+        name: name in the ONNX graph.
+        datatype: datatype on the wire; the backend may compute in a wider one.
+        shape: sizes, with the batch dimension first if the model has one; -1 for any size.
+        model_shape: the model's own shape, if the configuration gives clients another one (`reshape`).
+        optional: whether a request may leave the input out.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TensorSpec:
     optional: bool = False
 
     def shape_for_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The model's own shape for a client's shape that fits."""
+        """Return the model's own shape for a client's shape that fits."""
         if self.model_shape is None:
             return shape
         known = math.prod(size for size in self.model_shape if size != ANY_SIZE)
@@ -53,15 +53,15 @@ class TensorSpec:
         return tuple(rest if size == ANY_SIZE else size for size in self.model_shape)
 
     def to_model(self, array: Array) -> Array:
-        """A client's array in the model's own shape."""
+        """Return a client's array in the model's own shape."""
         return array if self.model_shape is None else array.reshape(self.model_shape)
 
     def to_client(self, array: Array) -> Array:
-        """The model's array in the clients' shape."""
+        """Return the model's array in the clients' shape."""
         return array if self.model_shape is None else array.reshape(self.shape)
 
     def mismatch(self, shape: Sequence[int]) -> str | None:
-        """Why `shape` does not fit, as the end of a sentence; None when it does."""
+        """Return why `shape` does not fit, as the end of a sentence; None if it fits."""
         if len(shape) != len(self.shape):
             return f"has shape {_shown(shape)}, expected {len(self.shape)} dimensions: {list(self.shape)}"
         for given, expected in zip(shape, self.shape, strict=True):
