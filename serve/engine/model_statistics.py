@@ -14,14 +14,14 @@ import numpy as np
 
 from halfserve.serve.engine.errors import InferenceError
 
-# Upper bounds, in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds what is longer.
+# Upper bounds in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds longer times.
 EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)
 EDGES = np.array(EDGES_NS, np.int64)
-FOLD_REQUESTS: Final = 4096  # counting these takes 0.2 ms of the event loop; smaller chunks cost more per request
+FOLD_REQUESTS: Final = 4096  # counting as many takes 0.2 ms of the event loop; smaller chunks cost more per request
 BUCKETS: Final = len(EDGES_NS) + 1
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output", "total")
 QUEUE, COMPUTE, TOTAL = 0, [1, 2, 3], 4
-TOGETHER: Final = 64  # batches
+TOGETHER: Final = 64  # number of batches that are counted at a time
 CANCELLED: Final = "cancelled"
 WINDOW_NS: Final = 60 * 10**9  # Triton's window of quantiles
 SLICE_NS: Final = 12 * 10**9
@@ -32,10 +32,10 @@ CAPITALS = re.compile(r"(?<!^)(?=[A-Z])")
 
 @dataclass(frozen=True)
 class Histogram:
-    """Requests by latency.
+    """Number of requests by latency.
 
     Attributes:
-        counts: per bucket: up to and including each edge of EDGES_NS, and one more beyond the last.
+        counts: number of requests per bucket: up to and including each edge of EDGES_NS, and one more beyond the last.
         ns: sum of all latencies.
     """
 
@@ -93,7 +93,7 @@ def _quantile(at_most: np.ndarray[Any, np.dtype[np.int64]], share: float) -> flo
 class StageHistograms:
     """One histogram per stage; every request counts once in each. Used on one thread.
 
-    Recording only keeps numbers; they are counted FOLD_REQUESTS at a time, or when read.
+    Recording only stores numbers; they are counted FOLD_REQUESTS at a time, or when read.
 
     Attributes:
         window: gets the same requests, for quantiles; None where there is none.
@@ -103,11 +103,11 @@ class StageHistograms:
 
     _counts: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros((len(STAGES), BUCKETS), np.int64))
     _ns: list[int] = field(default_factory=lambda: [0] * len(STAGES))
-    _batches: array[int] = field(default_factory=lambda: array("q"))  # five numbers each: four times and the number of requests
+    _batches: array[int] = field(default_factory=lambda: array("q"))  # per batch: four times, number of requests
     _arrivals: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, done: Iterable[tuple[BatchTimes, list[int], int]]) -> None:
-        """Record batches: their stage times, the arrivals of their requests on the same clock, and their rows."""
+        """Record batches: their stage times, the arrival times of their requests on the same clock, and their rows."""
         batches, arrivals = self._batches, self._arrivals
         for times, arrivals_ns, _ in done:
             batches.fromlist([times.started, times.assembled, times.computed, times.split, len(arrivals_ns)])
@@ -116,7 +116,7 @@ class StageHistograms:
             self._fold()
 
     def read(self) -> dict[str, Histogram]:
-        """The histograms, by stage."""
+        """Return the histograms, by stage."""
         self._fold()
         return {
             stage: Histogram(tuple(counts), ns)
@@ -162,13 +162,13 @@ class Duration:
 
 
 class BatchTimes:
-    """When one batch passed each stage, on time.monotonic_ns()'s clock.
+    """The times at which one batch passed each stage, in nanoseconds on time.monotonic_ns()'s clock.
 
     Attributes:
-        started: its requests left the queue.
-        assembled: their inputs were concatenated.
-        computed: the backend was done.
-        split: the answers were cut apart.
+        started: time at which its requests left the queue.
+        assembled: time at which their inputs were concatenated.
+        computed: time at which the backend had computed.
+        split: time at which the answers were split.
     """
 
     __slots__ = ("assembled", "computed", "split", "started")
@@ -182,7 +182,7 @@ class BatchTimes:
 
 @dataclass
 class BatchSizeStatistics:
-    """Where the time of all batches of one size went; `count` is the number of such batches."""
+    """Compute times of all batches of one size, by stage; `count` is the number of such batches."""
 
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
@@ -191,8 +191,10 @@ class BatchSizeStatistics:
 
 @dataclass
 class Totals:
-    """Totals since the model was loaded. Every computed request counts once in each of the four stages; one that the response
-    cache answered counts in `queue`, `success` and `cache_hit`.
+    """Totals since the model was loaded.
+
+    Every computed request counts once in each of the four stages; a request that the response cache answered counts in `queue`,
+    `success` and `cache_hit`.
     """
 
     success: Duration = field(default_factory=Duration)
@@ -201,13 +203,13 @@ class Totals:
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
-    cache_hit: Duration = field(default_factory=Duration)  # of the look-ups
-    cache_miss: Duration = field(default_factory=Duration)  # of the look-ups, and of keeping the answers
+    cache_hit: Duration = field(default_factory=Duration)  # time of the look-ups
+    cache_miss: Duration = field(default_factory=Duration)  # time of the look-ups, and of keeping the answers
     by_batch_size: dict[int, BatchSizeStatistics] = field(default_factory=dict)
     rows: int = 0
     batches: int = 0
-    last_inference_ms: int = 0  # since the epoch; 0: none yet
-    failures: dict[str, int] = field(default_factory=dict)  # by `reason_of` the error
+    last_inference_ms: int = 0  # milliseconds since the epoch; 0 before the first batch
+    failures: dict[str, int] = field(default_factory=dict)  # number of failures, by `reason_of` the error
 
     def add(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
         requests, arrived = len(arrivals_ns), sum(arrivals_ns)
@@ -230,23 +232,24 @@ class Totals:
 
 
 class StatisticsLedger(Protocol):
-    """Keeps what is counted where it outlives this process."""
+    """Keeps the counts in a place that outlives this process."""
 
     def batch(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None: ...  # see `Statistics.batch_done`
     def cache_hits(self, count: int, success_ns: int, queue_ns: int, looked_ns: int) -> None: ...  # see `Totals.cache_hit`
     def cache_miss(self, spent_ns: int) -> None: ...  # see `Statistics.cache_miss`
-    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after so long
+    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after `spent_ns`
 
 
 class Statistics:
-    """Counters of one model version, with the meaning of Triton's statistics. Batches are counted TOGETHER at a time, or when
-    read, and not while answers go out.
+    """Counters of one model version, with the meaning of Triton's statistics.
+
+    Batches are counted TOGETHER at a time, or when read, and not while answers are sent.
 
     Attributes:
         latest: the batch whose answers are being delivered.
-        latest_rows: of it.
+        latest_rows: rows of that batch.
         latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
-        ledger: is told of everything that is counted, right after it; None where nobody needs that.
+        ledger: receives everything that is counted, right after it; None without one.
     """
 
     __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows", "ledger")
@@ -266,7 +269,7 @@ class Statistics:
         return self._totals
 
     def histograms(self) -> dict[str, Histogram]:
-        """Latencies of requests in each stage."""
+        """Return the latencies of requests in each stage."""
         self._count()
         return self._histograms.read()
 
@@ -291,14 +294,14 @@ class Statistics:
             self.ledger.batch(times, arrivals_ns, rows)
 
     def cache_hits(self, count: int, *, arrived_ns: int, asked_ns: int, looked_ns: int, ended_ns: int) -> None:
-        """Record requests that the response cache answers now; without `latest`'s batch.
+        """Record requests that the response cache answers now; they replace `latest` by a batch without rows.
 
         Args:
-            count: of the requests.
-            arrived_ns: sum of their arrivals.
+            count: number of requests.
+            arrived_ns: sum of their arrival times.
             asked_ns: sum of the times at which they were looked up.
-            looked_ns: nanoseconds of these look-ups.
-            ended_ns: now.
+            looked_ns: nanoseconds that these look-ups took.
+            ended_ns: the present time.
         """
         totals = self._totals
         totals.success.add(ended_ns * count - arrived_ns, count)
@@ -309,14 +312,14 @@ class Statistics:
             self.ledger.cache_hits(count, ended_ns * count - arrived_ns, asked_ns - arrived_ns, looked_ns)
 
     def cache_miss(self, spent_ns: int) -> None:
-        """Record an answer that was computed, as the response cache did not have it: the cache's part of its time."""
+        """Record the time of the response cache for an answer that it did not have and that was computed."""
         self._totals.success.ns += spent_ns
         self._totals.cache_miss.add(spent_ns)
         if self.ledger is not None:
             self.ledger.cache_miss(spent_ns)
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
-        """Record a request that got an error or was refused; None: its client has gone."""
+        """Record a request that got an error or was refused; None if its client has gone."""
         spent_ns = time.monotonic_ns() - arrived_ns
         self._totals.fail.add(spent_ns)
         self.latest_failure = (id(error), spent_ns)
@@ -339,14 +342,14 @@ class Statistics:
 
 
 def reason_of(error: InferenceError | None) -> str:
-    """An error as a label: its class in lower case, such as "queue_full"; "cancelled" for None."""
+    """Return an error as a label: its class in lower case, such as "queue_full"; "cancelled" for None."""
     if error is None:
         return CANCELLED
     return _label(type(error))
 
 
 def zeros(*errors: type[InferenceError]) -> dict[str, int]:
-    """Counters that start at zero, by reason: Prometheus sees no increase in a counter that first appears with a count."""
+    """Return counters at zero, by reason: Prometheus sees no increase in a counter that first appears with a count."""
     return {_label(error): 0 for error in errors}
 
 
@@ -359,10 +362,10 @@ class CustomMetric:
     """A family of metrics that a model declares.
 
     Attributes:
-        name: of the family.
-        text: its description.
+        name: name of the family.
+        text: description of the family.
         kind: "counter", "gauge" or "histogram".
-        samples: (suffix of the name, labels, value).
+        samples: tuples of the name's suffix, labels and value.
     """
 
     name: str
@@ -386,11 +389,11 @@ class LatencyFigures:
 
 @dataclass
 class ServerFigures:
-    """Counters since the start, and gauges that others provide.
+    """Counters since the start, and gauges that other parts of the server provide.
 
     Attributes:
-        latencies: what is told of latencies; set before there are models.
-        refused: inference requests that reached no model's queue, by `reason_of` the error.
+        latencies: choice of the latency metrics; set before there are models.
+        refused: number of inference requests that reached no model's queue, by `reason_of` the error.
         readings: functions that return a gauge's value, by name, such as "connections".
         custom_metrics: returns the metrics that models declare.
     """
