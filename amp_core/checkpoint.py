@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from halfserve.amp_core.factory import call_factory, one_line
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 # Raised by torch.load for bytes that are no archive, a truncated archive, or an archive with more than data in it.
 UNREADABLE = (

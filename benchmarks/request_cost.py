@@ -38,7 +38,7 @@ from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import load_model
-from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
 from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
@@ -203,7 +203,7 @@ async def _measure_ensemble(in_flight: int, rounds: int) -> dict[str, float]:
     )
     with TemporaryDirectory() as folder:
         write_ensemble(Path(folder))
-        control = ModelControl(core, Path(folder), loader, ControlOptions())
+        control = ModelControl(core, ModelRepository(Path(folder)), loader, ControlOptions())
         await control.start()
         control.close()
     server = Nghttp2Server(Service(core, server_version="0"), "127.0.0.1", 0)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import onnx
 from onnx import TensorProto, helper
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,10 +20,35 @@ from prometheus_client.parser import text_string_to_metric_families
 import halfserve
 from halfserve import cli
 from halfserve.configuration import key_of, variable
+from halfserve.serve.client.errors import error_of_code
+from halfserve.serve.engine import errors
 from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
-from halfserve.serve.protocol.status import CODES
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.http.responses import HTTP_STATUSES
+from halfserve.serve.protocol.status import CODES, Code
 
-STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+# What a client does about each error; the likely ones come first.
+ADVICE: dict[type[InferenceError], str] = {
+    errors.InvalidArgumentError: "Correct the request: `halfserve models NAME` shows the inputs.",
+    errors.NotFoundError: "Correct the name: `halfserve models` lists what is served, and why a model is not.",
+    errors.QueueFullError: "Wait as long as the hint says (`grpc-retry-pushback-ms`, `retry-after`), or add replicas.",
+    errors.OverloadedError: "Wait as long as the hint says, send less, or raise `halfserve.latency_target_ms`.",
+    errors.RateLimitedError: "Wait as long as the hint says, or send less.",
+    errors.DeadlineExceededError: "Allow more time, or send less: `halfserve bench --rate` shows what the server can do.",
+    errors.UnavailableError: "Send the request to another replica, or repeat it after a moment.",
+    errors.MessageTooLargeError: "Split the request; [limits](limits.md) names the options.",
+    errors.OutOfMemoryError: "Send smaller tensors, or give the server more memory.",
+    errors.ResourceExhaustedError: "Repeat the request later.",
+    errors.UnauthenticatedError: "Send a token: `--token-file`, or `authorization: Bearer TOKEN`.",
+    errors.PermissionDeniedError: "Use a token with the role that the text names: `halfserve token --role`.",
+    errors.BackendError: "Read the server's log: it has the model, the request's id and the cause.",
+    errors.FailedPreconditionError: "Change the server's state or configuration, as the text says.",
+    errors.AlreadyExistsError: "Choose another name, or remove the old object first.",
+    errors.UnsupportedError: "Leave the feature out.",
+    errors.RequestCancelledError: "Repeat the request if you still want the answer.",
+    errors.RegionInUseError: "Wait for the answer, then unregister the region.",
+    errors.UnknownError: "Read the model's code: the text is its own.",
+}
 STAGES = {"halfserve.amp_core": "Training", "halfserve.export": "Converting", "halfserve.serve": "Client"}
 
 
@@ -92,7 +116,9 @@ def _metrics() -> str:
         families = list(text_string_to_metric_families(answer.read().decode()))
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in sorted(families, key=lambda f: f.name)]
     heading = "# Metrics\n\nThe metrics of a server with one model, which has a response cache, on its metrics port. "
-    counters = "The samples of a `halfserve_` counter end in `_total`.\n\n"
+    counters = (
+        "The samples of a `halfserve_` counter end in `_total`. Summaries need `--metrics-config summary_latencies=true`.\n\n"
+    )
     return heading + counters + _table(("name", "type", "meaning"), rows)
 
 
@@ -107,7 +133,7 @@ def _server() -> Iterator[int]:
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), model)
         Path(folder, "relu", "config.pbtxt").write_text("response_cache { enable: true }")
         ports = ["--grpc-port", "0", "--http-port", "0", "--metrics-port", "0"]
-        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports]
+        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports, "--metrics-config", "summary_latencies=true"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             lines = iter(server.stdout or ())
@@ -118,9 +144,23 @@ def _server() -> Iterator[int]:
 
 
 def _statuses() -> str:
-    rows = ((STATUS_NAMES[code], (inspect.getdoc(kind) or "").split("\n\n")[0]) for kind, code in CODES.items())
-    rest = "Any other error is INTERNAL, and its text stays in the server's log."
-    return f"# Statuses\n\nHow a failed call ends. {rest}\n\n" + _table(("gRPC status", "when"), rows)
+    beginning = (
+        "# Statuses\n\nOver gRPC a failed call ends with a status and a text, over REST with an HTTP status and "
+        '`{"error": "..."}` (the text endpoints: with the error that their clients know). The text says what was expected:'
+        "\n\n```text\ncurl -i localhost:8000/v2/models/unknown/infer -d '{\"inputs\": []}'\n```\n\n"
+        "The likely ones come first. Our client raises the exception in the third column, whose `code` is the status; "
+        "with a [RetryPolicy](../guides/client.md#errors) it repeats what may be repeated. "
+        "[Troubleshooting](../guides/troubleshooting.md#requests) lists texts.\n\n"
+    )
+    rows = (_status(kind, CODES[kind]) for kind in sorted(CODES, key=list(ADVICE).index))
+    table = _table(("gRPC status", "REST", "client", "what happened", "what to do"), rows)
+    return f"{beginning}{table}\nAny other error is INTERNAL (500), and its text stays in the server's log.\n"
+
+
+def _status(kind: type[InferenceError], code: Code) -> tuple[str, ...]:
+    http = 413 if kind is errors.MessageTooLargeError else HTTP_STATUSES[code]  # as http_status() says
+    raised = type(error_of_code(code.name, "")).__name__
+    return code.name, str(http), f"`{raised}`", (inspect.getdoc(kind) or "").split("\n\n")[0], ADVICE[kind]
 
 
 def _names() -> str:

@@ -22,7 +22,7 @@ from halfserve.export.repository.version_writer import (
     write_model_version,
 )
 from halfserve.export.tasks.task import Task
-from halfserve.protos.object_storage import is_url
+from halfserve.files.object_storage import is_url
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.certificate import Certificate

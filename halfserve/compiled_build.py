@@ -67,6 +67,7 @@ MODULES = (
     "transports.nghttp2.pending_requests",
     "transports.nghttp2.server",
     "transports.nghttp2.session",
+    "transports.read_scheduler",
 )
 STAMP = "serve/compiled_build.stamp"
 LIBRARY = "__mypyc"  # ending of the libraries' names

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from halfserve.protos.onnx_outline import FileWindow, top_level_fields
-from halfserve.protos.varint import encoded_varint, length_delimited
+from halfserve.files.onnx_outline import FileWindow, top_level_fields
+from halfserve.files.varint import encoded_varint, length_delimited
 
 CERTIFICATE = "certificate.json"
 SCHEMA = "halfserve.certificate"

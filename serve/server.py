@@ -20,6 +20,8 @@ from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
+from halfserve.serve.engine.model_statistics import LatencyFigures
+from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.members.membership import Membership, membership
@@ -27,7 +29,7 @@ from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
 from halfserve.serve.observability.settings import ObserveOptions
-from halfserve.serve.process import infrequent_collection, stop_on_signal
+from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
@@ -63,6 +65,7 @@ class ServerOptions:
 
     Attributes:
         path: model repository, or one .onnx or .pt2 file; or its location in object storage.
+        more_paths: further repositories or model files, where `path` is on this disk too.
         host: address to listen on.
         grpc_port: gRPC port; 0 for a free one.
         placement: devices and threads on which models run.
@@ -78,11 +81,13 @@ class ServerOptions:
         http: REST interface, page and metrics; None for none of them.
         security: access rules, tokens and certificates.
         response_cache_mib: cache size for the models whose configuration has a `response_cache`, in MiB; 0 for no cache.
+        latencies: metrics of latencies.
         forwarded: headers that become parameters of inference requests.
         processes: number of servers with these options that share the machine, the buffers and the cache size.
     """
 
     path: Path | ObjectStorage
+    more_paths: tuple[Path, ...] = ()
     host: str = "127.0.0.1"
     grpc_port: int = 8001
     placement: DevicePlacement = field(default_factory=DevicePlacement)
@@ -96,7 +101,8 @@ class ServerOptions:
     batching: BatchingOptions = field(default_factory=BatchingOptions)
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    response_cache_mib: int = DEFAULT_MIB
+    response_cache_mib: float = DEFAULT_MIB
+    latencies: LatencyFigures = field(default_factory=LatencyFigures)
     forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
 
@@ -173,7 +179,8 @@ async def serve(
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
-    _keep_responses(core, options.response_cache_mib * 2**20 // options.processes)
+    core.figures.latencies = options.latencies
+    _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     member = membership(link, core, security.main.tls)
     security.reload_on_hang_up()
@@ -197,6 +204,7 @@ async def serve(
             forwarded=options.forwarded,
         )
         listening: list[Transport | RestServer] = []
+        collecting = asyncio.create_task(collect_when_idle())
         try:
             sockets = {} if link is None else link.sockets
             await member.join(service)
@@ -216,6 +224,7 @@ async def serve(
             await _drain(core, listening, lost.shorten(options.drain_s))
             await member.leave()
             service.observability.close()
+            collecting.cancel()
     finally:
         control.close()
     lost.check()
@@ -245,9 +254,9 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
 
 def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:
     if isinstance(options.path, Path):
-        return ModelControl(core, options.path, loader, options.control)
+        return ModelControl(core, ModelRepository(options.path, *options.more_paths), loader, options.control)
     copy = RepositoryCopy(options.path)
-    return ModelControl(core, copy.path, loader, options.control, copy)
+    return ModelControl(core, ModelRepository(copy.path), loader, options.control, copy)
 
 
 def _keep_responses(core: InferenceCore, size: int) -> None:

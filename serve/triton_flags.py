@@ -38,6 +38,7 @@ SAME = {
     "http-header-forward-pattern": "--http-header-forward-pattern",
     "grpc-restricted-protocol": "--grpc-restricted-protocol",
     "http-restricted-api": "--http-restricted-api",
+    "metrics-config": "--metrics-config",
 }
 FILES = {"grpc-server-cert": "--tls-cert", "grpc-server-key": "--tls-key", "grpc-root-cert": "--tls-client-ca"}
 ADDRESSES = ("http-address", "grpc-address", "metrics-address")
@@ -72,7 +73,6 @@ IGNORED = {
     "log-verbose": "set log_verbose_level by the log settings, while the server runs",
     "log-format": "see --log-format of halfserve serve",
     "log-file": "the log goes to standard error; redirect it",
-    "metrics-config": "quantiles come from the histograms (histogram_quantile)",
     "metrics-interval-ms": "figures are read at each scrape",
     "rate-limit": "compute slots share the CPU (--compute-slots)",
     "rate-limit-resource": "compute slots share the CPU (--compute-slots)",
@@ -105,11 +105,19 @@ IGNORED = {
     "vertex-ai-port": "there is no Vertex AI port",
     "vertex-ai-thread-count": "there is no Vertex AI port",
     "vertex-ai-default-model": "there is no Vertex AI port",
-    "trace-count": "set trace_count by the trace settings, while the server runs",
-    "trace-log-frequency": "set log_frequency by the trace settings, while the server runs",
 }
-OTHERS = {"metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", "trace-file"}
-OTHERS |= {"trace-level", "trace-rate"}
+# Older flags, by the settings of --trace-config that replace them.
+TRACE_FLAGS = {
+    "trace-file": "triton,file",
+    "trace-log-frequency": "triton,log-frequency",
+    "trace-level": "level",
+    "trace-rate": "rate",
+    "trace-count": "count",
+}
+TRACE_OPTIONS = {"rate": "--trace-rate", "count": "--trace-count", "triton,log-frequency": "--trace-log-frequency"}
+LEVELS_ON = {"timestamps", "true", "on", "min", "max"}
+LEVELS_OFF = {"off", "false"}
+OTHERS = {"metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS}
 FLAGS = {*SAME, *FILES, *ADDRESSES, *REPOSITORIES, *SWITCHES, *IGNORED, *OTHERS}
 NO_VALUE = {"disable-auto-complete-config"}
 BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
@@ -120,12 +128,12 @@ class Translation:
     """Translation of a script's flags.
 
     Attributes:
-        path: path of the model repository.
-        arguments: arguments of `halfserve serve`, besides the path.
+        paths: paths of the model repositories.
+        arguments: arguments of `halfserve serve`, besides the paths.
         remarks: one line for each flag that is ignored.
     """
 
-    path: str = ""
+    paths: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -135,12 +143,13 @@ def triton(
 ) -> None:
     """Start the server with the flags of tritonserver, one line on standard error for each that is ignored.
 
-    As tritonserver does, it listens on every address, runs the repository's Python models and lets clients use shared memory.
+    As tritonserver does, it listens on every address, runs the repository's Python models, lets clients use shared memory and
+    takes model files from load requests.
 
     Example: halfserve triton -- --model-repository=models --http-port=8000
     """
     translation = translated(flags)
-    command = ["serve", translation.path, *translation.arguments]
+    command = ["serve", *translation.paths, *translation.arguments]
     for line in (*translation.remarks, f"starts: halfserve {shown(command)}"):
         typer.echo(line, err=True)
     os.execv(sys.executable, [*program("halfserve"), *command])  # noqa: S606  (our own program, and no shell)
@@ -155,12 +164,14 @@ def translated(flags: Sequence[str]) -> Translation:
     given: dict[str, list[str]] = {}
     for name, value in _pairs(flags):
         given.setdefault(name, []).append(value)
-    made = Translation(path=_repository(given))
+    made = Translation(paths=_repositories(given))
     switches = {name: _switch(name, values[-1]) for name, values in given.items() if name in SWITCHES}
     made.arguments += ["--host", _address(given), "--shared-memory", "--trust-python-models"]
     for name, option in SAME.items():
         for value in given.get(name, ()):
             made.arguments += [option, value]
+    if given.get("model-control-mode", [""])[-1] == "explicit":
+        made.arguments.append("--model-uploads")
     _listen(made, given, switches)
     if switches.get("exit-on-error") is False:
         made.arguments.append("--keep-going")
@@ -203,16 +214,11 @@ def _switch(name: str, value: str) -> bool:
     return BOOLS[value.lower()]
 
 
-def _repository(given: dict[str, list[str]]) -> str:
+def _repositories(given: dict[str, list[str]]) -> list[str]:
     found = [path for name in REPOSITORIES for path in given.get(name, ())]
     if not found:
         raise TritonFlagError("there is no --model-repository; expected one")
-    if len(found) > 1:
-        raise TritonFlagError(
-            f"there are {len(found)} model repositories ({', '.join(found)}), expected one; put all model folders into "
-            "one folder (copied or mounted: the server follows no link out of it), or start a server for each"
-        )
-    return found[0]
+    return list(dict.fromkeys(found))
 
 
 def _address(given: dict[str, list[str]]) -> str:
@@ -254,7 +260,7 @@ def _keep_responses(made: Translation, given: dict[str, list[str]]) -> None:
     for flag, size in sizes:
         if not size.isdecimal():
             raise TritonFlagError(f"{flag} has the size {size!r}, expected a number of bytes")
-        made.arguments += ["--response-cache-mib", str(-(-int(size) // MIB))]
+        made.arguments += ["--response-cache-mib", str(int(size) / MIB).removesuffix(".0")]
 
 
 def _configure_backends(made: Translation, given: dict[str, list[str]]) -> None:
@@ -268,24 +274,41 @@ def _configure_backends(made: Translation, given: dict[str, list[str]]) -> None:
 
 
 def _trace(made: Translation, given: dict[str, list[str]]) -> None:
-    settings: dict[str, str] = {}
+    pairs = [(setting, value) for flag, setting in TRACE_FLAGS.items() for value in given.get(flag, ())]
     for text in given.get("trace-config", ()):
         name, _, value = text.partition("=")
-        settings[name] = value
-    for name in ("file", "level", "rate"):
-        if f"trace-{name}" in given:
-            settings["triton,file" if name == "file" else name] = given[f"trace-{name}"][-1]
-    if settings.get("level", "OFF").upper() in {"OFF", "FALSE"}:
+        pairs.append((name, value))
+    settings = {name: value for name, value in pairs if name != "level"}
+    levels = {value.lower() for name, value in pairs if name == "level"}
+    mode = settings.pop("mode", "triton").lower()
+    if mode not in {"triton", "opentelemetry"}:
+        raise TritonFlagError(f"--trace-config has the mode {mode!r}, expected triton or opentelemetry")
+    if unknown := levels - LEVELS_ON - LEVELS_OFF - {"tensors"}:
+        raise TritonFlagError(f"--trace-config has the level {min(unknown)!r}, expected TIMESTAMPS or OFF")
+    is_off = not levels or bool(levels & LEVELS_OFF)
+    to = _trace_destination(made, mode, settings, levels, is_off=is_off)
+    if not to:
         return
-    if settings.get("mode", "triton") != "opentelemetry":
-        raise TritonFlagError(
-            "traces are wanted in mode triton, in Triton's own format of a file, which this server does not write; expected "
-            "--trace-config=mode=opentelemetry, or no level"
-        )
-    made.arguments += ["--trace-to", "otlp"]
-    if "rate" in settings:
-        made.arguments += ["--trace-rate", settings["rate"]]
+    made.arguments += ["--trace-to", to]
+    if is_off:
+        made.arguments += ["--trace-level", "OFF"]
+    for name, option in TRACE_OPTIONS.items():
+        if name in settings and (mode == "triton" or not name.startswith("triton,")):
+            made.arguments += [option, settings.pop(name)]
     for name, value in settings.items():
-        if name not in {"mode", "level", "rate"}:
-            place = "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if name == "opentelemetry,url" else "see OpenTelemetry's variables"
-            made.remarks.append(f"--trace-config={name}={value} is ignored: {place}")
+        reason = f"mode {mode} does not use it"
+        if name.startswith("opentelemetry,") and mode == "opentelemetry":
+            reason = "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if name.endswith(",url") else "see OpenTelemetry's variables"
+        made.remarks.append(f"--trace-config={name}={value} is ignored: {reason}")
+
+
+def _trace_destination(made: Translation, mode: str, settings: dict[str, str], levels: set[str], *, is_off: bool) -> str:
+    """The value of --trace-to; "" for none. Removes the file from the settings."""
+    if mode == "opentelemetry":
+        return "" if is_off else "otlp"
+    if "tensors" in levels and not is_off:
+        raise TritonFlagError("--trace-config=level=TENSORS wants tensors in traces, which have none; expected TIMESTAMPS")
+    file = settings.pop("triton,file", "")
+    if not file and not is_off:
+        made.remarks.append("--trace-config=level is ignored: without triton,file=FILE there are no traces, as in Triton")
+    return f"triton:{file}" if file else ""

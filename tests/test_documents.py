@@ -14,13 +14,17 @@ from tests.written_blocks import ROOT, blocks_of, run_in_order
 
 REFERENCE = ROOT / "docs" / "reference"  # written from the code when the site is built
 DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md") if path.parent != REFERENCE)
+CODE_WIDTH = 88  # characters that a block shows on the site without scrolling
+WIDE = {  # pages with code that is still wider
+    "docs/guides/endpoints.md",
+    "docs/tutorials/image_classifier.md",
+}
 WITH_PROGRAMS = [document for document in DOCUMENTS if {"bash", "python"} & {block.language for block in blocks_of(document)}]
-NOT_RUN = {"docs/guides/security.md"}  # its commands name machines and files that only a deployment has
 
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("document", sorted(set(WITH_PROGRAMS) - NOT_RUN))
+@pytest.mark.parametrize("document", WITH_PROGRAMS)
 def test_the_blocks_run_in_order(document: str, tmp_path: Path, free_port: int) -> None:
     assert run_in_order(blocks_of(document), tmp_path, free_port, torchvision_on_cpu.IN_PROGRAMS) >= 1
 
@@ -39,6 +43,13 @@ def test_links_lead_to_what_is_there(document: str) -> None:
         if heading:
             titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, heading
+
+
+@pytest.mark.parametrize("document", sorted({"README.md", *DOCUMENTS} - WIDE))
+def test_code_is_no_wider_than_the_page(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > CODE_WIDTH]
 
 
 def options_of_all_commands() -> set[str]:
@@ -70,9 +81,9 @@ def test_options_that_documents_name_are_there() -> None:
         if document in ("docs/explanation/benchmarks.md", "docs/explanation/reliability.md"):
             continue  # their commands are other programs'
         text = (ROOT / document).read_text(encoding="utf-8")
-        # Whole lines that call other programs aside.
+        # Whole commands that call other programs aside.
         own = re.sub(
-            r"^.*(?:python3? -m|make|docker|helm|kubectl|perf_analyzer|h2load|benchmarks|protoc|go_opt).*$",
+            r"^.*(?:python3? -m|make|docker|helm|kubectl|perf_analyzer|h2load|benchmarks|protoc|go_opt|openssl)(?:.*\\\n)*.*$",
             "",
             text,
             flags=re.MULTILINE,

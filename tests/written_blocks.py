@@ -77,8 +77,10 @@ def _commands(blocks: list[Block], port: int, http_port: int) -> Iterator[tuple[
 
 def _as_tested(text: str, port: int, http_port: int) -> str:
     """The block as it stands, but on a port of the test's, and in fewer epochs; test_digits.py tries what all of them give."""
-    text = re.sub(r"^(halfserve (?:models|infer|bench)\b.*)$", rf"\1 --address 127.0.0.1:{port}", text, flags=re.MULTILINE)
-    text = re.sub(r"^(halfserve train\b.* --epochs )\d+$", r"\g<1>4", text, flags=re.MULTILINE)
+    whole = r"(?:.*\\\n)*.*"  # a command with the lines that continue it
+    asks = rf"^(halfserve (?:models|infer|bench)\b{whole})$"
+    text = re.sub(asks, rf"\1 --address 127.0.0.1:{port}", text, flags=re.MULTILINE)
+    text = re.sub(rf"^(halfserve train\b{whole} --epochs )\d+$", r"\g<1>4", text, flags=re.MULTILINE)
     return text.replace("127.0.0.1:8001", f"127.0.0.1:{port}").replace("127.0.0.1:8000", f"127.0.0.1:{http_port}")
 
 

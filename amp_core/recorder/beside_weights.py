@@ -12,7 +12,7 @@ from halfserve.amp_core.checkpoint import UNREADABLE
 from halfserve.amp_core.policy import Policy, PolicyError
 from halfserve.amp_core.recorder.record import Record
 from halfserve.amp_core.weights.file_kinds import FileKind, kind_of
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 # Key under which Lightning's Trainer keeps the state of our precision plugin.
 LIGHTNINGS_KEY = "TrainerPrecision"

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
 from halfserve.amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Entry, Magnitudes, Record
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from halfserve.amp_core.training.run import Evaluation, TrainingRun
 from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import StepRecord
 from halfserve.amp_core.weights.state_dicts import save_weights
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 CHECKPOINT, WEIGHTS, LOG, RECORD, RECORD_PLOT, TENSORBOARD = (
     "checkpoint.pt", "model.safetensors", "train.jsonl", "record.json", "record.png", "tensorboard"

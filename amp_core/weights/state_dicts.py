@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfserve.amp_core.checkpoint import FORMAT, UNREADABLE
 from halfserve.amp_core.weights.file_kinds import FileKind, WeightsError, kind_of
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 # Keys under which training programs store a model's weights in their checkpoints.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "weights", "module", "net")

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir
 
 from halfserve.export.errors import ExportError
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 
 INLINE_BYTES = 1024  # smaller tensors are written with the graph: a reference to a file would save little
 _PLACEHOLDER = "halfserve.placeholder"

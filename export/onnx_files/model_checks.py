@@ -15,7 +15,7 @@ from onnx.defs import OpSchema
 
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes, bodies
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 
 OLDEST_IR_VERSION = 3
 HEAD_BYTES = 32  # bytes at a file's start, for `no_model`

@@ -23,8 +23,8 @@ import onnx_ir
 from halfserve.export.errors import ExportError, telling_place
 from halfserve.export.onnx_files.external_data import DetachedModel, detached
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile
-from halfserve.protos.atomic_files import PendingFile, sync_folder, synced
-from halfserve.protos.varint import length_delimited
+from halfserve.files.atomic_files import PendingFile, sync_folder, synced
+from halfserve.files.varint import length_delimited
 
 ExternalData: TypeAlias = Literal["auto", "yes", "no"]
 
@@ -277,7 +277,7 @@ def _fields(message: _Message, above: int, below: int) -> bytes:
 
 
 def write_atomically(path: Path | str, content: bytes) -> None:
-    """Write `content` to `path` as `halfserve.protos.atomic_files.atomic_file` does.
+    """Write `content` to `path` as `halfserve.files.atomic_files.atomic_file` does.
 
     Raises:
         ExportError: The folder is missing or cannot be written to, or the disk is full.

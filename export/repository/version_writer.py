@@ -26,7 +26,7 @@ from halfserve.export.repository.model_config import (
     write_config,
 )
 from halfserve.export.tasks.task import Task
-from halfserve.protos.atomic_files import sync_folder, write_and_sync
+from halfserve.files.atomic_files import sync_folder, write_and_sync
 from halfserve.protos.certificate_signature import SigningKey
 from halfserve.protos.certificates import CERTIFICATE, SAMPLES
 from halfserve.protos.model_config_pb2 import ModelConfig

@@ -37,7 +37,7 @@ def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelIn
     Args:
         model: the file.
         certificate: that the model names; empty where it names none.
-        interface: of the model, whose inputs the samples have to fit.
+        interface: of the model, whose inputs the samples have to fit; answers of further outputs are left out.
     """
     files = certificate.get("files")
     digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
@@ -55,10 +55,11 @@ def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelIn
         {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         for prefix in (RECORDED_INPUT, RECORDED_OUTPUT)
     )
-    if inputs.keys() != {spec.name for spec in interface.inputs} or answers.keys() != {s.name for s in interface.outputs}:
+    outputs = [spec.name for spec in interface.outputs]
+    if inputs.keys() != {spec.name for spec in interface.inputs} or not answers.keys() >= set(outputs):
         logger.warning("%s: has other inputs or outputs than the model, and is not used", path)
         return None
-    return RecordedSamples(inputs, answers)
+    return RecordedSamples(inputs, {name: answers[name] for name in outputs})
 
 
 def _arrays(path: Path, digest: str) -> dict[str, Array]:

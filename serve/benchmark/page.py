@@ -17,7 +17,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LoadStatistics
 from halfserve.serve.benchmark.report import BenchmarkReport

@@ -40,7 +40,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.benchmark.comparison import ComparedLevel, Difference
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.measurement import Goal, best_of

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfserve.protos.atomic_files import atomic_file, checked_output
+from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.serve.benchmark import BenchmarkArgumentError
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LatencyHistogram

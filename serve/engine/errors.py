@@ -78,7 +78,7 @@ class FailedPreconditionError(InferenceError):
 
 
 class RequestCancelledError(InferenceError):
-    """The model has cancelled this request, or one that it depends on was cancelled."""
+    """The model or the client cancelled this request, or one that it depends on was cancelled."""
 
 
 class QueueFullError(InferenceError):
@@ -110,7 +110,13 @@ class PermissionDeniedError(InferenceError):
 
 
 class MessageTooLargeError(InferenceError):
-    """A message exceeds the transport's limit; `size` is None where it was not read to its end."""
+    """A message exceeds the transport's limit.
+
+    Args:
+        size: bytes of the message; None where it was not read to its end.
+        limit: bytes that a message may have.
+        advice: what the client can do.
+    """
 
     def __init__(self, size: int | None, limit: int, advice: str = "split the request") -> None:
         told = f"more than {limit}" if size is None else str(size)
@@ -150,7 +156,7 @@ class BackendError(InferenceError):
 
 
 class UnknownError(InferenceError):
-    """The model failed on this request, and says that it does not know why."""
+    """A Python model answered this request with Triton's code UNKNOWN."""
 
 
 class OutOfMemoryError(InferenceError):

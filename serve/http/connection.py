@@ -17,11 +17,13 @@ from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
 from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
 
 LARGE_BYTES = 16_384  # smaller buffers are not counted
 # h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Ordinary clients send chunks
 # of 4 KiB and more, which all fit into one turn.
 EVENTS = 64
+TASK_BYTES = SMALL_BYTES + 1  # what input counts at least: it may begin a request, whose task costs more than a large read
 LENGTHS = {b"content-length", b"transfer-encoding"}
 NOT_HTTP = "the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"
 CUT_OFF = UnavailableError("the server ended before it could answer; send the request again, to another server or later")
@@ -37,11 +39,15 @@ class HttpConnection(H11Protocol):
     conn: EventTurns
     flow: HeldFlow
 
-    def __init__(self, config: Config, state: ServerState, limits: HttpLimits, budget: MemoryBudget) -> None:
+    def __init__(
+        self, config: Config, state: ServerState, limits: HttpLimits, budget: MemoryBudget, scheduler: ReadScheduler
+    ) -> None:
         super().__init__(config, state, {})
+        self._scheduler = scheduler
         self.conn = EventTurns(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
-        self._next_turn: asyncio.Handle | None = None
+        self._waits = False  # for its turn to read
+        self._has_answered = False  # in this moment: its next request, if it has come, takes a turn of its own
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
         self._unread_bytes, self._unread_since_s = 0, 0.0
@@ -58,7 +64,7 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._share.close()
         self._stop_waiting()
-        for timer in (self._unread, self._leaving, self._next_turn):
+        for timer in (self._unread, self._leaving):
             if timer is not None:
                 timer.cancel()
         if self.cycle is not None:
@@ -67,22 +73,29 @@ class HttpConnection(H11Protocol):
 
     @property
     def window_bytes(self) -> int:
-        """Bytes to read at once, such that memory suffices if all connections bring as many."""
-        return self._share.window_bytes
+        """Bytes to read at once, such that time suffices, and memory if all connections bring as many."""
+        return self._scheduler.receive_bytes(self, self._share.window_bytes)
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Parse bytes, unless they belong to a refused body."""
-        if not self._drops:
-            super().data_received(data)  # type: ignore[arg-type]  # (uvicorn hands them to h11, which takes both)
+        """Parse bytes, now or in a later turn, unless they belong to a refused body."""
+        if self._drops:
+            return
+        if self._scheduler.must_wait(self, max(len(data), TASK_BYTES)):
+            self.conn.receive_data(data)  # type: ignore[arg-type]  # (h11 takes both)
+            self._wait_for_turn()
+        else:
+            super().data_received(data)  # type: ignore[arg-type]  # (uvicorn hands them to h11)
         self._count()
 
     def handle_events(self) -> None:
         """Handle events, and start or stop the time limits of incomplete headers and of an answered, incomplete request."""
+        if self._has_answered and self.conn.buffered_bytes:
+            self._wait_for_turn()
+            return
         self.conn.begin_turn()
         super().handle_events()
-        if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
-            self.flow.hold()
-            self._next_turn = self.loop.call_soon(self._take_turn)
+        if self.conn.has_more:
+            self._wait_for_turn()
         if self.cycle is not None and self.cycle.transport is self.transport:
             self.cycle.transport = cast("asyncio.Transport", _Answering(self))
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
@@ -94,16 +107,28 @@ class HttpConnection(H11Protocol):
             # uvicorn starts this timer only with an answer, and more of the request may follow the answer.
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    def _take_turn(self) -> None:
-        self._next_turn = None
+    def read_on(self) -> None:
+        """Handle the received bytes that waited for their turn."""
+        self._waits = False
+        if self.transport.is_closing():
+            return
         if not self._drops:
             self.handle_events()
-        if self._next_turn is None and not self.transport.is_closing():
+            self._count()
+        if not (self._waits or self.transport.is_closing()):
             self.flow.release()
+
+    def _wait_for_turn(self) -> None:
+        if not (self._waits or self.transport.is_closing()):
+            self._waits = True
+            self.flow.hold()
+            self._scheduler.wait(self)
 
     def on_response_complete(self) -> None:
         """Start the time limit of reading the answer."""
+        self._has_answered = True
         super().on_response_complete()
+        self._has_answered = False
         self._expect_reading()
 
     def pause_writing(self) -> None:

@@ -23,6 +23,7 @@ from halfserve.serve.http.options import HttpLimits
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen
+from halfserve.serve.transports.read_scheduler import read_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class HttpServer:
         )
         self._budget = budget or MemoryBudget(DEFAULT_BYTES)
         self._received = memoryview(bytearray(RECEIVE_BYTES))
+        self._scheduler = read_scheduler()
         self._state = ServerState()
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None
@@ -119,7 +121,8 @@ class HttpServer:
         return self._listener.port
 
     def _connection(self) -> SocketReader:
-        return SocketReader(HttpConnection(self._config, self._state, self._limits, self._budget), self._received, self._left)
+        connection = HttpConnection(self._config, self._state, self._limits, self._budget, self._scheduler)
+        return SocketReader(connection, self._received, self._left)
 
     def _left(self, connection: asyncio.BaseProtocol) -> None:
         if self._listener is not None:

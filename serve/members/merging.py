@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
@@ -11,7 +12,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
 
 COUNTERS = {"counter", "histogram"}
-# Gauges are summed, except for these.
+# Gauges are summed, except for these and for quantiles, of which the slowest member's are reported.
 OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # prefixes of gauges that every member reports alike
 SMALLEST = {"halfserve_ready", "process_start_time_seconds"}
 LARGEST = {
@@ -137,6 +138,10 @@ def _metric_of(metric: Metric, samples: Iterable[Sample]) -> Metric:
     return made
 
 
+def _slower(one: float, other: float) -> float:
+    return other if math.isnan(one) else max(one, other)  # NaN: it had no requests
+
+
 def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
     combine = min if metric.name in SMALLEST else max if metric.name in LARGEST else None
     totals = {(one.name, tuple(sorted(one.labels.items()))): one for one in metric.samples}
@@ -146,5 +151,6 @@ def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
             totals[key] = one
         else:
             before = totals[key].value
-            totals[key] = totals[key]._replace(value=combine(before, one.value) if combine else before + one.value)
+            together = _slower if "quantile" in one.labels else combine
+            totals[key] = totals[key]._replace(value=together(before, one.value) if together else before + one.value)
     return _metric_of(metric, totals.values())

@@ -7,7 +7,8 @@ receiving member acts first, so that a request that it refuses does not reach th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import InferenceError, RegionInUseError
 from halfserve.serve.members.figures import Figures, LeftFigures
 from halfserve.serve.members.journal import Journal
 from halfserve.serve.members.merging import add_statistics, merge_index, merge_metrics
@@ -26,6 +28,7 @@ from halfserve.serve.protocol.rpcs import Health, one_message
 from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
 
 Local = Callable[[Any], Awaitable[Any]]
+Work = Callable[[Local, Any], Coroutine[Any, Any, Message]]
 HealthResponse = health_pb2.HealthCheckResponse
 Thing = tuple[str, str, Message]  # kind and name of a thing, and the command for it alone
 
@@ -38,13 +41,13 @@ class Command:
         answer: class of its answers.
         things: splits a request into the things that it changes, to be kept for members that join later; empty for a mere
             query.
-        forgets: kind of things whose kept commands become obsolete, for the request's `name` or, if empty, all; "" for none.
+        undoes: path of the command whose things (that of the request's `name`, or all) this one takes back; "" for none.
         timeout_s: time limit of another member's answer in seconds; None for no limit.
     """
 
     answer: type[Message]
     things: Callable[[Any], Iterable[Thing]] = lambda _: ()
-    forgets: str = ""
+    undoes: str = ""
     timeout_s: float | None = 5.0
 
 
@@ -71,6 +74,7 @@ def _log_settings(request: pb.LogSettingsRequest) -> list[Thing]:
 
 
 TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettings"
+SYSTEM_REGISTER, CUDA_REGISTER = f"/{SERVICE}/SystemSharedMemoryRegister", f"/{SERVICE}/CudaSharedMemoryRegister"
 # Loads take long, so they have a journal and a lock of their own.
 MODEL_COMMANDS = {
     f"/{SERVICE}/RepositoryModelLoad": Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
@@ -79,14 +83,14 @@ MODEL_COMMANDS = {
 OTHER_COMMANDS = {
     TRACE_SETTING: Command(answer=pb.TraceSettingResponse, things=_trace_settings),
     LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, things=_log_settings),
-    f"/{SERVICE}/SystemSharedMemoryRegister": Command(
+    SYSTEM_REGISTER: Command(
         answer=pb.SystemSharedMemoryRegisterResponse, things=lambda request: [("system", request.name, request)]
     ),
-    f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, forgets="system"),
-    f"/{SERVICE}/CudaSharedMemoryRegister": Command(
+    f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, undoes=SYSTEM_REGISTER),
+    CUDA_REGISTER: Command(
         answer=pb.CudaSharedMemoryRegisterResponse, things=lambda request: [("cuda", request.name, request)]
     ),
-    f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, forgets="cuda"),
+    f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, undoes=CUDA_REGISTER),
 }
 FIGURES = "/halfserve.Member/Figures"
 COMMANDS = MODEL_COMMANDS | OTHER_COMMANDS
@@ -110,9 +114,13 @@ class WholeService:
 
     def spread(self, service: Service) -> None:
         """Have a service answer for all members."""
+        registers = {
+            path: (request_class(service, path), local_method(service, path)) for path in (SYSTEM_REGISTER, CUDA_REGISTER)
+        }
         for path, command in COMMANDS.items():
             journal = self.models if path in MODEL_COMMANDS else self.others
-            self._replace(service, path, partial(self._command, journal, path, command))
+            work = partial(self._unregister, *registers[command.undoes]) if command.undoes else self._carry_out
+            self._replace(service, path, partial(self._command, partial(work, journal, path, command), command))
         self._replace(service, STATISTICS, self._statistics)
         self._replace(service, INDEX, self._index)
         self._replace(service, READY, self._model_ready)
@@ -126,33 +134,69 @@ class WholeService:
         service.unary.pop(path, None)
         service.streams[path] = StreamMethod(request, whole, is_large=is_large)
 
-    async def _command(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
-        things = list(command.things(request))
-        if not things and not command.forgets:
+    async def _command(self, work: Work, command: Command, local: Local, request: Any) -> Message:
+        if not list(command.things(request)) and not command.undoes:
             answer: Message = await local(request)
             return answer
         # A command that was begun is completed even if the client disconnects.
-        task = asyncio.get_running_loop().create_task(self._carry_out(journal, path, command, local, request, things))
+        task = asyncio.get_running_loop().create_task(work(local, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _carry_out(
-        self, journal: Journal, path: str, command: Command, local: Local, request: Any, things: list[Thing]
-    ) -> Message:
+    async def _carry_out(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
+        things = command.things(request)
         async with journal.turn():
             answer: Message = await local(request)
             # On a thread, as a load request may contain a model's files.
             begun = [
                 await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in things
             ]
-            if command.forgets:
-                journal.forget(command.forgets, request.name)
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
             for entry in begun:
                 journal.done(entry)
         raise_first(answers)
         return answer
+
+    async def _unregister(
+        self,
+        registration: type[Message],
+        register: Local,
+        journal: Journal,
+        path: str,
+        command: Command,
+        local: Local,
+        request: Any,
+    ) -> Message:
+        """Take back what `register` has done, each region at all members or at none: a member refuses one that it uses."""
+        registers, refusals = COMMANDS[command.undoes], list[str]()
+        async with journal.turn():
+            for entry in journal.entries():
+                if entry.path != command.undoes:
+                    continue
+                region = registration.FromString(entry.request)
+                ((kind, name, _),) = registers.things(region)
+                if request.name not in {"", name}:
+                    continue
+                one = type(request)(name=name)
+                try:
+                    await local(one)
+                except RegionInUseError as error:
+                    refusals.append(str(error))
+                    continue
+                answers = await self._siblings.ask(path, one, command.answer, timeout_s=command.timeout_s)
+                refused = [answer.text for answer in answers.values() if isinstance(answer, Refusal)]
+                if not refused:
+                    journal.forget(kind, name)
+                    continue
+                refusals += refused
+                # Those that still have it refuse that.
+                await self._siblings.ask(command.undoes, region, registers.answer, timeout_s=registers.timeout_s)
+                with contextlib.suppress(InferenceError):  # its memory is gone
+                    await register(region)
+        if refusals:
+            raise RegionInUseError("; ".join(refusals))
+        return command.answer()
 
     async def _statistics(self, local: Local, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         while True:

@@ -1,4 +1,4 @@
-"""Keep the served models as the control mode, the repository and requests want them."""
+"""Loads and unloads the served models according to the control mode, changes of the repository, and requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
-from halfserve.serve.engine.repository.model_repository import find_models, model_names
+from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
 from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
@@ -44,36 +44,36 @@ class ModelControl:
     def __init__(
         self,
         core: InferenceCore,
-        path: Path,
+        repository: ModelRepository,
         loader: VersionLoader,
         options: ControlOptions,
         copy: RepositoryCopy | None = None,
     ) -> None:
-        """`copy`: brings what lies at `path` from object storage."""
+        """`copy`: the local copy of models in object storage that `repository` reads; None for a local repository."""
         self._core = core
-        self._path = path
+        self._repository = repository
         self._options = options
         self._thread = LoaderThread()
-        # A thread of its own: listing models must not wait for a load.
+        # Listing models must not wait for a load, and therefore has a thread of its own.
         self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
         self._copies = None if copy is None else ModelCopies(copy, core, self._thread)
-        self._unreadable = False  # reported already
+        self._unreadable = False  # whether the repository's error has been logged
         self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
-        # Weak values: a lock exists while it is in use, as clients choose the names.
+        # The values are weak, so that a lock exists only while it is in use: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
-        self._nested: list[tuple[str, str]] = []  # models that are being loaded, each with one whose load it waits for
+        self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loaded_as_steps: set[str] = set()  # for ensembles, and not by a request of their own
-        self._refused_ensembles: set[str] = set()  # tried again when another model has come, in the mode POLL
+        self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
+        self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
         core.control = self
 
     async def start(self) -> None:
-        """Load the models of the start, and then watch the repository in the mode POLL.
+        """Load the models of the start, and then watch the repository if the mode is POLL.
 
         Raises:
-            ModelLoadError: a model cannot be served (unless `keep_going`), or there is none. All are tried; the log names the
-                others that cannot be served.
+            ModelLoadError: a model cannot be served (unless `keep_going`), or there is no model. All are tried; the log names
+                the others that cannot be served.
         """
         options = self._options
         follow_store = None
@@ -81,7 +81,7 @@ class ModelControl:
             await self._copies.start(_copied_at_start(options), keep_going=options.keep_going)
             follow_store = self._copies.follow
         watch = RepositoryWatch(
-            self._path,
+            self._repository,
             self._thread,
             interval_s=options.poll_interval_s,
             settle_s=options.settle_s,
@@ -90,9 +90,9 @@ class ModelControl:
         if options.mode is ControlMode.POLL:
             await watch.remember()
         tried, refused = set[str](), list[ModelLoadError]()
-        wanted = await self._thread.run(_wanted_at_start, self._path, options)
+        wanted = await self._thread.run(_wanted_at_start, self._repository, options)
         for name in wanted:
-            for model in [*await self._below(self._path, name), name]:
+            for model in [*await self._below(name), name]:
                 if model in tried:
                     continue
                 tried.add(model)
@@ -125,7 +125,7 @@ class ModelControl:
         """Load or reload a model by request; see `InferenceCore.load`."""
         self._require_explicit("loaded")
         check_name(name)
-        # A load that has begun is finished even if the client goes.
+        # A load that has begun is finished even if the client disconnects.
         if caller is None:
             await asyncio.shield(self._task(self._load(name, config, files)))
             return
@@ -150,13 +150,13 @@ class ModelControl:
         await asyncio.shield(self._task(self._unload(name, dependents=dependents)))
 
     async def refresh(self) -> None:
-        """List the loadable models."""
+        """Update the list of loadable models."""
         if self._lookout is None:
             return
         try:
             if self._copies is not None:
                 await self._copies.look(self._lookout)
-            self._core.loadable = frozenset(await self._lookout.run(model_names, self._path))
+            self._core.loadable = frozenset(await self._lookout.run(self._repository.names))
             self._unreadable = False
         except ModelLoadError as error:
             if not self._unreadable:
@@ -167,56 +167,63 @@ class ModelControl:
         if self._copies is None or files:
             await self._load_local(name, config, files)
             return
-        declared = None if config is None else await self._thread.run(config_from_json, config, self._path / name)
+        declared = await self._declared(self._repository, name, config)
         async with self._copies.arriving(name, declared):
             await self._load_local(name, config, files)
 
     async def _load_local(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._loaded_as_steps.discard(name)
-        # Not in the lock of the ensemble: a lock inside of another could wait for ever.
+        # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
         refused_steps = [] if files else await self._load_steps(name, config)
         async with self._lock(name):
             upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
             if upload is not None:
                 self._uploads.setdefault(name, []).append(upload)
             try:
-                await self._load_from(self._path if upload is None else Path(upload.name), name, config, refused_steps)
+                repository = self._repository if upload is None else ModelRepository(Path(upload.name))
+                await self._load_from(repository, name, config, refused_steps)
             finally:
                 self._drop_uploads(name)
 
     async def _load_steps(self, name: str, config: str | None) -> list[str]:
-        """Load the models of an ensemble's steps that are not served; returns why some were refused."""
-        declared = None if config is None else await self._thread.run(config_from_json, config, self._path / name)
+        """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
+        declared = await self._declared(self._repository, name, config)
         reasons = []
-        for step in await self._below(self._path, name, declared):
+        for step in await self._below(name, declared):
             async with self._lock(step):
                 if self._core.served(step):
                     continue
-                refused = await self._switch.bring_in(self._path, step)
-                reasons += self._switch.reasons(self._path, step, refused)
+                refused = await self._switch.bring_in(self._repository, step)
+                reasons += self._switch.reasons(self._repository, step, refused)
                 if not refused:
                     self._loaded_as_steps.add(step)
         return reasons
 
-    async def _below(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[str]:
-        """The models that an ensemble needs, in the order to load them; none for a model that cannot be loaded either."""
+    async def _declared(self, repository: ModelRepository, name: str, config: str | None) -> DeclaredConfig | None:
+        """Parse the configuration that a load request brings; None if it brings none."""
+        if config is None:
+            return None
+        return await self._thread.run(lambda: config_from_json(config, repository.path_of(name) / name))
+
+    async def _below(self, name: str, declared: DeclaredConfig | None = None) -> list[str]:
+        """Return the models that an ensemble needs, in the order to load them; none if the model itself cannot be loaded."""
         try:
-            return await self._thread.run(models_below, path, name, declared)
+            return await self._thread.run(models_below, self._repository, name, declared)
         except ModelLoadError:
             return []
 
-    async def _load_from(self, path: Path, name: str, config: str | None, refused_steps: list[str]) -> None:
+    async def _load_from(self, repository: ModelRepository, name: str, config: str | None, refused_steps: list[str]) -> None:
         try:
-            known = name in await self._thread.run(model_names, path)
+            known = name in await self._thread.run(repository.names)
         except ModelLoadError as error:
             logger.warning("%s", error)
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
         if not known:
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-        declared = None if config is None else await self._thread.run(config_from_json, config, path / name)
-        refused = await self._switch.bring_in(path, name, declared)
+        declared = await self._declared(repository, name, config)
+        refused = await self._switch.bring_in(repository, name, declared)
         if refused:
-            reasons = [*refused_steps, *self._switch.reasons(path, name, refused)]
+            reasons = [*refused_steps, *self._switch.reasons(repository, name, refused)]
             raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
@@ -233,13 +240,13 @@ class ModelControl:
                 await self._unload(step, dependents=True)
 
     def _steps(self, name: str) -> list[str]:
-        """The models of the steps of a served ensemble; none for another model."""
+        """Return the models of the steps of a served ensemble; none for another model."""
         return list(dict.fromkeys(step for model in self._core.served(name) for step in step_models(model.config)))
 
     def _drop_uploads(self, name: str) -> None:
         """Delete uploaded files that no serving version needs: a copy of a model may be loaded again from its files.
 
-        Where only some versions of a load were refused, versions of it and of the previous one serve side by side.
+        If only some versions of a load were refused, versions of it and of the previous load serve side by side.
         """
         paths = [model.path for model in self._core.served(name) if model.path is not None]
         kept = []
@@ -252,13 +259,15 @@ class ModelControl:
             self._uploads[name] = kept
 
     async def _follow(self, name: str, there: bool) -> None:
-        """The repository has changed."""
-        if not there:
+        """Load or unload a model whose files in the repository have changed."""
+        # As in Triton, a model that has come to a second repository is served from neither.
+        if not there or len(await self._thread.run(self._repository.having, name)) > 1:
             self._refused_ensembles.discard(name)
             async with self._lock(name):
                 await self._switch.take_out(name)
+        if not there:
             return
-        for step in await self._below(self._path, name):
+        for step in await self._below(name):
             if not self._core.served(step):
                 await self._bring_in(step)
         if await self._bring_in(name):
@@ -267,9 +276,9 @@ class ModelControl:
             await self._bring_in(ensemble, log_level=logging.DEBUG)
 
     async def _bring_in(self, name: str, *, log_level: int = logging.WARNING) -> list[ModelLoadError]:
-        """Bring a model of the repository in; `log_level`: of a refusal."""
+        """Serve the repository's present versions of a model; `log_level` is the level at which refusals are logged."""
         async with self._lock(name):
-            refused = await self._switch.bring_in(self._path, name)
+            refused = await self._switch.bring_in(self._repository, name)
         self._refused_ensembles.discard(name)
         for error in refused:
             logger.log(log_level, "%s", error, extra={"model": name})
@@ -287,14 +296,13 @@ class ModelControl:
 
     def _require_explicit(self, done: str) -> None:
         if self._options.mode is not ControlMode.EXPLICIT:
-            raise FailedPreconditionError(
-                f"models are not {done} by request here; start the server with --model-control explicit"
-            )
+            # Triton's status: clients that are written for it ask by it whether models are loaded by request.
+            raise UnavailableError(f"models are not {done} by request here; start the server with --model-control explicit")
         if not self._core.is_ready:
             raise UnavailableError("the server is shutting down; send the request to another replica")
 
     def _waited_for_by(self, name: str) -> set[str]:
-        """A model, and those for whose loads its own load waits."""
+        """Return a model and all models whose loads wait for its load."""
         found, after = set[str](), {name}
         while after:
             found |= after
@@ -318,28 +326,27 @@ class ModelControl:
 
 
 def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
-    """The models to copy from object storage; None stands for all."""
+    """Return the models to copy from object storage; None stands for all."""
     everything = options.mode is not ControlMode.EXPLICIT or ALL in options.load_at_start
     return None if everything else dict.fromkeys(options.load_at_start)
 
 
-def _wanted_at_start(path: Path, options: ControlOptions) -> list[str]:
+def _wanted_at_start(repository: ModelRepository, options: ControlOptions) -> list[str]:
+    names = repository.names()
     if options.mode is ControlMode.EXPLICIT:
-        names = model_names(path)
         missing = sorted(set(options.load_at_start) - {*names, ALL})
         if missing:
             raise ModelLoadError(
-                f"{path}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
+                f"{repository}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
             )
         return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
-    names = model_names(path)
     if not names and options.mode is ControlMode.NONE:
-        find_models(path)  # raises what is wrong
+        find_models(repository.paths[0])  # raises a ModelLoadError that names the problem
     return names
 
 
 def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
-    """A repository with one model, from the files of a request."""
+    """Write the files of a request to a temporary repository with one model."""
     if config is None:
         raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
     try:
@@ -353,6 +360,6 @@ def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfi
             raise
     except OSError as error:
         logger.warning("%s: the files of a load request cannot be stored: %s", name, error, extra={"model": name})
-        reason = os.strerror(error.errno or errno.EIO)  # not the error's text, in which Python may list folders of the server
+        reason = os.strerror(error.errno or errno.EIO)  # the error's own text may list folders of the server
         raise UnavailableError(f"the files of the load request cannot be stored: {reason}") from None
     return folder

@@ -1,11 +1,10 @@
-"""Bring a model's versions into service and out: a new one serves once it is ready, an old one until it is replaced."""
+"""Brings versions of a model into service and takes them out: an old version serves until the new one is ready."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from pathlib import Path
 
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.ensembles.ensemble import Ensemble
@@ -13,19 +12,19 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
-from halfserve.serve.engine.repository.model_repository import ModelFiles, find_model
+from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
 logger = logging.getLogger(__name__)
 
-LEAVE_S = 30.0  # for a model's accepted requests, before an unload returns anyway
+LEAVE_S = 30.0  # seconds to wait for a model's accepted requests before an unload returns anyway
 RELOADING = "serves as it was loaded before; what is there now is being loaded"
 OLD_ONE_SERVES = "serves as it was loaded before; what is there now was refused: "
 
 
 class Switch:
-    """Changes the core's models, one model at a time. Lives on the event loop; the work is done on the loader's thread."""
+    """Replaces the core's models, one model at a time. Lives on the event loop; the loader's thread does the work."""
 
     def __init__(self, core: InferenceCore, loader: VersionLoader, thread: LoaderThread, *, load_limit_s: float) -> None:
         self._core = core
@@ -33,20 +32,22 @@ class Switch:
         self._thread = thread
         self._load_limit_s = load_limit_s
         self._fingerprints: dict[tuple[str, int], VersionFingerprint] = {}
-        self.log_level = logging.DEBUG  # of successes; DEBUG during the start
+        self.log_level = logging.DEBUG  # level of messages about successes; DEBUG during the start
 
-    async def bring_in(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelLoadError]:
-        """Serve exactly the versions of a model that its policy selects. Unchanged ones go on serving.
+    async def bring_in(
+        self, repository: ModelRepository, name: str, declared: DeclaredConfig | None = None
+    ) -> list[ModelLoadError]:
+        """Serve exactly the versions of a model that its policy selects. Unchanged versions keep serving.
 
         `declared` is a configuration in place of the model's own.
 
         Returns:
-            Why versions were refused. If there is one, no serving version is taken out.
+            The errors of refused versions. If there is one, no serving version is taken out.
         """
         try:
-            found = await self._found(path, name, declared)
+            found = await self._found(repository, name, declared)
         except ModelLoadError as error:
-            self._refuse(path, name, [*self._served(name)] or [""], error)
+            self._refuse(repository, name, [*self._served(name)] or [""], error)
             return [error]
         for version in self._core.states.of(name).keys() - {str(files.version) for files, _ in found}:
             self._core.states.clear(name, version, VersionState.UNAVAILABLE)
@@ -55,7 +56,7 @@ class Switch:
             if self._fingerprints.get((name, files.version)) == made and files.version in self._served(name):
                 self._core.states.clear(name, files.version, VersionState.UNAVAILABLE)
                 continue
-            refusal = await self._bring_in_version(path, files, made)
+            refusal = await self._bring_in_version(repository, files, made)
             if refusal is not None:
                 refused.append(refusal)
         if not refused:
@@ -63,9 +64,9 @@ class Switch:
             self._core.replace(name, [model for version, model in self._served(name).items() if version in wanted])
         return refused
 
-    def reasons(self, path: Path, name: str, refused: list[ModelLoadError]) -> list[str]:
-        """The refusals of the latest `bring_in` in the words of the index, which may also list earlier ones."""
-        texts = tuple(_for_clients(str(error), path) for error in refused)
+    def reasons(self, repository: ModelRepository, name: str, refused: list[ModelLoadError]) -> list[str]:
+        """Return the refusals of the latest `bring_in` in the words of the repository index; some may be of earlier calls."""
+        texts = tuple(_for_clients(str(error), repository) for error in refused)
         return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
 
     async def take_out(self, name: str) -> None:
@@ -80,7 +81,9 @@ class Switch:
                 said = "%s: still computes what it had taken %g s ago; its memory is freed once it ends"
                 logger.warning(said, name, LEAVE_S, extra={"model": name})
 
-    async def _bring_in_version(self, path: Path, files: ModelFiles, made: VersionFingerprint) -> ModelLoadError | None:
+    async def _bring_in_version(
+        self, repository: ModelRepository, files: ModelFiles, made: VersionFingerprint
+    ) -> ModelLoadError | None:
         name, started = files.name, time.monotonic()
         label = f"{name}/{files.version}"
         reason = RELOADING if files.version in self._served(name) else ""
@@ -91,12 +94,12 @@ class Switch:
             if isinstance(model.composition, Ensemble):
                 model.composition.connect(self._core)
         except ModelLoadError as error:
-            self._refuse(path, name, [files.version], error)
+            self._refuse(repository, name, [files.version], error)
             return error
         except Exception as error:
             logger.exception("%s: failed to load", label, extra={"model": label})
             unknown = ModelLoadError(f"{files.model}: {type(error).__name__} while it was loaded; the server's log says more")
-            self._refuse(path, name, [files.version], unknown)
+            self._refuse(repository, name, [files.version], unknown)
             return unknown
         served = {**self._served(name), files.version: model}
         self._fingerprints[(name, files.version)] = made
@@ -106,13 +109,13 @@ class Switch:
         return None
 
     async def _found(
-        self, path: Path, name: str, declared: DeclaredConfig | None
+        self, repository: ModelRepository, name: str, declared: DeclaredConfig | None
     ) -> list[tuple[ModelFiles, VersionFingerprint]]:
         try:
-            return await self._thread.run(_look, path, name, declared, limit_s=self._load_limit_s)
+            return await self._thread.run(_look, repository, name, declared, limit_s=self._load_limit_s)
         except TimeoutError:
             raise ModelLoadError(
-                f"{path / name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
+                f"{name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
             ) from None
 
     async def _made(self, files: ModelFiles) -> Model:
@@ -122,15 +125,15 @@ class Switch:
             raise ModelLoadError(
                 f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"
             ) from None
-        except OSError as error:  # of the file system, or too many files or threads: a stack trace would not help
+        except OSError as error:  # an error of the file system, or too many files or threads; a stack trace would not help
             raise ModelLoadError(f"{files.model}: cannot be loaded: {error.strerror or error}") from None
 
     def _make(self, files: ModelFiles) -> Model:
-        """On the loader's thread, including the start of the model's threads, which takes long on a busy machine."""
+        """Load a version and start its threads, on the loader's thread, because that takes long on a busy machine."""
         return self._loader.model(files)
 
-    def _refuse(self, path: Path, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
-        reason = _for_clients(str(error), path)
+    def _refuse(self, repository: ModelRepository, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
+        reason = _for_clients(str(error), repository)
         for version in versions:
             old = OLD_ONE_SERVES if version in self._served(name) else ""
             self._core.states.set(name, version, VersionState.UNAVAILABLE, f"{old}{reason}")
@@ -140,18 +143,22 @@ class Switch:
         return {model.version: model for model in self._core.served(name)}
 
 
-def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, VersionFingerprint]]:
+def _look(
+    repository: ModelRepository, name: str, declared: DeclaredConfig | None
+) -> list[tuple[ModelFiles, VersionFingerprint]]:
     try:
+        path = repository.path_of(name)
         bare = path.is_file()
-        found = find_model(path, name, declared)
-        models_below(path, name, declared)  # refuses ensembles that need each other
+        found = repository.find(name, declared)
+        models_below(repository, name, declared)  # refuses ensembles that need each other
         return [(files, version_fingerprint(files, bare=bare)) for files in found]
     except OSError as error:
         raise ModelLoadError(f"{path / name}: cannot be read: {error.strerror}") from None
 
 
-def _for_clients(text: str, path: Path) -> str:
-    """An error's text with paths relative to the repository."""
-    for root in (path.resolve(), path, path.parent.resolve(), path.parent):
+def _for_clients(text: str, repository: ModelRepository) -> str:
+    """Return an error's text with paths relative to the repository."""
+    paths = [form for path in repository.paths for form in (path.resolve(), path)]
+    for root in (*paths, *(path.parent for path in paths)):
         text = text.replace(f"{root}/", "")
     return text

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfserve.protos.object_storage import ObjectStore, StorageError, StoredObject
+from halfserve.files.object_storage import ObjectStore, StorageError, StoredObject
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage.options import ObjectStorage
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfserve.protos.object_storage import ObjectStore, StorageError, StoredObject
+from halfserve.files.object_storage import ObjectStore, StorageError, StoredObject
 from halfserve.serve.engine.backend import ONNX, TORCH_EXPORT
 from halfserve.serve.engine.config.model_config import DeclaredConfig, read_config
 from halfserve.serve.engine.errors import ModelLoadError

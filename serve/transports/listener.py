@@ -18,6 +18,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,18 @@ class ConnectionLimit:
             return False
         self._handshakes.pop(oldest)()
         return True
+
+
+class _Handshake(asyncio.Protocol):
+    """Takes the place of a connection until TLS is established, so that a handshake that never ends costs little."""
+
+    def __init__(self, established: Callable[[_Handshake], asyncio.BaseProtocol]) -> None:
+        self._established = established
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        connection = self._established(self)
+        cast("asyncio.Transport", transport).set_protocol(connection)
+        connection.connection_made(transport)
 
 
 class Listener:
@@ -166,7 +179,7 @@ class Listener:
         return self._limit.drop_oldest() and self._has_room()
 
     def _take(self, accepted: socket.socket) -> None:
-        connection = self._make()
+        connection = self._make() if self._tls is None else _Handshake(self._established)
         self._open.add(connection)
         self._limit.take()
         if accepted.family != getattr(socket, "AF_UNIX", None):
@@ -181,6 +194,13 @@ class Listener:
         task.add_done_callback(partial(self._settled, connection, accepted))
         if self._tls is not None:
             self._limit.begin_handshake(connection, partial(self._drop, connection, task))
+
+    def _established(self, handshake: _Handshake) -> asyncio.BaseProtocol:
+        """The connection that has the place of its handshake from now on."""
+        connection = self._make()
+        self._open.remove(handshake)
+        self._open.add(connection)
+        return connection
 
     def _drop(self, connection: asyncio.BaseProtocol, task: asyncio.Task[object]) -> None:
         self._told.say("a connection that has not finished TLS was closed for another one: %d are open", self._limit.open)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
+from halfserve.protos.model_config_pb2 import TYPE_FP16, ModelConfig
 from tests.models import mlp_weights
 from tests.serve.running_server import RunningServer
 from tests.written_blocks import ROOT, blocks_of
@@ -35,6 +38,21 @@ def test_protoc_finds_the_files_by_their_folder(where: str, tmp_path: Path) -> N
         named = file.options.go_package, file.options.java_package, file.options.csharp_namespace
         assert named == ("halfserve/inference", "halfserve.inference", "Halfserve.Inference")
         assert file.options.java_multiple_files
+
+
+@pytest.mark.long
+def test_the_guides_model_has_the_input_that_its_programs_send(tmp_path: Path) -> None:
+    blocks = blocks_of(DOCUMENT)
+    made = next(block.text for block in blocks if block.language == "bash")
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    environment["PYTHONPATH"] = str(ROOT)
+    subprocess.run(["bash", "-eu", "-c", made], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=100)
+    config = text_format.Parse((tmp_path / "models" / "mlp" / "config.pbtxt").read_text(), ModelConfig())
+    (given,) = config.input
+    assert (given.data_type, list(given.dims)) == (TYPE_FP16, [64])
+    programs = [block.text for block in blocks if block.language in ("javascript", "go", "java")]
+    assert len(programs) == 3
+    assert all(f'"{given.name}"' in program and f'"{config.name}"' in program for program in programs)
 
 
 @pytest.fixture(scope="module")

@@ -133,9 +133,10 @@ class CopyServices:
     def _is_ready(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._on_loop(header["call"], self._ready(header["model"], header["version"]))
 
-    def _load_model(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
+    def _load_model(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         caller = self._label.rpartition("/")[0] if self.is_loading else None
-        self._on_loop(header["call"], self._load(header["model"], header["config"], caller))
+        files = {tensor.name: tensor.data.tobytes() for tensor in tensors}
+        self._on_loop(header["call"], self._load(header["model"], header["config"], files, caller))
 
     def _unload_model(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         self._on_loop(header["call"], self._unload(header["model"]))
@@ -186,8 +187,8 @@ class CopyServices:
         except NotFoundError:
             return {"ready": False}
 
-    async def _load(self, model: str, config: str, caller: str | None) -> dict[str, Any]:
-        await self._services.connected().core.load(model, config or None, caller=caller)
+    async def _load(self, model: str, config: str, files: Mapping[str, bytes], caller: str | None) -> dict[str, Any]:
+        await self._services.connected().core.load(model, config or None, files, caller=caller)
         return {}
 
     async def _unload(self, model: str) -> dict[str, Any]:

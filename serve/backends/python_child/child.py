@@ -27,7 +27,8 @@ if __name__ != PACKAGE + ".child":
     if __name__ == "__main__":  # before numpy is imported, which only the model's process needs
         _calls, _events, _lifeline = map(int, sys.argv[1:4])
         importlib.import_module(PACKAGE + ".model_processes").end_together(_lifeline, (_calls, _events))
-    sys.modules["triton_python_backend_utils"] = importlib.import_module(PACKAGE + ".triton_python_backend_utils")
+    for _name in ("triton_python_backend_utils", "c_python_backend_utils"):
+        sys.modules[_name] = importlib.import_module(PACKAGE + ".triton_python_backend_utils")
 
 from halfserve.serve.backends.python_child.forked_processes import ForkedProcesses  # noqa: E402  (after the package is there)
 from halfserve.serve.backends.python_child.model_host import ModelFailedError  # noqa: E402  (see above)
@@ -60,7 +61,8 @@ def main() -> None:
     sys.argv[1:] = []
     for number in numbers:
         os.set_inheritable(number, False)
-    calls, events = (Channel(socket.socket(fileno=number)) for number in numbers)
+    # What a model says goes into responses and logs, which are UTF-8: "?" stands for half of a surrogate pair.
+    calls, events = (Channel(socket.socket(fileno=number), on_lone_surrogate="replace") for number in numbers)
     owner = os.getpid()
     access = EventAccess(events.send)
     connect(access)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -62,13 +63,17 @@ class MetricKind(IntEnum):
 
 
 class Metric:
-    """One metric of a family, by its labels. Metrics with the same name and labels are one, in all models."""
+    """One metric of a family, by its labels. Metrics with the same name and labels are one, in all models.
 
-    __slots__ = ("_family", "_labels")
+    As in Triton, every use raises TritonModelException once the MetricFamily object that made the metric is deleted.
+    """
+
+    __slots__ = ("_family", "_labels", "_name")
 
     def __init__(self, family: MetricFamily, labels: Mapping[str, str]) -> None:
-        self._family = family
+        self._family = weakref.ref(family)
         self._labels = dict(labels)
+        self._name = family.name
 
     def increment(self, value: float) -> None:
         """Add to a counter (0 or more) or a gauge.
@@ -76,8 +81,8 @@ class Metric:
         Raises:
             TritonModelException: it is a histogram, or the value is negative for a counter.
         """
-        if self._family.kind is MetricKind.COUNTER and value < 0:
-            raise TritonModelException(f"counter {self._family.name!r} cannot be incremented by {value}, expected 0 or more")
+        if self._kind() is MetricKind.COUNTER and value < 0:
+            raise TritonModelException(f"counter {self._name!r} cannot be incremented by {value}, expected 0 or more")
         self._change("increment", value, MetricKind.COUNTER, MetricKind.GAUGE)
 
     def set(self, value: float) -> None:
@@ -110,12 +115,21 @@ class Metric:
         server().tell("metric", {**self.place(), "action": action, "value": float(value)}, [])
 
     def _require(self, action: str, *kinds: MetricKind) -> None:
-        if self._family.kind not in kinds:
-            raise TritonModelException(f"metric {self._family.name!r} is a {self._family.kind.name}, which has no {action}()")
+        kind = self._kind()
+        if kind not in kinds:
+            raise TritonModelException(f"metric {self._name!r} is a {kind.name}, which has no {action}()")
+
+    def _kind(self) -> MetricKind:
+        family = self._family()
+        if family is None:
+            raise TritonModelException(
+                f"the MetricFamily object of the metric {self._name!r} has been deleted; keep it as an attribute of the model"
+            )
+        return family.kind
 
     def place(self) -> dict[str, Any]:
         """Names the metric in messages."""
-        return {"name": self._family.name, "labels": self._labels}
+        return {"name": self._name, "labels": self._labels}
 
 
 class MetricFamily:

@@ -28,7 +28,8 @@ from halfserve.serve.backends.python_child.requests import (
 )
 from halfserve.serve.backends.python_child.server_access import server
 
-UTILS = "triton_python_backend_utils"
+# Triton's second module is written in C. Models import it for the classes, which its first one has too.
+UTILS = ("triton_python_backend_utils", "c_python_backend_utils")
 CLASS = "TritonPythonModel"
 
 
@@ -59,7 +60,8 @@ def import_model(path: Path) -> ModuleType:
     Raises:
         ModelFailedError: it cannot be imported, or has no class TritonPythonModel.
     """
-    sys.modules.setdefault(UTILS, triton_python_backend_utils)
+    for name in UTILS:
+        sys.modules.setdefault(name, triton_python_backend_utils)
     triton_python_backend_utils.set_model_dir(str(path.parent))
     for folder in (str(path.parent), str(path.parent.parent)):
         if folder not in sys.path:
@@ -185,7 +187,7 @@ class ModelHost:
             if inspect.iscoroutine(result):
                 result = self._run(result, senders)
             responses = self._checked(result, requests)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # a client must not end the model's process, which takes seconds to start
             failure = error if isinstance(error, ModelFailedError) else failed("execute", error)
             if self.is_decoupled:
                 _send_failure(senders, failure)

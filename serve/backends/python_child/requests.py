@@ -442,7 +442,11 @@ def text_of(value: str | bytes) -> str:
 
 def error_of(error: BaseException) -> TritonError:
     """What the client of a model is told of an exception: one line."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (of the exception's own __str__)
+        text = ""
     if isinstance(error, TritonModelException):
-        return TritonError(str(error), ErrorCode.INTERNAL)
-    text = str(error).strip().split("\n")[0]
+        return TritonError(text, ErrorCode.INTERNAL)
+    text = text.strip().split("\n")[0]
     return TritonError(f"{type(error).__name__}: {text}" if text else type(error).__name__, ErrorCode.INTERNAL)

@@ -12,9 +12,12 @@ from contextvars import ContextVar
 from itertools import count
 from typing import Any, Protocol
 
+import numpy as np
+
 from halfserve.serve.backends.python_child.errors import TritonModelException
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
+FILE_PREFIX = "file:"
 Reply = tuple[Mapping[str, Any], list[WireTensor]]
 
 
@@ -180,12 +183,21 @@ def done(reply: Reply) -> Reply:
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Load or reload a model of the repository; needs a server with --model-control explicit.
 
+    `config` is a ModelConfig as JSON in place of its own. `files` are the contents of its folder by path with a prefix, such as
+    "file:1/model.onnx", in place of the repository's; they need `config`, and a server with --model-uploads.
+
     Raises:
-        TritonModelException: the server refuses; or `files` are given, which this server takes from clients only.
+        TritonModelException: the server refuses; or a path has no prefix.
     """
-    if files:
-        raise TritonModelException("load_model with files is not supported; put the files into the model repository")
-    done(server().call("load_model", {"model": model_name, "config": config}, []))
+    files = files or {}
+    for name in files:
+        if not name.startswith(FILE_PREFIX):
+            raise TritonModelException(f"files has {name!r}, expected a path such as '{FILE_PREFIX}1/model.onnx'")
+    contents = [
+        WireTensor(name.removeprefix(FILE_PREFIX), "BYTES", [len(content)], np.asarray(memoryview(content)))
+        for name, content in files.items()
+    ]
+    done(server().call("load_model", {"model": model_name, "config": config}, contents))
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: ARG001  (Triton's signature)

@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 31
 MAX_FDS = 4
 FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 Header = dict[str, Any]
-ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 DECODE = json.JSONDecoder().decode
 
 # Datatypes on the wire. BYTES are length-prefixed, BF16 are uint16 bit patterns.
@@ -76,8 +76,10 @@ class ChannelClosedError(Exception):
 class Channel:
     """One end of a connection. Any thread may send; one thread at a time receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, on_lone_surrogate: str = "surrogatepass") -> None:
+        """`on_lone_surrogate`: what encodes half of a surrogate pair in what is sent, as `str.encode` takes it."""
         self._socket = connection
+        self._on_lone_surrogate = on_lone_surrogate
         self._sending = threading.Lock()
         self._pool = SegmentPool()
         self._mapped = MappedSegments()
@@ -125,7 +127,7 @@ class Channel:
                 segment = None
             if pool.dropped:
                 header["drop"], pool.dropped = pool.dropped, []
-            text = ENCODE(header).encode()
+            text = ENCODE(header).encode(errors=self._on_lone_surrogate)
             pieces.insert(0, PREFIX.pack(len(text), size) + text)
             try:
                 self._send_all(pieces, PREFIX.size + len(text) + size, ancillary)
@@ -181,7 +183,7 @@ class Channel:
         if len(data) < whole:
             data = self._more(data, whole)
         self._rest = data[whole:]
-        header = DECODE(data[PREFIX.size : start].decode())
+        header = DECODE(data[PREFIX.size : start].decode(errors="surrogatepass"))
         if "free" in header:
             with self._sending:
                 for number in header.pop("free"):

@@ -14,7 +14,7 @@ from halfserve.serve.engine.ensembles.graph import dependency_order, ensemble_sp
 from halfserve.serve.engine.errors import ModelLoadError, UnmetStepsError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import read_labels
-from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, ModelFiles, model_names
+from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, ModelFiles, ModelRepository
 
 
 def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
@@ -52,11 +52,11 @@ def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
     return model
 
 
-def models_below(repository: Path, name: str, declared: DeclaredConfig | None = None) -> list[str]:
+def models_below(repository: ModelRepository, name: str, declared: DeclaredConfig | None = None) -> list[str]:
     """The models in a repository that an ensemble needs, each after the ones that it needs itself; none for another model.
 
     Args:
-        repository: its folder.
+        repository: that has the ensemble.
         name: of the ensemble.
         declared: its configuration in place of the one in the repository.
 
@@ -64,21 +64,28 @@ def models_below(repository: Path, name: str, declared: DeclaredConfig | None = 
         UnmetStepsError: an ensemble needs itself.
         ModelLoadError: a configuration cannot be read.
     """
-    if repository.is_file():
-        return []
-    config = declared.message if declared is not None else read_config(repository / name / CONFIG_FILE).message
-    known = {name: step_models(config)}
+    known = {name: step_models(declared.message if declared is not None else _config(repository, name))}
     if not known[name]:
         return []
-    present = frozenset(model_names(repository))
+    present = frozenset(repository.names())
 
     def steps(of: str) -> list[str]:
         if of not in known:
-            known[of] = step_models(read_config(repository / of / CONFIG_FILE).message) if of in present else []
+            known[of] = step_models(_config(repository, of)) if of in present else []
         return known[of]
 
     order, cycle = dependency_order([name], steps)
     if cycle:
         way = " -> ".join(map(repr, cycle))
-        raise UnmetStepsError(f"{repository / name / CONFIG_FILE}: ensembles need each other: {way}; remove one of the steps")
+        raise UnmetStepsError(f"{_config_file(repository, name)}: ensembles need each other: {way}; remove one of the steps")
     return [model for model in order if model != name and model in present]
+
+
+def _config(repository: ModelRepository, name: str) -> ModelConfig:
+    """A model's configuration; that of a bare model file says nothing."""
+    bare = repository.path_of(name).is_file()
+    return ModelConfig() if bare else read_config(_config_file(repository, name)).message
+
+
+def _config_file(repository: ModelRepository, name: str) -> Path:
+    return repository.path_of(name) / name / CONFIG_FILE

@@ -141,6 +141,50 @@ def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) ->
     return versions
 
 
+class ModelRepository:
+    """The models below one or several paths, each of which is a repository folder or a bare model file.
+
+    Attributes:
+        paths: of them, the first one first.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.paths))
+
+    def names(self) -> list[str]:
+        """The names of the models, loadable or not, each once.
+
+        Raises:
+            ModelLoadError: a path does not exist or cannot be read.
+        """
+        return sorted({name for path in self.paths for name in model_names(path)})
+
+    def having(self, name: str) -> list[Path]:
+        """The paths that have a model of this name; it can be served from one of them only."""
+        return [path for path in self.paths if (path.stem == name if path.is_file() else _is_model_folder(path / name))]
+
+    def path_of(self, name: str) -> Path:
+        """The first path that has a model, and the first of all for a model that none has."""
+        return next(iter(self.having(name)), self.paths[0])
+
+    def find(self, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
+        """The versions of a model that should be served; see `find_model`.
+
+        Raises:
+            ModelLoadError: several paths have the model; or see `find_model`.
+        """
+        having = self.having(name)
+        if len(having) > 1:
+            raise ModelLoadError(
+                f"model {name!r} is in {len(having)} model repositories ({ModelRepository(*having)}), expected it in one; "
+                "remove or rename the others"
+            )
+        return find_model(self.path_of(name), name, declared)
+
+
 def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:
     """The versions that a configuration selects, before they are on this disk.
 
@@ -174,6 +218,11 @@ def _warn_of_name(folder: Path) -> None:
     logger.warning("%a: is passed over: its name is not UTF-8, so no client can ask for it; rename it", str(folder))
 
 
+@cache
+def _warn_of_zeros(folder: Path) -> None:
+    logger.warning("%s: is passed over: a version's number has no leading zeros; rename it", folder)
+
+
 def _is_model_folder(folder: Path) -> bool:
     # A leading dot marks an unfinished folder. Unreadable folders, and those with a configuration and no version, count as
     # models, so that loading them reports the reason.
@@ -186,8 +235,11 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def _version_folders(folder: Path) -> dict[int, Path]:
-    numbered = sorted((f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit()), key=lambda f: -len(f.name))
-    return {int(f.name): f for f in numbered if int(f.name) > 0 and f.is_dir()}  # of 1 and 01, the former is used
+    numbered = [f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit() and f.is_dir()]
+    for passed_over in numbered:
+        if passed_over.name.startswith("0"):
+            _warn_of_zeros(passed_over)
+    return {int(f.name): f for f in numbered if not f.name.startswith("0")}
 
 
 def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:

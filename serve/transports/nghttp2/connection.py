@@ -13,11 +13,12 @@ from typing import Protocol, cast
 from ngh2.exceptions import ConnectionStateError, DenialOfServiceError, NGH2Error
 
 from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.transports.nghttp2.fairness import SMALL_BYTES, ReadScheduler, TransportLimits, most_header_bytes
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits, most_header_bytes
 from halfserve.serve.transports.nghttp2.flow_control import WRITE_BYTES
 from halfserve.serve.transports.nghttp2.frame_reader import DiscardingReader, FrameReader
 from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
 from halfserve.serve.transports.nghttp2.session import FREE_CALLS, NOTICE, GrpcSession, Route
+from halfserve.serve.transports.read_scheduler import ReadScheduler
 
 LAST_WORD_S = 1.0  # for a client that broke the protocol to read why its connection ends
 
@@ -90,8 +91,8 @@ class GrpcConnection(GrpcSession):
     def get_buffer(self, sizehint: int) -> bytearray | memoryview:  # noqa: ARG002  (the signature is asyncio's)
         """The buffer to read the socket into; its bytes are used before any other socket is read."""
         received = self._owner.received
-        # One byte over "small", so that a full buffer queues: uvloop would otherwise fill it 32 times in a row.
-        return memoryview(received)[: SMALL_BYTES + 1] if self._scheduler.is_crowded else received
+        size = self._scheduler.receive_bytes(self, len(received))
+        return received if size == len(received) else memoryview(received)[:size]
 
     def buffer_updated(self, nbytes: int) -> None:
         self.data_received(memoryview(self._owner.received)[:nbytes])
@@ -99,7 +100,7 @@ class GrpcConnection(GrpcSession):
     def data_received(self, data: bytes | memoryview) -> None:
         """Read bytes, hand them to their calls, and write immediate responses."""
         self.heard_s = self.loop.time()
-        if self._scheduler.must_wait(len(data)):
+        if self._scheduler.must_wait(self, len(data)):
             self._reader.keep(data)
             self._pace(has_more=True)
             return

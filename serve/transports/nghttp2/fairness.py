@@ -1,8 +1,4 @@
-"""Fair shares between clients: limits of a connection, read scheduling, message quotas, and busy polling of the event loop.
-
-Received bytes are read at once until a loop iteration has spent TURN_S on reading. After that only small input, such as a
-health check, is read at once; other connections queue, are read one buffer at a time in order, and are not polled meanwhile.
-"""
+"""Fair shares between clients: limits of a connection, message quotas, and busy polling of the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from ngh2 import Configuration
 
@@ -28,9 +24,6 @@ MIB: Final = 2**20
 # A factor of `max_header_bytes`. Up to it the call alone is refused; a longer list ends the connection before it is decoded
 # to its end. A field counts at least 32 bytes and costs the event loop about 0.3 us.
 HOPELESS_HEADERS: Final = 2
-TURN_S = 0.002
-SMALL_BYTES: Final = 4096
-CROWD: Final = 16  # connections, each with one full receive buffer
 MESSAGES_A_TURN: Final = 256  # of a connection, per loop iteration
 COUNTS_AS_ONE_BYTES: Final = 2**16  # of a message
 BUSY_POLL_S = 250e-6
@@ -98,63 +91,6 @@ def greeting(limits: TransportLimits) -> dict[int, int]:
         MAX_FRAME_SIZE: FRAME_BYTES,
         MAX_HEADER_LIST_SIZE: limits.max_header_bytes,
     }
-
-
-class Reader(Protocol):
-    """A connection with received bytes that are not read."""
-
-    def read_on(self) -> None: ...
-
-
-class ReadScheduler:
-    """The read queue of a server. Lives on the event loop."""
-
-    __slots__ = ("_call_soon", "_clock", "_looks_soon", "_queue", "_stop")
-
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._call_soon = call_soon
-        self._clock = clock
-        self._queue: deque[Reader] = deque()
-        self._looks_soon = False
-        self._stop = 0.0  # when this iteration has read enough; valid while `_look` is scheduled
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether the queue is so long that sockets should be left unread."""
-        return len(self._queue) >= CROWD
-
-    def must_wait(self, size: int) -> bool:
-        """Whether `size` received bytes must be read later, through `wait`."""
-        if size <= SMALL_BYTES:
-            return False
-        now = self._clock()
-        if not self._looks_soon:
-            self._schedule(now + TURN_S)
-        return now > self._stop
-
-    def wait(self, reader: Reader) -> None:
-        """Queue a connection; `read_on` is called once, in a later loop iteration."""
-        self._queue.append(reader)
-        if not self._looks_soon:
-            self._schedule(self._clock() + TURN_S)
-
-    def _schedule(self, stop: float) -> None:
-        self._looks_soon, self._stop = True, stop
-        self._call_soon(self._look)
-
-    def _look(self) -> None:
-        """Read from the queue for TURN_S."""
-        queue, clock = self._queue, self._clock
-        stop = clock() + TURN_S
-        try:
-            for _ in range(len(queue)):  # a connection with more input rejoins at the end
-                queue.popleft().read_on()
-                if clock() > stop:
-                    break
-        finally:
-            self._looks_soon = False
-            if queue:
-                self._schedule(stop)
 
 
 class MessageQuota:

@@ -20,7 +20,8 @@ from halfserve.serve.transports.listener import ConnectionLimit, Listener, LogTh
 from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.nghttp2.calls import Calls
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
-from halfserve.serve.transports.nghttp2.fairness import BusyPoll, ReadScheduler, TransportLimits
+from halfserve.serve.transports.nghttp2.fairness import BusyPoll, TransportLimits
+from halfserve.serve.transports.read_scheduler import read_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Nghttp2Server:
             tls.set_alpn_protocols(["h2"])
         self.budget = budget or MemoryBudget(DEFAULT_BYTES)
         self.received = bytearray(RECEIVE_BYTES)
-        self.read_scheduler = ReadScheduler(lambda read: asyncio.get_running_loop().call_soon(read))
+        self.read_scheduler = read_scheduler()
         self._connections: set[GrpcConnection] = set()
         self._unflushed: set[GrpcConnection] = set()
         self._changed = asyncio.Event()

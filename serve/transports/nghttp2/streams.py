@@ -223,7 +223,7 @@ class StreamCall(_Stream):
         )
         self._method = method
         self._arrived = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._run(time_left_s))
+        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._run(time_left_s))
 
     def receive(self, data: bytes) -> int:
         """Queue received bytes; they are acknowledged at once only inside an incomplete message."""
@@ -239,11 +239,17 @@ class StreamCall(_Stream):
         self._arrived.set()
 
     def gone(self) -> None:
-        self._task.cancel()
+        self._cancel()
 
     def give_up(self, error: InferenceError) -> None:
-        self._task.cancel()
+        self._cancel()
         self._fail(error)
+
+    def _cancel(self) -> None:
+        """Cancel the task and let go of it: its exception refers to frames that refer to this call."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     async def _run(self, time_left_s: float | None) -> None:
         try:

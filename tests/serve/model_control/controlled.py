@@ -14,6 +14,7 @@ from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
@@ -33,13 +34,18 @@ def loader(warm_up_budget_s: float = 5.0, runtime: Runtime | None = None) -> Ver
 
 
 def control(
-    core: InferenceCore, path: Path | ObjectStorage, mode: ControlMode, runtime: Runtime | None = None, **options: Any
+    core: InferenceCore,
+    path: Path | ObjectStorage,
+    mode: ControlMode,
+    runtime: Runtime | None = None,
+    more_paths: tuple[Path, ...] = (),
+    **options: Any,
 ) -> ModelControl:
     chosen = ControlOptions(mode=mode, **options)
     if isinstance(path, Path):
-        return ModelControl(core, path, loader(runtime=runtime), chosen)
+        return ModelControl(core, ModelRepository(path, *more_paths), loader(runtime=runtime), chosen)
     copy = RepositoryCopy(path)
-    return ModelControl(core, copy.path, loader(runtime=runtime), chosen, copy)
+    return ModelControl(core, ModelRepository(copy.path), loader(runtime=runtime), chosen, copy)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRunti
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import Worker, pause
 from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control import switch
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
@@ -194,7 +195,7 @@ class StuckRuntime(OnnxRuntime):
         return super().load(path, interface, placement, config)
 
 
-@pytest.mark.parametrize("stuck", ["version_fingerprint", "find_model"])
+@pytest.mark.parametrize("stuck", ["version_fingerprint", "models_below"])
 def test_files_that_cannot_be_looked_at_in_time_are_not_in_the_others_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
@@ -212,7 +213,7 @@ def test_files_that_cannot_be_looked_at_in_time_are_not_in_the_others_way(
     loader = VersionLoader(runtime=OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=5.0)
     options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=LIMIT_S)
     with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
-        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, options))
+        control = server.call(lambda: ModelControl(server.core, ModelRepository(tmp_path), loader, options))
         try:
             server.run(control.start())
             with pytest.raises(InferenceServerException, match=r"stuck: its files were not looked at within 0\.5 s"):
@@ -234,7 +235,7 @@ def test_a_load_that_hangs_is_refused_and_others_go_on(tmp_path: Path) -> None:
     )
     options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=LIMIT_S)
     with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
-        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, options))
+        control = server.call(lambda: ModelControl(server.core, ModelRepository(tmp_path), loader, options))
         try:
             server.run(control.start())
             with pytest.raises(InferenceServerException, match=r"within 0\.5 s \(--load-seconds\), and is given up"):
@@ -282,7 +283,9 @@ def test_the_index_does_not_wait_for_a_load(tmp_path: Path) -> None:
             client.load_model("a")
 
     with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
-        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, ControlOptions(mode=ControlMode.EXPLICIT)))
+        control = server.call(
+            lambda: ModelControl(server.core, ModelRepository(tmp_path), loader, ControlOptions(mode=ControlMode.EXPLICIT))
+        )
         server.run(control.start())
         loading = threading.Thread(target=load, args=[server.address])
         loading.start()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from onnx import NodeProto, TensorProto, helper
 
+from halfserve.protos.certificates import SCHEMA, certificate_sha256, named_entry
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
@@ -249,28 +254,85 @@ def test_without_time_for_any_length_nothing_is_padded(tmp_path: Path, caplog: p
     assert "finding out whether padding changes its answers takes too long" in caplog.text
 
 
-def test_every_described_request_is_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only rows with a token of the second request show the wrong mean."""
-    nodes = [
-        node("Equal", ["tokens", "rare"], ["is_rare"]),
-        node("Cast", ["is_rare"], ["rare_count"], to=TensorProto.FLOAT),
-        node("ReduceMax", ["rare_count", "one"], ["has_rare"], keepdims=1),
-        node("Cast", ["has_rare"], ["use_wrong"], to=TensorProto.BOOL),
-        node("Where", ["use_wrong", "wrong", "right"], ["y"]),
-    ]
-    folder = save_pooled(tmp_path / "m", nodes, weights={"rare": np.array(1100, np.int64)})
+RARE = 1100
+# The mean over all places, of rows with the token RARE alone.
+WRONG_FOR_RARE = [
+    node("Equal", ["tokens", "rare"], ["is_rare"]),
+    node("Cast", ["is_rare"], ["rare_count"], to=TensorProto.FLOAT),
+    node("ReduceMax", ["rare_count", "one"], ["has_rare"], keepdims=1),
+    node("Cast", ["has_rare"], ["use_wrong"], to=TensorProto.BOOL),
+    node("Where", ["use_wrong", "wrong", "right"], ["y"]),
+]
+
+
+def save_wrong_for_rare(folder: Path) -> Path:
+    return save_pooled(folder, WRONG_FOR_RARE, weights={"rare": np.array(RARE, np.int64)})
+
+
+def described(folder: Path, requests: Mapping[str, Tensors]) -> str:
+    """The model_warmup of requests, name to inputs of one row without the batch dimension, whose values are in files."""
     (folder / "warmup").mkdir()
-    warm_ups = ""
-    for name, tokens in (("plain", [5, 6, 7]), ("rare", [9, 8, 1100, 4])):
+    text = ""
+    for name, row in requests.items():
         inputs = ""
-        for key, row in (("tokens", np.array(tokens)), ("mask", np.ones(len(tokens), np.int64))):
-            (folder / "warmup" / f"{name}_{key}").write_bytes(row.tobytes())
-            described = f'data_type: TYPE_INT64 dims: {len(tokens)} input_data_file: "{name}_{key}"'
-            inputs += f'inputs {{ key: "{key}" value {{ {described} }} }} '
-        warm_ups += f'model_warmup {{ name: "{name}" batch_size: 1 {inputs} }}\n'
-    write_config(folder, {"halfserve.padding": "tokens[1]=0 mask[1]=0"}, warm_ups)
+        for key, values in row.items():
+            (folder / "warmup" / f"{name}_{key}").write_bytes(values.tobytes())
+            given = f'data_type: TYPE_INT64 dims: {len(values)} input_data_file: "{name}_{key}"'
+            inputs += f'inputs {{ key: "{key}" value {{ {given} }} }} '
+        text += f'model_warmup {{ name: "{name}" batch_size: 1 {inputs} }}\n'
+    return text
+
+
+def test_every_described_request_is_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_wrong_for_rare(tmp_path / "m")
+    rows = {name: np.array(tokens) for name, tokens in (("plain", [5, 6, 7]), ("rare", [9, 8, RARE, 4]))}
+    requests: dict[str, Tensors] = {name: {"tokens": row, "mask": np.ones_like(row)} for name, row in rows.items()}
+    write_config(folder, {"halfserve.padding": "tokens[1]=0 mask[1]=0"}, described(folder, requests))
     assert loaded(tmp_path).mixed is None
     assert "differs from what the row gets alone" in caplog.text
+
+
+def test_a_described_row_of_padding_alone_proves_nothing(tmp_path: Path) -> None:
+    folder = save_masked_mean(tmp_path / "m", ignores_mask=True)
+    padding: Tensors = {"tokens": np.zeros(6, np.int64), "mask": np.ones(6, np.int64)}
+    write_config(folder, {"halfserve.padding": RULE}, described(folder, {"padding": padding}))
+    assert loaded(tmp_path).mixed is None
+
+
+def record(folder: Path, inputs: Tensors) -> None:
+    """Put samples beside the model of a repository's folder, and a certificate that vouches for them."""
+    model = folder / "1" / "model.onnx"
+    answers = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(["y"], inputs)
+    arrays = {f"input/{name}": array for name, array in inputs.items()} | {"output/y": answers[0]}
+    np.savez(model.parent / "samples.npz", allow_pickle=False, **arrays)
+    digest = hashlib.sha256((model.parent / "samples.npz").read_bytes()).hexdigest()
+    content = {"schema": SCHEMA, "passed": True, "files": {"samples.npz": digest}}
+    with model.open("ab") as file:
+        file.write(named_entry(certificate_sha256(content)))
+    content["onnx_sha256"] = hashlib.sha256(model.read_bytes()).hexdigest()
+    (model.parent / "certificate.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("last", "is_padded"), [(RARE, False), (4, True)])
+def test_samples_that_travel_with_a_model_are_tried(tmp_path: Path, last: int, is_padded: bool) -> None:
+    tokens = np.array([[5, 6, 7, 8], [9, 8, last, 0]])
+    record(save_wrong_for_rare(tmp_path / "m"), {"tokens": tokens, "mask": (tokens != 0).astype(np.int64)})
+    assert (loaded(tmp_path).mixed is not None) == is_padded
+
+
+def test_a_number_in_all_samples_is_no_length_as_one_has_it_by_chance(tmp_path: Path) -> None:
+    nodes = [
+        *FIRST_COUNT,
+        node("Div", ["sum", "c"], ["mean"]),
+        node("Gather", ["kinds", "kind"], ["of_kind"], axis=0),
+        node("Squeeze", ["of_kind", "one"], ["k"]),
+        node("Add", ["mean", "k"], ["y"]),
+    ]
+    folder = save_pooled(tmp_path / "m", nodes, inputs=["count", "kind"], weights={"kinds": table()[:3]})
+    tokens = np.array([[5, 6, 0, 0], [9, 8, 7, 4]])
+    record(folder, {"tokens": tokens, "count": np.array([[2], [4]]), "kind": np.array([[2], [2]])})
+    version = loaded(tmp_path)
+    assert version.config.parameters["halfserve.padding_proved"].string_value == "1024"
 
 
 def test_an_output_that_is_not_cut_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.engine.repository.model_repository import find_model
+from halfserve.serve.engine.repository.model_repository import ModelRepository, find_model
 from halfserve.serve.model_control.loading import LoaderThread
 from halfserve.serve.model_control.options import ControlMode
 from halfserve.serve.model_control.watch import RepositoryWatch, VersionFingerprint, fingerprint, version_fingerprint
@@ -87,7 +87,7 @@ def test_the_watch_outlives_unexpected_errors(tmp_path: Path, caplog: pytest.Log
 
     async def work() -> None:
         done = asyncio.Event()
-        watch = RepositoryWatch(tmp_path, Fails(), interval_s=0, settle_s=0)
+        watch = RepositoryWatch(ModelRepository(tmp_path), Fails(), interval_s=0, settle_s=0)
         await watch.remember()
         for name in ("a", "b"):
             (tmp_path / name / "1" / "model.onnx").write_bytes(b"new")
@@ -129,7 +129,7 @@ def test_files_that_are_still_being_written_wait(tmp_path: Path) -> None:
 
     async def work() -> None:
         done = asyncio.Event()
-        watch = RepositoryWatch(tmp_path, WritesMeanwhile(), interval_s=0, settle_s=0)
+        watch = RepositoryWatch(ModelRepository(tmp_path), WritesMeanwhile(), interval_s=0, settle_s=0)
         await watch.remember()
 
         async def follow(name: str, there: bool) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.serve.observability.prometheus import PROMTOOL, needs_promtool
 from tests.serve.observability.queries import unknown_in
 
 RULES = Path(__file__).parents[3] / "serve" / "observability" / "alerts.yaml"
-PROMTOOL = shutil.which("promtool", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool here, which Debian's package prometheus has")
 
 
 def promtool(*arguments: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -22,6 +23,7 @@ from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports import listener
 from halfserve.serve.transports.listener import LOG_PERIOD_S, MAX_LOG_LINES, ConnectionLimit, LogThrottle
 from halfserve.serve.transports.listening import Address, BindError, close, listen
+from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
@@ -110,6 +112,20 @@ def test_who_fails_at_tls_gives_the_place_back(certificates: Certificates) -> No
             stranger.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert ended(stranger)
         until_open(server, limit, 0)
+
+
+def test_an_unfinished_handshake_makes_no_connection(certificates: Certificates) -> None:
+    limit = ConnectionLimit()
+
+    def connections() -> int:
+        return sum(type(one) is GrpcConnection for one in gc.get_objects())
+
+    with serving(limit, certificates) as server, ExitStack() as stack:
+        before = connections()
+        for _ in range(3):
+            stack.enter_context(connected(server)).sendall(HELLO_BYTES)
+        until_open(server, limit, 3)
+        assert connections() <= before
 
 
 def test_a_connection_over_the_limit_is_unavailable_at_once_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -316,10 +316,10 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
     code = """
     class TritonPythonModel:
         def initialize(self, args):
-            family = pb_utils.MetricFamily(name="texts_seen", description="Texts", kind=pb_utils.MetricFamily.COUNTER)
-            self.counter = family.Metric(labels={"language": "en"})
-            family = pb_utils.MetricFamily(name="text_length", description="Length", kind=pb_utils.MetricFamily.HISTOGRAM)
-            self.lengths = family.Metric(buckets=[1.0, 2.5])
+            self.seen = pb_utils.MetricFamily(name="texts_seen", description="Texts", kind=pb_utils.MetricFamily.COUNTER)
+            self.counter = self.seen.Metric(labels={"language": "en"})
+            self.length = pb_utils.MetricFamily(name="text_length", description="Length", kind=pb_utils.MetricFamily.HISTOGRAM)
+            self.lengths = self.length.Metric(buckets=[1.0, 2.5])
 
         def execute(self, requests):
             x = requests[0].inputs()[0].as_numpy()
@@ -341,6 +341,42 @@ def test_custom_metrics_are_shown_and_shared_by_their_labels(tmp_path: Path) -> 
         ("_sum", {}, 5.5),
         ("_count", {}, 2),
     ]
+
+
+def test_a_metric_whose_family_is_deleted_cannot_be_used(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            kept = pb_utils.MetricFamily("left", "Left", pb_utils.MetricFamily.GAUGE)
+            family = pb_utils.MetricFamily("left", "Left", pb_utils.MetricFamily.GAUGE)
+            kept, metric = (kept, kept.Metric()), family.Metric()
+            metric.set(2)
+            del family
+            refused = 0
+            for use in (metric.value, lambda: metric.set(3), lambda: metric.increment(1)):
+                try:
+                    use()
+                except pb_utils.TritonModelException as error:
+                    refused += "MetricFamily object of the metric 'left' has been deleted" in str(error)
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([refused, kept[1].value()], np.float32))])]
+    """
+    save_python_model(tmp_path, "deletes", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "deletes", np.ones(1, np.float32)).tolist() == [3, 2]
+
+
+def test_triton_s_c_module_has_the_classes_that_models_name(tmp_path: Path) -> None:
+    code = """
+    import c_python_backend_utils as c_utils
+
+    class TritonPythonModel:
+        def execute(self, requests: list[c_utils.InferenceRequest]) -> list[c_utils.InferenceResponse]:
+            is_one = isinstance(requests[0], c_utils.InferenceRequest)
+            return [c_utils.InferenceResponse([c_utils.Tensor("y", np.array([is_one], np.float32))])]
+    """
+    save_python_model(tmp_path, "names", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "names", np.ones(1, np.float32)) == [1]
 
 
 def test_a_family_declared_again_keeps_its_description_and_its_kind(tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def test_cancellation_reaches_the_model(tmp_path: Path) -> None:
                 sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(1, np.float32))]))
                 time.sleep(0.001)
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            pb_utils.MetricFamily("endless_ended", "Ended", pb_utils.MetricFamily.COUNTER).Metric().increment(1)
+            family = pb_utils.MetricFamily("endless_ended", "Ended", pb_utils.MetricFamily.COUNTER)
+            family.Metric().increment(1)
     """
     save_python_model(tmp_path, "endless", code, DECOUPLED)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,38 @@ def test_of_a_models_long_error_the_middle_is_left_out(tmp_path: Path, fails: st
         infer(client, "long", np.ones(1, np.float32))
     assert re.search(r"begins x+ \.\.\. \(99\d+ characters left out\) \.\.\. x+ ends$", str(caught.value)) is not None
     assert len(str(caught.value)) < 5_000
+
+
+NO_TEXT = """class NoText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (r"ValueError('a\ud800b')", "ValueError: a\\?b"),
+        (r"pb_utils.TritonModelException('a\ud800b')", "a\\?b"),
+        ("NoText()", "NoText"),
+        ("BaseException('a')", "BaseException: a"),
+        ("KeyboardInterrupt()", "KeyboardInterrupt"),
+    ],
+    ids=["half a character", "half a character of Triton's", "no text", "of the base class", "an interrupt"],
+)
+def test_whatever_a_model_raises_is_the_error_of_its_request(tmp_path: Path, raised: str, told: str) -> None:
+    code = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            if requests[0].inputs()[0].as_numpy()[0] == 1:
+                raise {raised}
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", requests[0].inputs()[0].as_numpy())])]
+    """
+    save_python_model(tmp_path, "raises", NO_TEXT + textwrap.dedent(code))
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        with pytest.raises(InferenceServerException, match=rf"INTERNAL\] .*{told}$"):
+            infer(client, "raises", np.ones(1, np.float32), client_timeout=10)
+        assert infer(client, "raises", np.full(1, 2, np.float32), client_timeout=5) == [2]
 
 
 def test_a_long_error_of_a_model_that_does_not_load_is_cut(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, 
 from halfserve.serve.transports.grpc_framing import MessageReader, frame
 from halfserve.serve.transports.nghttp2.calls import InferCall, RefusedCall
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
-from halfserve.serve.transports.nghttp2.fairness import ReadScheduler, TransportLimits
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
 from halfserve.serve.transports.nghttp2.frames import (
     DATA,
     END_HEADERS,
@@ -32,6 +32,7 @@ from halfserve.serve.transports.nghttp2.frames import (
 )
 from halfserve.serve.transports.nghttp2.pending_requests import Call
 from halfserve.serve.transports.nghttp2.session import GrpcSession, OpenCall
+from halfserve.serve.transports.read_scheduler import ReadScheduler
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
 
 FIRST = 101  # a stream that the client does not know of

@@ -12,8 +12,8 @@ import pytest
 from ngh2 import GoAwayReceived
 
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports import read_scheduler
 from halfserve.serve.transports.grpc_framing import PREFIX, frame
-from halfserve.serve.transports.nghttp2 import fairness
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.nghttp2.fairness import TransportLimits
 from halfserve.serve.transports.nghttp2.frames import CONTINUATION, ENHANCE_YOUR_CALM, HEADERS, head_of, literal, literals
@@ -227,7 +227,7 @@ def test_a_flood_in_one_piece_is_answered_in_full(nghttp2: RunningServer) -> Non
 
 
 def test_floods_that_wait_for_each_other_are_answered_in_full(nghttp2: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "TURN_S", 0.0)  # every other connection has to wait
+    monkeypatch.setattr(read_scheduler, "TURN_S", 0.0)  # every other connection has to wait
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(peer(nghttp2)) for _ in range(8)]
         for eager in crowd:

@@ -24,8 +24,9 @@ from halfserve.serve.protocol.inference_stream import InferenceStream
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.nghttp2.calls import InferCall
+from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
-from halfserve.serve.transports.nghttp2.streams import InferStreamCall
+from halfserve.serve.transports.nghttp2.streams import InferStreamCall, StreamCall
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
@@ -44,7 +45,8 @@ from tests.serve.transports.test_under_load import held_request, infer_stub, wai
 
 ROWS = 2**19  # 2 MiB
 WAIT_S = 20.0
-OF_CALLS = (InferCall, InferStreamCall, InferenceStream, InferRequest)
+WATCH = b"/grpc.health.v1.Health/Watch"
+OF_CALLS = (InferCall, InferStreamCall, InferenceStream, InferRequest, StreamCall, GrpcConnection)
 
 Scene = Callable[[RunningServer, grpc.Channel, HeldBackend], object]
 
@@ -296,6 +298,24 @@ def stream_left(server: RunningServer, channel: grpc.Channel, backend: HeldBacke
     return stream
 
 
+def watch_left(_: RunningServer, channel: grpc.Channel, __: HeldBackend) -> object:
+    watch = channel.unary_stream(WATCH.decode())(b"", timeout=WAIT_S)
+    next(watch)
+    watch.cancel()
+    return watch
+
+
+def watch_cut_off(server: RunningServer, _: grpc.Channel, __: HeldBackend) -> object:
+    with peer(server) as leaving:  # before the watch has begun
+        leaving.http2.send_data(leaving.http2.send_request(call_headers(WATCH)), frame(b""), end_stream=True)
+        leaving.http2.reset_stream(1, 8)
+        live = leaving.http2.send_request(call_headers(SERVER_LIVE))
+        leaving.http2.send_data(live, frame(b""), end_stream=True)
+        leaving.push()
+        assert leaving.status(live) == (0, "")
+    return None
+
+
 def stream_ended(_: RunningServer, channel: grpc.Channel, backend: HeldBackend) -> object:
     backend.release.set()
     assert len(list(stream_stub(channel)(iter([held_request(1), held_request(-1)]), timeout=WAIT_S))) == 2
@@ -303,7 +323,7 @@ def stream_ended(_: RunningServer, channel: grpc.Channel, backend: HeldBackend) 
 
 
 @pytest.mark.usefixtures("without_collector")
-@pytest.mark.parametrize("scene", [cancelled, cut_off, too_late, refused, stream_left, stream_ended])
+@pytest.mark.parametrize("scene", [cancelled, cut_off, too_late, refused, stream_left, stream_ended, watch_left, watch_cut_off])
 def test_nothing_is_left_of_a_call(scene: Scene) -> None:
     backend = HeldBackend(held=True)
     with running_server(lambda: [held_model(backend)], Nghttp2Server) as server:

@@ -14,7 +14,7 @@ from typing import BinaryIO, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from halfserve.protos.varint import FIXED32, FIXED64, LENGTH, VARINT, encoded_varint, length_delimited
+from halfserve.files.varint import FIXED32, FIXED64, LENGTH, VARINT, encoded_varint, length_delimited
 
 M = TypeVar("M", bound=Message)
 

@@ -109,7 +109,7 @@ class ObjectStore:
             options["auto_mkdir"] = True
         try:
             if self._extra == "s3":
-                from halfserve.protos.s3_files import S3Files  # noqa: PLC0415  (needs an extra)
+                from halfserve.files.s3_files import S3Files  # noqa: PLC0415  (needs an extra)
 
                 options["config_kwargs"] = {**S3_CONFIG, **config.conf.get("s3", {}).get("config_kwargs", {})}
                 return S3Files.opened(url, options)
