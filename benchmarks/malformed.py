@@ -29,7 +29,7 @@ from benchmarks.soaking.process_watch import Sample, look
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from halfserve.serve.benchmark.load.connection import ConnectionLostError
 
-WARM_UP_PART = 10  # part of the count after which growth is measured; a server allocates at first
+WARM_UP_PART = 10  # growth is measured after 1/10 of the count, as a server allocates at first
 SPARE_DESCRIPTORS, SPARE_THREADS = 2, 4
 MAX_GROWN_MB = 16.0
 STOP_S = 60.0
