@@ -21,7 +21,7 @@ from typing import Any
 
 import typer
 
-from halfserve.protos.object_storage import ObjectStore
+from halfserve.files.object_storage import ObjectStore
 from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.malforming.good_requests import good_request
-from halfserve.protos.varint import encoded_varint
+from halfserve.files.varint import encoded_varint
 
 Random = random.Random
 MAX_CHANGES = 8

@@ -118,7 +118,12 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _is_about_text(error: BaseException | None) -> bool:
-    """Whether the assertion that failed compares the text of an error."""
+    """Whether the assertion that failed compares the text of an error.
+
+    What failed first counts: the QA's methods catch it, and fail once more with its text in theirs.
+    """
+    while isinstance(error, AssertionError) and isinstance(error.__context__, AssertionError):
+        error = error.__context__
     if not isinstance(error, AssertionError):
         return False
     if ' does not match "' in str(error):

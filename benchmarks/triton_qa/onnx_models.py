@@ -24,7 +24,7 @@ TYPES = {
 CONFIG_TYPES = {"object": "TYPE_STRING", "float16": "TYPE_FP16", "float32": "TYPE_FP32"}
 CAST_TO_ADD = {"int8", "int16", "object"}
 OPSET, IR_VERSION = 13, 8
-LABELS = 16
+LABELS = 32  # as many as the largest output of the suites has elements
 LABEL_FILE = "output0_labels.txt"
 LABELLED = f'label_filename: "{LABEL_FILE}"'
 
@@ -154,6 +154,7 @@ def add_sub_ensembles(
     versions: Sequence[int] = (1,),
     policy: str = "",
     prefix: str = "onnx",
+    kinds: Sequence[str] = ("simple", "sequence", "fan"),
 ) -> Builder:
     """Builder of the QA's ensembles around a model of `add_sub`.
 
@@ -163,7 +164,7 @@ def add_sub_ensembles(
     took, *gave = types
 
     def build(_qa: Path, repository: Path) -> None:
-        for kind in ("simple", "sequence", "fan") if prefix == "onnx" else ("simple",):
+        for kind in kinds:
             if "object" in ((took,) if kind == "sequence" else types if kind == "fan" else ()):
                 continue
             folder = repository / f"{kind}_{model_name(types, batch=batch, prefix=prefix)}"

@@ -76,6 +76,58 @@ def stand_in(backend: str, name: str, config: str) -> Builder:
     return build
 
 
+def placed(place: str, *builders: Builder) -> Builder:
+    """Builder of models that lie in another folder, relative to the test file's."""
+
+    def build(qa: Path, repository: Path) -> None:
+        (repository.parent / place).mkdir(exist_ok=True)
+        for builder in builders:
+            builder(qa, repository.parent / place)
+
+    return build
+
+
+def edited(file: str, *, into: str = "", replacing: tuple[tuple[str, str], ...] = (), adding: str = "") -> Builder:
+    """Builder that edits a file, or writes the edited text into another; both are relative to the test file's folder.
+
+    Args:
+        file: the file to read.
+        into: the file to write; `file` itself without one.
+        replacing: pairs of a regular expression, line by line, and what replaces it.
+        adding: text at the file's end.
+    """
+
+    def build(_qa: Path, repository: Path) -> None:
+        text = (repository.parent / file).read_text()
+        for pattern, new in replacing:
+            text = re.sub(pattern, new, text, flags=re.MULTILINE)
+        made = repository.parent / (into or file)
+        made.parent.mkdir(exist_ok=True)
+        made.write_text(text + adding)
+
+    return build
+
+
+def without(*patterns: str) -> Builder:
+    """Builder that removes files and folders; the patterns are relative to the test file's folder."""
+
+    def build(_qa: Path, repository: Path) -> None:
+        for pattern in patterns:
+            for entry in sorted(repository.parent.glob(pattern)):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    return build
+
+
+def renamed(old: str, new: str) -> Builder:
+    """Builder that renames a file or folder; both names are relative to the test file's folder."""
+
+    def build(_qa: Path, repository: Path) -> None:
+        (repository.parent / old).rename(repository.parent / new)
+
+    return build
+
+
 def _copy_folder(source: Path, made: Path, files: dict[str, str], versions: tuple[int, ...]) -> None:
     """Copy a model's folder; code that lies beside the configuration goes into the versions."""
     made.mkdir(parents=True, exist_ok=True)

@@ -184,6 +184,7 @@ class SuiteRun:
             log=self._log,
             http_port=self._http_port,
             folder=self._file.parent,
+            ready_path=self._suite.ready_path,
         )
         self._environment["SERVER_PID"] = str(self._server.pid)
 

@@ -27,7 +27,14 @@ class Server:
     """
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, http_port: int, folder: Path
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        http_port: int,
+        folder: Path,
+        ready_path: str,
     ) -> None:
         """Start the server and wait until it is ready.
 
@@ -38,7 +45,7 @@ class Server:
         with log.open("ab") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **environment}, cwd=folder)
         try:
-            self._wait(http_port)
+            self._wait(http_port, ready_path)
         except BaseException:
             self.stop()
             raise
@@ -68,24 +75,40 @@ class Server:
             if not _children(process):
                 os.kill(process, signal.SIGKILL)
 
-    def _wait(self, http_port: int) -> None:
+    def _wait(self, port: int, ready_path: str) -> None:
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
             if not self.is_running:
                 break
             try:
-                with urllib.request.urlopen(f"http://localhost:{http_port}/v2/health/live", timeout=5):
-                    pass
-                with urllib.request.urlopen(f"http://localhost:{http_port}/v2/health/ready", timeout=5):
+                live = _status(port, "/v2/health/live")
+                if not ready_path and not _is_loading(port):
                     return
-            except urllib.error.HTTPError as error:
-                if error.code in {401, 403}:  # a restricted API
+                # A restricted API is an answer too.
+                if ready_path and live in {200, 401, 403} and _status(port, ready_path) in {200, 401, 403}:
                     return
             except OSError:
                 pass
             time.sleep(0.2)
         lines = self.log.read_text(errors="replace").strip().splitlines()
         raise ServerError(f"the server did not start: {lines[-1] if lines else 'its log is empty'}")
+
+
+def _status(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}{path}", timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _is_loading(port: int) -> bool:
+    """Whether a model is being loaded; a server that failed to start says so by an error, and loads nothing."""
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}/v2/repository/index", data=b"{}", timeout=5) as response:
+            return b'"LOADING"' in response.read()
+    except urllib.error.HTTPError:
+        return False
 
 
 def _children(process: int) -> list[int]:

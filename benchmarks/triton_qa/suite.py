@@ -25,6 +25,8 @@ class Suite:
         environment: variables of the test file and of the server, with the same three names.
         repository: the model repository, relative to the test file's folder.
         log: the file of the server's output, relative to the test file's folder.
+        ready_path: what the server answers with status 200 before the first method; empty where it never is ready, then any
+            answer is enough, and no model may still be loading.
         has_fresh_servers: whether each method gets a server of its own.
         kills_children_before: the method before which the server's child processes are killed.
         method_seconds: a method that takes longer has failed.
@@ -39,6 +41,7 @@ class Suite:
     environment: Mapping[str, str] = field(default_factory=dict)
     repository: str = "models"
     log: str = "server.log"
+    ready_path: str = "/v2/health/ready"
     has_fresh_servers: bool = False
     kills_children_before: str = ""
     method_seconds: float = 90.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.backends.recorded_samples import RecordedSamples
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.background_threads import pause

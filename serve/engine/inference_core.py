@@ -12,7 +12,7 @@ from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.batcher import LoopOccupancy
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
-from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
@@ -207,8 +207,8 @@ class InferenceCore:
         Raises:
             NotFoundError: the repository has no such model.
             InvalidArgumentError: the name, the configuration or a path is wrong.
-            FailedPreconditionError: loading by request is off, the model was refused, or it waits for `caller`; the message
-                gives the reason.
+            FailedPreconditionError: the model was refused, or it waits for `caller`; the message gives the reason.
+            UnavailableError: loading by request is off, or the repository cannot be read now.
         """
         await self._controlled().load(name, config, files or {}, caller=caller)
 
@@ -219,7 +219,7 @@ class InferenceCore:
 
         Raises:
             NotFoundError: the model is not served.
-            FailedPreconditionError: unloading by request is off.
+            UnavailableError: unloading by request is off.
         """
         await self._controlled().unload(name, dependents=dependents)
 
@@ -246,6 +246,8 @@ class InferenceCore:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
             cache_answers(model, self.response_cache)
+            if self.figures.latencies.quantiles:
+                model.statistics.keep_latencies()
             if not model.backends:  # a model that consists of other models
                 continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
@@ -315,9 +317,7 @@ class InferenceCore:
 
     def _controlled(self) -> Control:
         if self.control is None:
-            raise FailedPreconditionError(
-                "models are not loaded by request here; start the server with --model-control explicit"
-            )
+            raise UnavailableError("models are not loaded by request here; start the server with --model-control explicit")
         return self.control
 
     def _not_served(self, name: str) -> NotFoundError | UnavailableError:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.protos.pictures import PicturePreparation
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
@@ -95,6 +96,7 @@ class Model:
         backends: the loaded copies.
         limits: the batching policy.
         labels: class names of an output, by the output's name.
+        pictures: preparation of encoded pictures, by the name of the input that takes them.
         path: path of the model file.
         guard: checks the model's outputs; None checks nothing.
         reload: loads the copy of a number again; None if that is not possible.
@@ -115,6 +117,7 @@ class Model:
     backends: Sequence[Backend]
     limits: BatchLimits
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pictures: Mapping[str, PicturePreparation] = field(default_factory=dict)
     path: Path | None = None
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,17 +47,17 @@ class TensorSpec:
         """Return the model's own shape for a client's shape that fits."""
         if self.model_shape is None:
             return shape
-        known = math.prod(size for size in self.model_shape if size != ANY_SIZE)
-        rest = math.prod(shape) // known if known else 0
-        return tuple(rest if size == ANY_SIZE else size for size in self.model_shape)
+        return _filled(self.model_shape, self.shape, shape)
 
     def to_model(self, array: Array) -> Array:
         """Return a client's array in the model's own shape."""
-        return array if self.model_shape is None else array.reshape(self.model_shape)
+        return array if self.model_shape is None else array.reshape(self.shape_for_model(array.shape))
 
     def to_client(self, array: Array) -> Array:
         """Return the model's array in the clients' shape."""
-        return array if self.model_shape is None else array.reshape(self.shape)
+        if self.model_shape is None:
+            return array
+        return array.reshape(_filled(self.shape, self.model_shape, array.shape))
 
     def mismatch(self, shape: Sequence[int]) -> str | None:
         """Return why `shape` does not fit, as the end of a sentence; None if it fits."""
@@ -68,6 +67,29 @@ class TensorSpec:
             if given < 0 or expected not in {ANY_SIZE, given}:
                 return f"has shape {list(shape)}, expected {list(self.shape)} (-1 takes any size)"
         return None
+
+
+def can_reshape(dims: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether tensors of `dims` can have the shape `own`: each open size is the other's, with equally many elements between."""
+    sizes = [*dims, *own]
+    return min(sizes, default=1) >= ANY_SIZE and 0 not in sizes and _runs(dims) == _runs(own)
+
+
+def _runs(sizes: Sequence[int]) -> list[int]:
+    """Elements before, between and after the open sizes."""
+    runs = [1]
+    for size in sizes:
+        if size == ANY_SIZE:
+            runs.append(1)
+        else:
+            runs[-1] *= size
+    return runs
+
+
+def _filled(shape: tuple[int, ...], pattern: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape` with the sizes that `given` has where `pattern` leaves them open, in their order."""
+    sizes = iter([size for size, wanted in zip(given, pattern, strict=False) if wanted == ANY_SIZE])
+    return tuple([next(sizes, size) if size == ANY_SIZE else size for size in shape])
 
 
 def _shown(shape: Sequence[int]) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from halfserve.files.onnx_outline import DamagedFileError
 from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
-from halfserve.protos.onnx_outline import DamagedFileError
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.config.model_config import DeclaredConfig

@@ -296,9 +296,8 @@ class ModelControl:
 
     def _require_explicit(self, done: str) -> None:
         if self._options.mode is not ControlMode.EXPLICIT:
-            raise FailedPreconditionError(
-                f"models are not {done} by request here; start the server with --model-control explicit"
-            )
+            # Triton's status: clients that are written for it ask by it whether models are loaded by request.
+            raise UnavailableError(f"models are not {done} by request here; start the server with --model-control explicit")
         if not self._core.is_ready:
             raise UnavailableError("the server is shutting down; send the request to another replica")
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from halfserve.protos.onnx_outline import read_outline
+from halfserve.files.onnx_outline import read_outline
 from halfserve.serve.backends.onnx_runtime.onnx_file import locations
 from halfserve.serve.backends.runtimes import PYTHON_SUFFIX, ZIP
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError

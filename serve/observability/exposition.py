@@ -42,6 +42,7 @@ from halfserve.serve.observability.metrics import (
     state_metric,
     triton_metrics,
 )
+from halfserve.serve.observability.summaries import LATENCY_COUNTERS, summary_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +97,15 @@ async def exposition(core: InferenceCore) -> tuple[bytes, str]:
 
 async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
     """Yield all metrics; one may come in parts. Runs on the server's event loop, and yields to it every few models."""
-    models = core.models()
+    models, latencies = core.models(), core.figures.latencies
     for at in range(0, len(models), TOGETHER):
         some = models[at : at + TOGETHER]
         for metrics in (triton_metrics, model_metrics, guard_metrics, sequence_metrics):
             for metric in metrics(some):
-                yield metric
+                if latencies.has_counters or metric.name not in LATENCY_COUNTERS:
+                    yield metric
+        for metric in summary_metrics(some, latencies.quantiles) if latencies.quantiles else ():
+            yield metric
         await asyncio.sleep(0)
     statuses = core.index()
     for at in range(0, len(statuses), STATES_TOGETHER):

@@ -15,7 +15,6 @@ from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
 from halfserve.serve.observability.settings import (
-    OTLP,
     TENSORS,
     TIMESTAMPS,
     AccessLog,
@@ -26,6 +25,7 @@ from halfserve.serve.observability.settings import (
     Value,
     check_can_trace,
     destination,
+    file_of,
     settings_at_start,
 )
 from halfserve.serve.observability.span_export import Exporter, make_exporter
@@ -114,8 +114,8 @@ class Observability:
     def _check(self) -> None:
         if self._options.access_log_file is not None:
             check_writable(self._options.access_log_file, "the access log")
-        if self.trace_to not in {"", OTLP}:
-            check_writable(Path(self.trace_to), "traces")
+        if file := file_of(self.trace_to):
+            check_writable(Path(file), "traces")
         if self.traces.is_on:
             check_can_trace(self.trace_to)
 
@@ -140,7 +140,9 @@ class Observability:
         return AccessLogger(outbox, self._options.process)
 
     def _start_tracer(self) -> Tracer:
-        exporter = make_exporter(self.trace_to, lambda: self.traces.everywhere.settings.log_frequency)
+        exporter = make_exporter(
+            self.trace_to, lambda: self.traces.everywhere.settings.log_frequency, process=self._options.process
+        )
         outbox: Outbox[TraceRecord] = Outbox(
             exporter.deliver, name="traces", bound=MAX_TRACES_WAITING, every_s=TRACES_EVERY_S, prepare=exporter.prepare
         )

@@ -70,12 +70,14 @@ class Caller:
         headers: headers of the call, names in lower case.
         token: name of the token's holder; "" without a token.
         parent: trace context that the headers contain; None if they contain none.
+        is_rest: the call came over REST, not over gRPC.
     """
 
-    __slots__ = ("headers", "parent", "peer", "token")
+    __slots__ = ("headers", "is_rest", "parent", "peer", "token")
 
-    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "") -> None:
+    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "", *, is_rest: bool = False) -> None:
         self.peer = peer
+        self.is_rest = is_rest
         self.headers = headers
         self.token = token
         self.parent = parent_of(headers)

@@ -178,7 +178,7 @@ class LineFile:
     def _open(self) -> int:
         if self._path is None:
             return sys.stderr.fileno()
-        if self._descriptor is not None and not self._is_here(self._path):
+        if self._descriptor is not None and not _is_at(self._path, self._opened):
             self.close()
             self._is_torn = False
         if self._descriptor is None:
@@ -186,9 +186,62 @@ class LineFile:
             self._opened = os.fstat(self._descriptor)
         return self._descriptor
 
-    def _is_here(self, path: Path) -> bool:
+
+class ArrayFile:
+    """Writes a JSON array that is whole after each write, so that it can be read at any time, also after a crash.
+
+    The first write replaces a file that is there. If another program moved, deleted or changed the file meanwhile, the next
+    write begins a new array.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """A file that is opened at the first write."""
+        self._path = path
+        self._descriptor: int | None = None
+        self._opened: os.stat_result | None = None
+        self._end = 0  # where the closing bracket is
+
+    def write(self, values: list[str]) -> None:
+        """Append values, each as JSON, over the closing bracket.
+
+        Raises:
+            OSError: the file cannot be written; the array is as before.
+        """
+        descriptor = self._open()
+        data = (("," if self._end > 1 else "") + "\n" + ",\n".join(values) + "]").encode()
+        place, rest = self._end, memoryview(data)
         try:
-            there = path.stat()
-        except FileNotFoundError:
-            return False
-        return self._opened is not None and os.path.samestat(there, self._opened)
+            while rest:
+                written = os.pwrite(descriptor, rest, place)
+                place, rest = place + written, rest[written:]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.pwrite(descriptor, b"]", self._end)
+                os.ftruncate(descriptor, self._end + 1)
+            raise
+        self._end = place - 1
+
+    def close(self) -> None:
+        """Close the file; a later `write` begins another one."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        if self._descriptor is not None and not (
+            _is_at(self._path, self._opened) and os.fstat(self._descriptor).st_size == self._end + 1
+        ):
+            self.close()
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o640)
+            self._opened = os.fstat(self._descriptor)
+            self._end = os.write(self._descriptor, b"[]") - 1
+        return self._descriptor
+
+
+def _is_at(path: Path, opened: os.stat_result | None) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return opened is not None and os.path.samestat(there, opened)

@@ -28,6 +28,7 @@ CHANGEABLE = ("trace_level", *LEAST)
 FIXED_TRACE_SETTINGS = ("trace_mode", "trace_file")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 OTLP = "otlp"  # a destination of traces besides files
+TRITON = "triton:"  # before the path of a file in Triton's own format
 OTLP_PACKAGE = "opentelemetry.exporter.otlp.proto.grpc"
 
 
@@ -40,6 +41,13 @@ class AccessLog(StrEnum):
     ALL = "all"
 
 
+class TraceLevel(StrEnum):
+    """What is traced from the start."""
+
+    OFF = "OFF"
+    TIMESTAMPS = "TIMESTAMPS"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObserveOptions:
     """Access log and traces at the start. All settings but the destinations can be changed while the server runs.
@@ -48,17 +56,20 @@ class ObserveOptions:
         access_log: selects the requests that are logged.
         access_log_file: gets one JSON object per line; None is standard error.
         access_log_every: under SAMPLED, one in this many answered requests is logged.
-        trace_to: "otlp" (to the collector that the OTEL_* environment variables name), the path of a file, or "" for no traces.
+        trace_to: "otlp" (to the collector that the OTEL_* environment variables name), the path of a file of OpenTelemetry's
+            JSON, "triton:" and the path of a file in Triton's own format, or "" for no traces.
+        trace_level: OFF traces nothing until a client changes the level.
         trace_rate: one in this many requests is traced, unless its caller has sent a decision.
         trace_count: most traces in all; -1 is no limit.
         trace_log_frequency: traces in one file before the next one begins; 0 puts all in one.
-        process: number of this server process among the writers of the same access log; None if it is the only one.
+        process: number of this server process among the writers of the same files; None if it is the only one.
     """
 
     access_log: AccessLog = AccessLog.OFF
     access_log_file: Path | None = None
     access_log_every: int = 100
     trace_to: str = ""
+    trace_level: TraceLevel = TraceLevel.TIMESTAMPS
     trace_rate: int = 1000
     trace_count: int = UNBOUNDED
     trace_log_frequency: int = 0
@@ -353,15 +364,27 @@ def _levels(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def destination(options: ObserveOptions, environment: Mapping[str, str]) -> str:
-    """Return the destination of traces: OTLP, a path, or "" for none."""
+    """Return the destination of traces: OTLP, a path, TRITON and a path, or "" for none."""
     named = any(environment.get(name) for name in ENDPOINTS) or environment.get("OTEL_TRACES_EXPORTER") == OTLP
     return options.trace_to or (OTLP if named else "")
 
 
+def is_tritons(to: str) -> bool:
+    """Return whether a destination of traces is a file in Triton's own format."""
+    return to.startswith(TRITON)
+
+
+def file_of(to: str) -> str:
+    """Return the path of a destination; "" for one that is no file."""
+    return "" if to == OTLP else to.removeprefix(TRITON)
+
+
 def settings_at_start(options: ObserveOptions, environment: Mapping[str, str]) -> TraceSettings:
     """Return the trace settings at the start: OFF unless an option or OTEL_TRACES_EXPORTER=otlp asks for traces."""
+    if is_tritons(options.trace_to):
+        environment = {}  # the variables are OpenTelemetry's
     asked = bool(options.trace_to) or environment.get("OTEL_TRACES_EXPORTER") == OTLP
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or options.trace_level is TraceLevel.OFF:
         asked = False
     rate = sampler_rate(environment) if asked else None
     return TraceSettings(
@@ -400,7 +423,8 @@ def check_can_trace(to: str) -> None:
             "traces have nowhere to go; start the server with --trace-to FILE or --trace-to otlp, "
             "or with OTEL_EXPORTER_OTLP_ENDPOINT set"
         )
-    for package in ("opentelemetry.sdk.trace", *([OTLP_PACKAGE] if to == OTLP else [])):
+    packages = () if is_tritons(to) else ("opentelemetry.sdk.trace", *([OTLP_PACKAGE] if to == OTLP else []))
+    for package in packages:
         try:
             found = find_spec(package) is not None
         except ModuleNotFoundError:

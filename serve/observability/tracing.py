@@ -50,6 +50,7 @@ class TraceRecord:
         ended_ns: time at which the answer was handed over.
         batch: times at which the batch passed each stage, shared by its records; None if the request was not computed.
         batch_rows: rows of the whole batch.
+        is_rest: the request came over REST, not over gRPC.
     """
 
     context: TraceContext
@@ -67,6 +68,7 @@ class TraceRecord:
     ended_ns: int
     batch: BatchTimes | None
     batch_rows: int
+    is_rest: bool = False
 
 
 class Tracer:
@@ -129,6 +131,7 @@ class Tracer:
                 ended_ns=ended_ns,
                 batch=batch,
                 batch_rows=model.statistics.latest_rows if batch else 0,
+                is_rest=exchange.caller.is_rest,
             )
         )
 

@@ -10,16 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from halfserve.protos.datatypes import Datatype
+from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from halfserve.serve.protocol.encoded_pictures import encoded_spec, late_pictures
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
 
+BYTES: Final = BY_WIRE["BYTES"]
 # Typed contents whose packed encoding is the array's memory. Element by element a batch of images takes 0.25 s.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 # From this many bytes of a BYTES input, or elements of typed contents, on, decoding (0.05 to 0.25 us each) is left to the
@@ -60,13 +62,15 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
             raise InvalidArgumentError(f"input {spec.name!r} has contents and {other}, expected one of them")
         try:
             if place is not None:
-                arrays[spec.name] = _from_shared(memory, place, spec, tensor.shape)
+                array: Array | LateArray = _from_shared(memory, place, spec, tensor.shape)
             elif raw:
-                arrays[spec.name] = _from_raw(next(entries), spec, tensor.shape)
+                array = _from_raw(next(entries), spec, tensor.shape)
             else:
-                arrays[spec.name] = _from_contents(tensor.contents, spec, tensor.shape)
+                array = _from_contents(tensor.contents, spec, tensor.shape)
         except ValueError as error:
             raise _wrong(spec, error) from None
+        is_encoded = spec.datatype is not model.inputs[spec.name].datatype
+        arrays[spec.name] = late_pictures(spec.name, array, model.pictures[spec.name]) if is_encoded else array
     if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
         missing = ", ".join(map(repr, left_out))
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
@@ -89,6 +93,8 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
     for tensor in request.inputs:
         spec = model.inputs[tensor.name]
         dtype = spec.datatype.array_dtype
+        if tensor.datatype != spec.datatype.wire:  # encoded pictures
+            return None
         if not PARAMETERS.issuperset(tensor.parameters) or dtype.hasobject or dtype == np.bool_:
             return None
         elements = math.prod(tensor.shape)
@@ -117,7 +123,10 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mappin
     if spec.name in seen:
         raise InvalidArgumentError(f"input {spec.name!r} is given twice; expected once")
     if tensor.datatype != spec.datatype.wire:
-        raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
+        if tensor.datatype == BYTES.wire and spec.name in model.pictures:
+            spec = encoded_spec(spec, len(tensor.shape))
+        else:
+            raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
     mismatch = spec.mismatch(tensor.shape)
     if mismatch is not None:
         raise InvalidArgumentError(f"input {spec.name!r} {mismatch}")

@@ -438,12 +438,21 @@ class ObservedInference:
     __slots__ = ("_caller", "_inference", "_observer", "has_parent")
 
     def __init__(
-        self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes], token: str = ""
+        self,
+        inference: WatchableInference,
+        observer: Observer,
+        peer: str,
+        headers: Mapping[bytes, bytes],
+        token: str = "",
+        *,
+        is_rest: bool = False,
     ) -> None:
-        """`headers`: of the calls, with names in lower case; `token`: the name of the token's holder."""
+        """`headers`: of the calls, with names in lower case; `token`: the name of the token's holder; `is_rest`: whether the
+        calls came over REST.
+        """
         self._inference = inference
         self._observer = observer
-        self._caller = Caller(peer, headers, token)
+        self._caller = Caller(peer, headers, token, is_rest=is_rest)
         self.has_parent = self._caller.parent is not None  # whether the client sent a trace context
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:

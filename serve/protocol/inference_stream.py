@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.protocol.inference import TAKEN, AnyInference, Cancel
 from halfserve.serve.protocol.messages import check_fields, parse, split_request

@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 from halfserve.serve.engine.requests import Parameter
 

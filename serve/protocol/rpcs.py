@@ -22,7 +22,7 @@ from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.model_statistics import Duration
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.observability.observability import Observability
-from halfserve.serve.observability.settings import OTLP, Value
+from halfserve.serve.observability.settings import Value, file_of, is_tritons
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
 
@@ -221,9 +221,13 @@ class SharedMemoryRpcs:
 class SettingsRpcs:
     """TraceSetting and LogSettings: without changes they return the current settings."""
 
-    def __init__(self, core: InferenceCore, observability: Observability) -> None:
+    def __init__(self, core: InferenceCore, observability: Observability, *, shows_file: bool) -> None:
+        """`shows_file`: the callers may change the settings of the whole server, so that a file in Triton's format is named to
+        them, as scripts expect of Triton. All others read "file" in its place, as a path tells about the machine.
+        """
         self._core = core
         self._observability = observability
+        self._shows_file = shows_file
 
     def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Change settings if there are any, and return those of a model, or the global ones, which models without own settings
@@ -241,8 +245,10 @@ class SettingsRpcs:
         self._observability.update_traces(request.model_name, changes)
         to = self._observability.trace_to
         values = self._observability.traces.of(request.model_name).as_values()
-        # The file's path is not disclosed.
-        values |= {"trace_mode": ["opentelemetry"], "trace_file": [to if to in {"", OTLP} else "file"]}
+        file, mode = file_of(to), "triton" if is_tritons(to) else "opentelemetry"
+        if file and not (is_tritons(to) and self._shows_file):
+            file = "file"
+        values |= {"trace_mode": [mode], "trace_file": [file or to]}
         response = pb.TraceSettingResponse()
         for name, value in values.items():
             response.settings[name].value.extend(value)

@@ -112,7 +112,7 @@ class Service:
         else:
             self.observability, self.memory = beside.observability, beside.memory
         self.inference = Inference(core, self.memory)
-        settings, shared = SettingsRpcs(core, self.observability), SharedMemoryRpcs(self.memory)
+        settings, shared = SettingsRpcs(core, self.observability, shows_file=beside is None), SharedMemoryRpcs(self.memory)
         health = Health(core, SERVICE)
         # Methods with one message each way.
         self.unary: dict[str, UnaryMethod] = {

@@ -37,6 +37,18 @@ class Sums(unittest.TestCase):
             self.ask("unknown")
         self.assertIn("in other words", str(caught.exception))
 
+    def test_text_that_is_caught(self):
+        try:
+            self.assertEqual("one reason", "another")
+        except Exception as ex:
+            self.assertTrue(False, f"unexpected error {ex}")
+
+    def test_sums_that_are_caught(self):
+        try:
+            self.assertEqual(1, 2)
+        except Exception as ex:
+            self.assertIn("reason", f"unexpected error {ex}")
+
     def test_slow(self):
         import time
         time.sleep(60)
@@ -72,7 +84,9 @@ def test_each_method_of_a_suite_has_its_outcome(tmp_path: Path, free_port: int) 
     (tmp_path / "qa").mkdir()
     (tmp_path / "work").mkdir()
     methods = SuiteRun(suite, qa=qa(tmp_path / "qa"), work=tmp_path / "work", command=OURS, http_port=free_port).run()
-    found = {method.name: (method.outcome, method.error) for method in methods}
+    caught = {method.name: method.is_text for method in methods if method.name.endswith("_caught")}
+    assert caught == {"Sums.test_text_that_is_caught": True, "Sums.test_sums_that_are_caught": False}
+    found = {method.name: (method.outcome, method.error) for method in methods if method.name not in caught}
     assert found == {
         "Sums.test_passes": ("passed", ""),
         "Sums.test_fails": ("failed", "2 != 3"),

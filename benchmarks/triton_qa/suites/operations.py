@@ -248,7 +248,9 @@ OPERATIONS = (
             methods=methods,
             models=(
                 add_sub("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
-                add_sub_ensembles("float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE),
+                add_sub_ensembles(
+                    "float32", "float32", "float32", prefix="graphdef", versions=(1, 3), policy=ONE_AND_THREE, kinds=("simple",)
+                ),
             ),
             repository="models/ensemble_models",
             flags=("--cache-config", f"local,size={size}", EXPLICIT),

@@ -18,6 +18,17 @@ METHODS = (
     "test_no_sequence_end",
     "test_no_correlation_id",
 )
+# Methods whose requests wait for each other in Triton's own scheduler, which reads TRITONSERVER_BACKLOG_DELAY_SCHEDULER and
+# TRITONSERVER_DELAY_SCHEDULER. Another server runs them as they come, which is the same where each runs alone, without batches.
+DELAYED = {
+    (3, 10): ("test_backlog_fill_no_end",),
+    (2, 10): ("test_backlog_fill",),
+    (2, 16): ("test_backlog_same_correlation_id",),
+    (0, 16): ("test_backlog_same_correlation_id_no_end",),
+    (0, 8): ("test_half_batch",),
+    (0, 4): ("test_backlog_sequence_timeout",),
+    (0, 12): ("test_skip_batch", "test_full_batch", "test_ragged_batch", "test_backlog"),
+}
 STATE = 'initial_state {{ name: "state init" data_type: {} dims: [ 1 ] zero_data: true }}'
 
 
@@ -73,6 +84,24 @@ SEQUENCES = (
         )
         for has_state in (False, True)
         for batch, count in ((0, 4), (4, 1), (1, 4))
+    ),
+    *(
+        Suite(
+            name=f"sequences_delayed{'_state' if has_state else ''}_{batch or 'nobatch'}_{backlog}_{delay}",
+            tests=FILE,
+            methods=methods,
+            models=_models(batch, 4, has_state=has_state),
+            environment={
+                **_environment(batch=batch, instances=4, has_state=has_state, backends="onnx"),
+                "ENSEMBLES": "0",  # the suites above have them
+                "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": str(backlog),
+                "TRITONSERVER_DELAY_SCHEDULER": str(delay),
+            },
+            has_fresh_servers=True,
+            method_seconds=180,
+        )
+        for has_state, batch in ((False, 0), (False, 1), (True, 0))
+        for (backlog, delay), methods in DELAYED.items()
     ),
     Suite(
         name="sequences_request_timeout",

@@ -17,8 +17,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import NodeProto, TensorProto
 
-from halfserve.protos.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.serve.engine.disk_files import open_regular, require_regular
 from halfserve.serve.engine.errors import ModelLoadError
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from halfserve.protos.onnx_outline import ByteRange
+from halfserve.files.onnx_outline import ByteRange
 from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
 from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, UPCAST, half_types, retype
 from halfserve.serve.engine.disk_files import temporary_folder

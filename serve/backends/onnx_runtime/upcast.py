@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 
 FP32 = TensorProto.FLOAT

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 
 from onnx import ModelProto, NodeProto, TensorProto
 
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 from halfserve.serve.backends.onnx_runtime.onnx_interface import STANDARD, is_open_ended
 

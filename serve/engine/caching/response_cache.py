@@ -18,6 +18,7 @@ DEFAULT_MIB: Final = 64
 ENTRY_BYTES: Final = 850
 OUTPUT_BYTES: Final = 290
 MOST_OF_CACHE: Final = 8  # an answer of more than 1/8 of the cache is not kept, because it would drop many others
+SMALL_BYTES: Final = 4096  # an answer of at most this size is kept in a small cache too
 
 
 class CachedAnswer:
@@ -47,12 +48,13 @@ class ResponseCache:
         evictions: number of answers that were dropped to make room.
     """
 
-    __slots__ = ("_by_use", "_limit", "evictions", "size")
+    __slots__ = ("_by_use", "_limit", "_most", "evictions", "size")
 
     def __init__(self, limit_bytes: int) -> None:
         self.size = 0
         self.evictions = 0
         self._limit = limit_bytes
+        self._most = max(limit_bytes // MOST_OF_CACHE, min(limit_bytes, SMALL_BYTES))
         self._by_use: OrderedDict[CachedAnswer, None] = OrderedDict()  # the most recently used answer is last
 
     def use(self, cached: CachedAnswer) -> None:
@@ -71,7 +73,7 @@ class ResponseCache:
         if isinstance(outputs, RemarkedAnswer):
             return False
         size = ENTRY_BYTES + len(key[0]) + len(key[1]) + sum([OUTPUT_BYTES + memory_of(array) for array in outputs.values()])
-        if size > self._limit // MOST_OF_CACHE:
+        if size > self._most:
             return False
         known = home.get(key)
         if known is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from halfserve.serve.engine.backend import KINDS, ONNX, OPENVINO_BACKEND, PYTHON
 from halfserve.serve.engine.config.sequence_batching import complete_sequences
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
-from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec, can_reshape
 
 logger = logging.getLogger(__name__)
 
@@ -240,18 +239,33 @@ def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: st
         raise ModelLoadError(f"{where} has dims {declared}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
     if entry.HasField("reshape"):
         declared = list(entry.reshape.shape)
-        if min([*entry.dims, *declared], default=1) < 1 or math.prod(entry.dims) != math.prod(declared):
-            raise ModelLoadError(
-                f"{where} has dims {list(entry.dims)} and reshape {declared}, expected fixed sizes, equally many, of 1 or more"
-            )
+        require_reshape(entry, where)
     if entry.data_type != spec.datatype.config:
         given = BY_CONFIG[entry.data_type].config_name if entry.data_type in BY_CONFIG else "no data_type"
         raise ModelLoadError(f"{where} has {given}, the model has {spec.datatype.config_name}")
-    if len(declared) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(declared, dims, strict=True)):
+    # A reshape's open sizes are the model's; others may be sizes that the model fixes.
+    may_narrow = not entry.HasField("reshape")
+    if len(declared) != len(dims) or any(
+        m not in {d, ANY_SIZE} and not (may_narrow and d == ANY_SIZE) for d, m in zip(declared, dims, strict=True)
+    ):
         hint = " (dims are without the batch dimension)" if batched else ""
         raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
-    if ANY_SIZE in entry.dims:  # open sizes that the model fixes are replaced by the model's
+    if may_narrow and ANY_SIZE in entry.dims:  # open sizes that the model fixes are replaced by the model's
         entry.dims[:] = [m if d == ANY_SIZE else d for d, m in zip(declared, dims, strict=True)]
+
+
+def require_reshape(entry: Any, where: str) -> None:
+    """Check the `reshape` of an input or output.
+
+    Raises:
+        ModelLoadError: tensors of its dims do not always have as many elements.
+    """
+    dims, own = list(entry.dims), list(entry.reshape.shape)
+    if not can_reshape(dims, own):
+        raise ModelLoadError(
+            f"{where} has dims {dims} and reshape {own}, expected sizes of 1 or more, equally many elements, and as many "
+            f"{ANY_SIZE}, with equally many elements before and between them"
+        )
 
 
 def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInterface:

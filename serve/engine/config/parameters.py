@@ -224,8 +224,8 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="softmax",
         values="`softmax`, `sigmoid`",
         meaning=(
-            "How `/predict` makes scores of logits: of one class among all, or of each class by itself. `halfserve export` "
-            "writes `sigmoid` for models of several labels."
+            "How `/predict` and `/classify` make scores of logits: of one class among all, or of each class by itself. "
+            "`halfserve export` writes `sigmoid` for models of several labels."
         ),
     ),
     "halfserve.latency_target_ms": OwnParameter(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ENSEMBLE
+from halfserve.serve.engine.config.model_config import require_reshape
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
@@ -115,6 +116,8 @@ def _spec(entry: Any, batch: tuple[int, ...], where: str) -> TensorSpec:
     own = (*batch, *entry.reshape.shape) if entry.HasField("reshape") else None
     if min([*entry.dims, *(own or ())], default=0) < ANY_SIZE:
         raise ModelLoadError(f"{where} has dims {list(entry.dims)}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
+    if own is not None:
+        require_reshape(entry, where)
     return TensorSpec(
         name=entry.name,
         datatype=datatype,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.protos.pictures import PicturePreparation
 from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, BackendView, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
@@ -26,6 +27,7 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
+from halfserve.serve.engine.repository.picture_inputs import read_pictures
 from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
@@ -121,6 +123,7 @@ class LoadedVersion:
         backends: the loaded copies.
         limits: the batching policy.
         labels: class names of an output, by the output's name.
+        pictures: preparation of encoded pictures, by the name of the input that takes them.
         guard: checks the model's outputs; None checks nothing.
         reload: loads the copy of a number again.
         short_s: seconds that short batches take, by their rows, as far as measured; see `ShortBatches`.
@@ -136,6 +139,7 @@ class LoadedVersion:
     backends: Sequence[Backend]
     limits: BatchLimits
     labels: Mapping[str, Sequence[str]]
+    pictures: Mapping[str, PicturePreparation] = field(default_factory=dict)
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
@@ -156,6 +160,7 @@ class LoadedVersion:
             backends=self.backends,
             limits=self.limits,
             labels=self.labels,
+            pictures=self.pictures,
             path=self.files.model,
             guard=self.guard,
             reload=self.reload,
@@ -204,13 +209,15 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
     pause()
+    seen = client_interface(config, shown)
     return LoadedVersion(
         files=files,
-        interface=client_interface(config, shown),
+        interface=seen,
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
+        pictures=read_pictures(files, seen),
         guard=None
         if not has_rows
         else make_guard(

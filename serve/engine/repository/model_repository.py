@@ -219,6 +219,11 @@ def _warn_of_name(folder: Path) -> None:
     logger.warning("%a: is passed over: its name is not UTF-8, so no client can ask for it; rename it", str(folder))
 
 
+@cache
+def _warn_of_zeros(folder: Path) -> None:
+    logger.warning("%s: is passed over: a version's number has no leading zeros; rename it", folder)
+
+
 def _is_model_folder(folder: Path) -> bool:
     # A leading dot marks an unfinished folder. Unreadable folders, and folders with a configuration and no version, count as
     # models, so that loading them reports the reason.
@@ -231,8 +236,11 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def _version_folders(folder: Path) -> dict[int, Path]:
-    numbered = sorted((f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit()), key=lambda f: -len(f.name))
-    return {int(f.name): f for f in numbered if int(f.name) > 0 and f.is_dir()}  # the folder 1 is preferred to 01
+    numbered = [f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit() and f.is_dir()]
+    for passed_over in numbered:
+        if passed_over.name.startswith("0"):
+            _warn_of_zeros(passed_over)
+    return {int(f.name): f for f in numbered if not f.name.startswith("0")}
 
 
 def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:

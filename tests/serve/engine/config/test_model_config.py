@@ -160,6 +160,17 @@ def test_clients_see_what_the_config_shows(tmp_path: Path) -> None:
     assert narrowed.outputs[0].shape == (-1, 10)
 
 
+def test_a_reshape_keeps_the_open_sizes_in_their_order(tmp_path: Path) -> None:
+    model = replace(SCALARS, inputs=(TensorSpec(name="x", datatype=BY_WIRE["FP32"], shape=(-1, 8, -1, 1, -1)),))
+    text = 'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP32 dims: [2, 4, -1, -1] reshape {shape: [8, -1, 1, -1]}}]'
+    (shown,) = client_interface(complete(tmp_path, text, model), model).inputs
+    assert shown.shape == (-1, 2, 4, -1, -1)
+    assert shown.mismatch([3, 2, 4, 5, 6]) is None
+    assert shown.shape_for_model((3, 2, 4, 5, 6)) == (3, 8, 5, 1, 6)
+    assert shown.to_model(np.zeros((3, 2, 4, 5, 6))).shape == (3, 8, 5, 1, 6)
+    assert shown.to_client(np.zeros((3, 8, 5, 1, 6))).shape == (3, 2, 4, 5, 6)
+
+
 def test_sizes_that_the_model_fixes_stay_fixed(tmp_path: Path) -> None:
     text = """max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-1, -1]}]
       output [{name: "y" data_type: TYPE_FP32 dims: [-1]}]"""
@@ -190,11 +201,13 @@ def test_a_single_number_may_be_declared_as_a_tensor_of_one(tmp_path: Path, ones
         "dims: [1] reshape {shape: [-1]}",
         "dims: [0] reshape {shape: [0]}",
         "dims: [4] reshape {shape: [-2, -2]}",
+        "dims: [2, -1, 3] reshape {shape: [3, -1, 2]}",
+        "dims: [-1, -1] reshape {shape: [-1]}",
     ],
 )
 def test_a_reshape_that_changes_the_count_is_refused(tmp_path: Path, sizes: str) -> None:
     text = f'max_batch_size: 4 input [{{name: "x" data_type: TYPE_FP32 {sizes}}}]'
-    with pytest.raises(ModelLoadError, match="expected fixed sizes, equally many"):
+    with pytest.raises(ModelLoadError, match="expected sizes of 1 or more, equally many"):
         complete(tmp_path, text, SCALARS)
 
 

@@ -28,12 +28,11 @@ def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected
     assert found(root) == [("mlp", version) for version in expected]
 
 
-def test_leading_zeros_of_a_version_do_not_matter(tmp_path: Path) -> None:
-    """In any order in which the file system lists the folders."""
-    root = write_versions(tmp_path, "1", *("0" * zeros + "1" for zeros in range(1, 41)), "02")
-    assert [(files.version, files.model.parent.name) for files in find_models(root)] == [(2, "02")]
-    (root / "mlp" / "config.pbtxt").write_text("version_policy { all {} }")
-    assert [files.model.parent.name for files in find_models(root)] == ["1", "02"]
+def test_versions_with_leading_zeros_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in Triton, where they are no versions."""
+    root = write_versions(tmp_path, "0", "01", "1", "003", config="version_policy { all {} }")
+    assert [files.model.parent.name for files in find_models(root)] == ["1"]
+    assert "003: is passed over: a version's number has no leading zeros" in caplog.text
 
 
 def test_versions_that_are_asked_for_and_missing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
