@@ -114,9 +114,10 @@ class PermissionDeniedError(InferenceError):
 class MessageTooLargeError(InferenceError):
     """A message exceeds the transport's limit.
 
-    size: size of the message in bytes; None if it was not read to its end.
-    limit: most bytes that a message may have.
-    advice: advice to the client.
+    Args:
+        size: size of the message in bytes; None if it was not read to its end.
+        limit: most bytes that a message may have.
+        advice: advice to the client.
     """
 
     def __init__(self, size: int | None, limit: int, advice: str = "split the request") -> None:

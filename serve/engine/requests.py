@@ -282,8 +282,8 @@ class InferRequest:
         response_parameters: parameters of the response; None for none.
         id: the client's id, in UTF-8; empty for none.
         parameters: the client's parameters by name; shared by requests that give the same.
-        respond: for a client that takes any number of responses: called on the event loop with the outputs or the error of
-            each, and whether it is the last one; then `done` is called without outputs. None for a client that takes one, by
+        respond: callback of a client that takes any number of responses: called on the event loop with the outputs or the error
+            of each, and whether it is the last one; then `done` is called without outputs. None for a client that takes one, by
             `done`.
         callers: executions that wait for the answer, from the model that got a client's request to the one that made this
             request; empty for a client's own request and for the steps of an ensemble that a client requested.

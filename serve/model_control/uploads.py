@@ -1,4 +1,4 @@
-"""Checks of a load request's names, paths and contents before they are written. A file's kind is told from its content."""
+"""Checks of a load request's names, paths and contents before they are written. A file's kind is determined by its content."""
 
 from __future__ import annotations
 

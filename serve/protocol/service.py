@@ -144,7 +144,7 @@ class Service:
             self.streams[path] = StreamMethod(request, answer)
 
     def inference_of(self, headers: Headers, forwarded: HeaderPattern | None) -> WatchableInference:
-        """Return the entry for inference requests with these headers; those that `forwarded` selects become parameters."""
+        """Return the entry for inference requests with these headers; headers that `forwarded` selects become parameters."""
         inference = self.inference if self.inference_with is None else self.inference_with(headers)
         return inference if forwarded is None else forwarded.forwarding(inference, headers)
 

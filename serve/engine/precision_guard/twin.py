@@ -87,8 +87,8 @@ class TwinAnswers:
 
     Attributes:
         outputs: outputs of the whole batch, in the interface's dtypes.
-        beyond: for each request that the twin computed, by its place in the batch: the outputs with values that are finite in
-            fp32 but overflow the interface's dtype, with their number.
+        beyond: number of values per output that are finite in fp32 but overflow the interface's dtype, for each request that
+            the twin computed, by its place in the batch.
         failure: reason why the twin has no answer; None if it has one.
     """
 
