@@ -41,7 +41,7 @@ no_site_packages = true
 follow_imports = skip
 disable_error_code = var-annotated
 cache_dir = {cache}
-[mypy-halfserve.serve.*,halfserve.protos.*]
+[mypy-halfserve.serve.*,halfserve.protos.*,halfserve.files.*]
 follow_imports = silent
 """
 

@@ -21,7 +21,7 @@ def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
     input is of another type, the input is the only argument.
 
     Args:
-        model: Its `forward` decides.
+        model: The model; the parameters of its `forward` decide.
         inputs: A tensor, or tensors in tuples, lists and dicts.
     """
     if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs) and _takes(model, (), inputs):
@@ -36,7 +36,7 @@ def call(model: nn.Module, inputs: Any, *, through: nn.Module | None = None) -> 
 
     Args:
         model: The model itself.
-        inputs: Of the batch.
+        inputs: The inputs of the batch.
         through: Called instead and forwards all arguments to the model, such as DistributedDataParallel.
     """
     args, named = arguments_of(model, inputs)

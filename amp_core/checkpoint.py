@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from halfserve.amp_core.factory import call_factory, one_line
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 # Raised by torch.load for bytes that are no archive, a truncated archive, or an archive with more than data in it.
 UNREADABLE = (
@@ -91,7 +91,8 @@ class Checkpoint:
         versions: Version of each library that shaped the result, by name.
         settings: The other settings of the run by name; `--resume` compares them with its own.
         batch: The number of completed batches of the next epoch.
-        other_ranks: As `rng`, for the ranks from 1 on of a run in several processes.
+        other_ranks: The states of the random generators, as in `rng`, for the other ranks of a run in several processes, from
+            1.
         record: Operations with dtypes and ranges, as `halfserve.amp_core.recorder` reads it; empty if nothing was recorded.
     """
 

@@ -24,7 +24,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
     """Import the FACTORY of a `MODULE:FACTORY`, looking in the working directory first.
 
     Args:
-        spec: For example `halfserve.examples.digits.model:model` or `torch.nn.functional:cross_entropy`.
+        spec: The factory's place, such as `halfserve.examples.digits.model:model` or `torch.nn.functional:cross_entropy`.
 
     Returns:
         The function or class called FACTORY in MODULE.

@@ -116,7 +116,9 @@ def _metrics() -> str:
         families = list(text_string_to_metric_families(answer.read().decode()))
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in sorted(families, key=lambda f: f.name)]
     heading = "# Metrics\n\nThe metrics of a server with one model, which has a response cache, on its metrics port. "
-    counters = "The samples of a `halfserve_` counter end in `_total`.\n\n"
+    counters = (
+        "The samples of a `halfserve_` counter end in `_total`. Summaries need `--metrics-config summary_latencies=true`.\n\n"
+    )
     return heading + counters + _table(("name", "type", "meaning"), rows)
 
 
@@ -131,7 +133,7 @@ def _server() -> Iterator[int]:
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), model)
         Path(folder, "relu", "config.pbtxt").write_text("response_cache { enable: true }")
         ports = ["--grpc-port", "0", "--http-port", "0", "--metrics-port", "0"]
-        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports]
+        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports, "--metrics-config", "summary_latencies=true"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             lines = iter(server.stdout or ())

@@ -22,7 +22,7 @@ from halfserve.export.repository.version_writer import (
     write_model_version,
 )
 from halfserve.export.tasks.task import Task
-from halfserve.protos.object_storage import is_url
+from halfserve.files.object_storage import is_url
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.certificate import Certificate
@@ -35,9 +35,9 @@ class PublishedModel:
     """A model that was written.
 
     Attributes:
-        path: Its file, or the version's folder in a repository; below the URL of one in object storage.
+        path: The model's file, or the version's folder in a repository; relative to the URL for one in object storage.
         superseded: Data files beside it that only the model before it used.
-        url: Of the version in object storage, without credentials; "" for files on this machine.
+        url: The URL of the version in object storage, without credentials; "" for files on this machine.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class PublishedModel:
 
 
 class ConversionTarget(Protocol):
-    """Where a converted model is written."""
+    """A place to write a converted model to."""
 
     @property
     def model_name(self) -> str:
@@ -117,7 +117,7 @@ class FileTarget:
     ) -> PublishedModel:
         try:
             superseded = superseded_files(open_model(staged.target), staged)
-        except ExportError:  # no model lies there yet
+        except ExportError:  # there is no earlier model
             superseded = ()
         staged.publish()
         return PublishedModel(path=staged.target, superseded=tuple(name for name in superseded if name not in source.locations))

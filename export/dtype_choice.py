@@ -1,4 +1,4 @@
-"""Which half-precision type a model is converted to where the user leaves the choice (`--dtype auto`)."""
+"""Choice of the half-precision type for a model if the user leaves it open (`--dtype auto`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from halfserve.export.half_types import HalfName
 from halfserve.export.onnx_files.model_file import ModelFile
 
 BFLOAT16_WEIGHTS = "the weights are bfloat16 numbers, so bfloat16 was tried first"
-MOST = 0.9  # of the elements: folded constants may be others
+MOST = 0.9  # fraction of the elements; folded constants may be others
 _CHUNK_ELEMENTS = 1 << 19
-_LOW_BITS = np.uint32(0xFFFF)  # of a float32 number; 0 in every bfloat16 number
+_LOW_BITS = np.uint32(0xFFFF)  # mask of the bits of a float32 number that are 0 in every bfloat16 number
 
 
 def holds_bfloat16_weights(model: ModelFile) -> bool:

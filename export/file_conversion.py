@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
-# ONNX Runtime's CPU provider cannot open a bfloat16 model, so that its placement is asked for where a device computes it.
+# ONNX Runtime's CPU provider cannot open a bfloat16 model, so its placement is only measured where a device computes bfloat16.
 NO_PLACEMENT = "not asked for: where no device computes bfloat16, the server computes the model in float32"
 Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
@@ -47,7 +47,7 @@ def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  #
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """How to convert; see `convert_file`."""
+    """Options of a conversion; see `convert_file`."""
 
     keep_io_types: bool | Collection[str] = True
     op_block_list: Collection[str] = ()
@@ -60,7 +60,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """How to verify; see `export.verify`.
+    """Options of a verification; see `export.verify`.
 
     Attributes:
         samples: Makes or loads the samples for a model, with a note on them.
@@ -68,14 +68,14 @@ class Verification:
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
         adversarial: Whether to try samples at the edge of the given ones too.
-        accumulators: In which type the target runtime sums.
+        accumulators: The type in which the target runtime sums.
         search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
-        limits: When that search stops.
+        limits: The limits at which that search stops.
         record: The training record, whose modules the search tries first.
         notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
-        precisions: Types to judge the converted model in beside its own; see `export.verify`.
+        precisions: Types to judge the converted model in besides its own; see `export.verify`.
     """
 
     samples: Callable[[ModelFile], SampleSet]
@@ -102,16 +102,16 @@ class Converted:
     """A model that was written.
 
     Attributes:
-        path: Its file, or its version's folder in a repository; below the URL of one in object storage.
+        path: The model's file, or its version's folder in a repository; relative to the URL for one in object storage.
         source_bytes: Size of the float32 model, data files included.
         size_bytes: Size of the converted model, data files included.
-        report: What the conversion did.
+        report: The report of the conversion.
         certificate: The verdict; None without verification.
-        placement: Where ONNX Runtime puts its nodes, or why that is unknown.
+        placement: The placement of the nodes by ONNX Runtime, or the reason why it is unknown.
         search: The nodes that need float32; None without a search.
         superseded: Data files beside it that only the model before it used.
-        growth: Why it is larger than the float32 model; None where it is not.
-        url: Of its version in object storage, without credentials; "" for files on this machine.
+        growth: The reason why it is larger than the float32 model; None if it is not.
+        url: The URL of its version in object storage, without credentials; "" for files on this machine.
     """
 
     path: Path
@@ -142,7 +142,8 @@ class SearchFailed(BudgetExceeded):
     """The converted model is over budget, and the search found no set of float32 nodes that brings it within.
 
     Attributes:
-        search: What was tried. Where it passed, its set was within the budget in the search and over it in the verification.
+        search: The result of the search. If it passed, its set was within the budget in the search but over it in the
+            verification.
     """
 
     def __init__(self, error: BudgetExceeded, search: SearchResult) -> None:
@@ -188,7 +189,8 @@ def convert(
         samples: Arrays by input name, samples first, or a file that `numpy.savez` wrote; by default random inputs.
         budget: How much the converted model may differ; the usual budget of its type by default.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
-        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of those that stay.
+        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of inputs and outputs to
+            keep.
         upgrade_opset: Whether to raise the model's opset first, as far as that lets more nodes compute in `dtype`.
         dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
@@ -246,9 +248,9 @@ def convert_verified(
 
     Args:
         source: The float32 model.
-        target: Where the converted model goes.
-        options: How to convert.
-        verification: How to verify; None skips it.
+        target: The place to write the converted model to.
+        options: Options of the conversion.
+        verification: Options of the verification; None skips it.
         progress: Called with each step before it begins.
         beside: More files made of the certificate, as (path, content), written together with the model or not at all.
 
@@ -271,11 +273,11 @@ def convert_verified(
 def _converted_to_either(
     opened: ModelFile, verification: Verification | None, convert_to: Callable[[HalfName, Verification], Converted]
 ) -> Converted:
-    """Convert to the first type that passes, else search in the one that is nearer to its budget; notes say why."""
+    """Convert to the first type that passes, else search in the type that is nearer to its budget; notes give the reasons."""
     if verification is None:
         raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
     samples = verification.samples(opened)
-    verification = replace(verification, samples=lambda _: samples)  # made once for both types
+    verification = replace(verification, samples=lambda _: samples)  # loaded once for both types
     types: tuple[HalfName, ...] = ("float16", "bfloat16")
     notes = verification.notes
     if holds_bfloat16_weights(opened):

@@ -20,9 +20,9 @@ class HalfType:
     """A floating-point type of 16 bits.
 
     Attributes:
-        name: Its name in numpy, torch and ONNX.
-        short: Its short name in titles.
-        elem_type: Its number in `onnx.TensorProto.DataType`.
+        name: The type's name in numpy, torch and ONNX.
+        short: The short name for titles.
+        elem_type: The number in `onnx.TensorProto.DataType`.
         significant_bits: Bits of the significand, the leading one included; rounding changes a number by at most
             2**-significant_bits of it.
         largest: The largest finite number.

@@ -1,4 +1,4 @@
-"""A torch module's way to a model repository."""
+"""Converts a torch module, verifies it, and writes it to a model repository."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KEEP = "halfserve.keep"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How to convert and verify a module.
+    """Options of a module's conversion and verification.
 
     Attributes:
         budget: How much the converted model may differ, in every type or by type; None for the usual budgets.
@@ -66,9 +66,9 @@ class ExportOptions:
         keep_io_types: Whether inputs and outputs stay float32, or names and shell patterns of inputs and outputs that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
         search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
-        limits: When that search stops.
+        limits: The limits at which that search stops.
         adversarial: Whether to try samples at the edge of the given ones too.
-        accumulators: In which type the target runtime sums.
+        accumulators: The type in which the target runtime sums.
         beside: More files made of the certificate.
         key: Signs the certificate; None leaves it unsigned.
         precisions: Types to judge the converted model in beside its own.
@@ -141,7 +141,7 @@ def export_module(
         max_runs: The most sets of such nodes to try; at least 2.
         max_minutes: Minutes after which no further set is tried; no limit by default.
         adversarial: Whether to try samples at the edge of the given ones too.
-        accumulators: In which type the target runtime sums.
+        accumulators: The type in which the target runtime sums.
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
         fp32_twin: Whether the float32 model is written too, for a server that answers from it where half precision fails.
@@ -249,7 +249,7 @@ def export_verified(
         done = convert_verified(
             source,
             target,
-            # The exporter chose the opset, so that nobody depends on it.
+            # The exporter chose the opset, so nothing depends on it.
             options=ConversionOptions(keep_io_types=options.keep_io_types, dtype=options.dtype, upgrade_opset=True),
             verification=verification,
             progress=progress,
@@ -270,7 +270,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _require_numpy(call: ForwardCall) -> None:
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.dtype == torch.bfloat16:  # which numpy does not have
+        if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
             raise ExportError(f"the samples of input {name!r} are bfloat16; expected float32")
 
 

@@ -40,7 +40,7 @@ class Samples:
     note: str = ""
 
     def noting(self, remark: str) -> Samples:
-        """The same with one more remark; "" adds none."""
+        """These samples with one more remark in the note; "" adds none."""
         return replace(self, note="; ".join(filter(None, (self.note, remark))))
 
     def fitting(self, module: nn.Module) -> Samples:
@@ -121,8 +121,8 @@ class ModelInputs:
     """Arguments for a model.
 
     Attributes:
-        args: Positional.
-        kwargs: By the name of `forward`'s parameter.
+        args: Positional arguments.
+        kwargs: Keyword arguments, by the name of `forward`'s parameter.
     """
 
     args: tuple[Any, ...] = ()

@@ -1,8 +1,8 @@
 """The one command: `halfserve STAGE ...` loads the stage it is asked for and nothing else.
 
-Each stage keeps its command line in a `cli.py` of its own, with two names in it: the function (its typer annotations are the
-options) and `EXIT_CODES`, which says which exceptions are the user's to mend and what exit code each has. `halfserve serve`
-therefore starts without importing torch, and a stage's errors need no common base class.
+Each stage keeps its command line in a `cli.py` of its own, which defines two names: the command's function (its typer
+annotations are the options) and `EXIT_CODES`, the exit code of each exception that the user can fix. So `halfserve serve`
+starts without importing torch, and the stages' errors need no common base class.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NO_SPACE_EXIT_CODE = 1
 WRONG_USAGE_EXIT_CODE = 2
 MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
-# A terminal takes them for orders, and an error's text may be a server's, or hold a file's name.
+# A terminal would execute them, and an error's text may come from a server or contain a file's name.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Where a command lives, its line in `halfserve --help`, and the extra that installs what it imports.
+    """Location of a command, its line in `halfserve --help`, and the extra that installs its dependencies.
 
-    The function may be a group of commands, a `typer.Typer`. The options of one that is `configurable` may come from the
-    environment and a config file.
+    The function may be a group of commands, a `typer.Typer`. If `configurable`, the options may also come from the environment
+    and from a config file.
     """
 
     module: str
@@ -49,7 +49,7 @@ class Stage:
     configurable: bool = False
 
     def load(self) -> ModuleType:
-        """Import the module that holds the command."""
+        """Import the module that contains the command."""
         return importlib.import_module(self.module)
 
 
@@ -121,7 +121,7 @@ class StageCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            # An unknown option's error; typer names its class in a private module alone.
+            # The error of an unknown option; its class is only in a private module of typer.
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 word = re.compile(rf"\b{re.escape(error.option_name.lstrip('-'))}\b", re.IGNORECASE)
                 described = [p for p in self.get_params(ctx) if word.search(getattr(p, "help", None) or "")]
@@ -181,7 +181,7 @@ class LazyGroup(TyperGroup):
     """Lists the commands from STAGES and imports one only when it is the one called.
 
     Attributes:
-        configurable: the commands whose options may be variables and keys of a config file.
+        configurable: names of the commands whose options may be environment variables and keys of a config file.
     """
 
     configurable = tuple(name for name, stage in STAGES.items() if stage.configurable)
@@ -191,7 +191,7 @@ class LazyGroup(TyperGroup):
         return list(STAGES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (the signature is typer's)
-        """What `halfserve --help` needs of a command: its name and its line."""
+        """Command with the name and help line for `halfserve --help`, without its options."""
         stage = STAGES.get(cmd_name)
         return stage and TyperCommand(cmd_name, help=stage.help)
 
@@ -206,7 +206,7 @@ class LazyGroup(TyperGroup):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is to run, from the module that holds it."""
+        """Find the command to run, and import its module."""
         _, command, rest = super().resolve_command(ctx, args)
         name = str(command and command.name)
         return name, command_of(name), rest
@@ -238,17 +238,17 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 1, 3 or 4 as the stage says, 2 wrong usage, 69 an extra is missing."""
+    """Run one command and exit: 0 on success, 1, 3 or 4 as the stage defines, 2 for wrong usage, 69 if an extra is missing."""
     _open_standard_files()
     _print_what_can_be_printed()
     try:
         _run(arguments)
     except SystemExit as end:
         if _trains_with_others():
-            # After an error torch's threads still talk to the other processes. Waiting for them is waiting for those, and a
-            # thread that lets go of a tensor while the interpreter ends takes the process down (SIGABRT).
+            # After an error, torch's threads still communicate with the other processes. Joining the threads would wait for
+            # those processes, and a thread that frees a tensor during the interpreter's shutdown aborts this process (SIGABRT).
             if end.code is not None and not isinstance(end.code, int):
-                typer.echo(end.code, err=True)  # of a user's sys.exit("why"), which the interpreter would print as it ends
+                typer.echo(end.code, err=True)  # text of a user's sys.exit("why"), which the interpreter would print at its end
             _drop_unwritten()
             sys.stderr.flush()
             os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
@@ -256,24 +256,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_standard_files() -> None:
-    """Put /dev/null where a standard file is closed, for the programs that we start too.
+    """Open /dev/null in place of closed standard files, also for child processes.
 
-    What is opened next, such as a client's connection, would get its number otherwise: libraries would write what they have to
-    say into that, and uvloop ends the process where it is to close it.
+    Otherwise the next opened descriptor, such as a client's connection, would get such a number: libraries would write their
+    messages to it, and uvloop ends the process when it closes it.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
-        if getattr(sys, name) is None:  # as the interpreter says that it was closed
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+        if getattr(sys, name) is None:  # the interpreter sets closed standard files to None
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _print_what_can_be_printed() -> None:
-    """Put a question mark for what the output's encoding has not: tables cut off with an ellipsis, names of any kind.
+    """Print a question mark for characters that the output's encoding lacks, such as a table's ellipsis or those in names.
 
-    An error would come after the work, in the place of its result. JSON is ASCII anyhow.
+    An error would occur after the work and replace its result. JSON output is ASCII anyway.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors="replace")
@@ -285,12 +285,12 @@ def _trains_with_others() -> bool:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
-    # torch's CPU threads spin while they wait for each other. On cores that other programs use, training took
-    # more than 15 times as long as with sleeping threads. OpenMP reads this when torch is loaded.
+    # torch's CPU threads spin while they wait for each other. On cores shared with other programs, training took more than 15
+    # times as long as with sleeping threads. OpenMP reads this variable when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # grpcio's core writes to stderr on its own, with file names of its sources. It reads this when it is imported.
+    # grpcio's core writes to stderr by itself, with names of its source files. It reads this variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # ONNX Runtime would count what it runs, in a file in the home folder, to send that to its makers. It reads this likewise.
+    # ONNX Runtime would record its runs in a file in the home folder for telemetry. It reads this variable when it is imported.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     stage = STAGES.get(next((a for a in arguments if not a.startswith("-")), ""))
@@ -318,7 +318,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 @contextmanager
 def _reader_may_go() -> Iterator[None]:
-    """Exit with 0 when the reader of our output (`halfserve bench --json | head`) has gone: typer would exit with 1."""
+    """Exit with 0 when the reader of the output (`halfserve bench --json | head`) has closed it; typer would exit with 1."""
     try:
         yield
     except BrokenPipeError:
@@ -327,7 +327,7 @@ def _reader_may_go() -> Iterator[None]:
 
 
 def _drop_unwritten() -> None:
-    """Forget what our output did not take: it would fail again, and be told once more, when the interpreter ends."""
+    """Drop output that could not be written: it would fail again, and be reported again, when the interpreter ends."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,7 +1,7 @@
-"""The hot path of the server, compiled by mypyc where a C compiler was there at the installation.
+"""The server's hot path, compiled by mypyc if a C compiler was available at installation.
 
-The compiled modules lie beside their sources and say the same: whichever runs, the server behaves alike. `setup.py` builds them
-and writes STAMP, from which an import sees whether they still belong to these sources and to this interpreter.
+The compiled modules are beside their sources and behave the same. `setup.py` builds them and writes STAMP, from which an
+import determines whether they still match these sources and this interpreter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import NamedTuple
 
-# Below halfserve/serve/. All of a request's way is here: a step from a compiled module to a plain one and back costs more than
-# what compiling a lone module gains. Asynchronous generators cannot be compiled and live in modules of their own.
+# Below halfserve/serve/. All modules that a request passes are listed: a call from a compiled module to a plain one and back
+# costs more than compiling a single module gains. Asynchronous generators cannot be compiled, so they are in other modules.
 MODULES = (
     "engine.batcher",
     "engine.caching.caching_scheduler",
@@ -70,18 +70,18 @@ MODULES = (
     "transports.read_scheduler",
 )
 STAMP = "serve/compiled_build.stamp"
-LIBRARY = "__mypyc"  # how the names of the libraries end
-SWITCH = "HALFSERVE_COMPILED"  # 0, or anything but 1, runs the sources and installs without compiling
+LIBRARY = "__mypyc"  # ending of the libraries' names
+SWITCH = "HALFSERVE_COMPILED"  # any value but 1 runs the sources, and installs without compiling
 
 logger = logging.getLogger(__name__)
 
 
 class Build(NamedTuple):
-    """Which build of the hot path runs.
+    """Build of the hot path that is in use.
 
     Attributes:
         name: "compiled" or "plain".
-        reason: why it is the plain one; empty for the compiled one.
+        reason: reason why it is the plain one; empty for the compiled one.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Build(NamedTuple):
 
 
 class _Sources:
-    """A finder of the modules' sources: Python itself prefers a compiled module to the source beside it."""
+    """Finder of the modules' sources; Python itself prefers a compiled module to the source beside it."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG003  (the signature is Python's)
@@ -104,9 +104,9 @@ class _Sources:
 
 
 def library_of(module: str) -> str:
-    """The library in serve/ that holds a module's code; what lies beside the source only refers to it.
+    """The library in serve/ that contains a module's code; the file beside the source only refers to it.
 
-    Each folder has one: an edit compiles its folder again, and several processor cores compile several folders.
+    Each folder has one library: an edit recompiles only its folder, and several processor cores compile several folders.
     """
     return f"compiled_{module.rpartition('.')[0].replace('.', '_')}{LIBRARY}"
 
@@ -119,10 +119,10 @@ def checksum(path: str) -> int:
 
 @cache
 def build_in_use() -> Build:
-    """Which build this process runs: the compiled one where it fits, and otherwise the sources.
+    """Choose the build for this process: the compiled one if it fits, otherwise the sources.
 
-    The first call chooses, so it comes before the import of any module of the hot path: halfserve.serve makes it. A compiled
-    build that does not fit is reported in one line.
+    The first call chooses, so it must come before the import of any module of the hot path: halfserve.serve calls this. A
+    compiled build that does not fit is logged in one line.
     """
     switch = os.environ.get(SWITCH, "1")
     if switch != "1":
@@ -142,10 +142,10 @@ def build_in_use() -> Build:
 
 
 def _misfit(home: str) -> str:
-    """Why the compiled modules cannot be used; empty if they can, and then their code is loaded.
+    """Reason why the compiled modules cannot be used; empty if they can, in which case their code is loaded.
 
-    Both the libraries and the sources are looked at as a whole: a compiled module beside one that is not of its build would
-    crash, as it reads that one's objects by their place in memory.
+    Libraries and sources are checked as a whole: a compiled module beside a module of another build would crash, because it
+    accesses that module's objects by their memory layout.
     """
     try:
         with open(f"{home}/{STAMP}", "rb") as file:  # noqa: PTH123  (see `checksum`)

@@ -1,7 +1,7 @@
-"""A command's options as environment variables and in a config file.
+"""Options of a command from environment variables and a config file.
 
-The command line wins over the environment, the environment over the file, and the file over the default. The options are those
-that the command declares; typer reads the variables, and takes the file's table as its defaults.
+The command line has priority over the environment, the environment over the file, and the file over the default. The command
+declares the options; typer reads the variables, and uses the file's table as its defaults.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typer.core import TyperCommand
 from halfserve.compiled_build import SWITCH
 
 PREFIX = "HALFSERVE_"
-SUPERVISED = "HALFSERVE_SUPERVISED"  # what a supervisor gives its workers: serve/supervisor/handover.py
-# The file as the supervisor's command read it: a worker that is restarted must not depend on what is being written there.
+SUPERVISED = "HALFSERVE_SUPERVISED"  # set by a supervisor for its workers: serve/supervisor/handover.py
+# The file as the supervisor's command read it: a restarted worker must not depend on later changes of the file.
 AS_READ = f"{SUPERVISED}_CONFIG"
 COMMON = {SWITCH, SUPERVISED, AS_READ}  # variables that belong to no single command
-OF_CLIENTS = "HALFSERVE_TOKEN_FILE"  # which one might take for the server's
-# What Kubernetes sets for a Service named halfserve or halfserve-...
+OF_CLIENTS = "HALFSERVE_TOKEN_FILE"  # the clients' variable, which could be mistaken for a server's
+# Variables that Kubernetes sets for a Service named halfserve or halfserve-...
 OF_A_SERVICE = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 REDACTED = "***"
-URL = re.compile(r"([a-z][\w+.-]+:/+)([^/?]*@)?([^?]*)(\?.*)?", re.DOTALL)  # as a path its slashes may be one
-FILE, PRINT = f"{__name__}.file", f"{__name__}.print"  # in a context's `meta`
+URL = re.compile(r"([a-z][\w+.-]+:/+)([^/?]*@)?([^?]*)(\?.*)?", re.DOTALL)  # a path may have merged the two slashes into one
+FILE, PRINT = f"{__name__}.file", f"{__name__}.print"  # keys in a context's `meta`
 
 
 class ConfigurationError(Exception):
@@ -41,8 +41,8 @@ class ConfigFile(NamedTuple):
     """A config file as one command read it.
 
     Attributes:
-        path: of the file.
-        table: the command's options in it, by key.
+        path: path of the file.
+        table: options of the command in the file, by key.
     """
 
     path: str
@@ -53,7 +53,7 @@ class ConfigurableCommand(TyperCommand):
     """A command with --config and --print-config, whose other parameters may be variables and keys of the config file.
 
     Attributes:
-        configured: these parameters.
+        configured: those parameters.
     """
 
     def __init__(self, name: str | None, **settings: Any) -> None:
@@ -63,7 +63,7 @@ class ConfigurableCommand(TyperCommand):
         self.params += [self._config, print_config]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line, the environment and the config file; print the values and exit where that was asked.
+        """Read the command line, the environment and the config file; if requested, print the values and exit.
 
         Raises:
             ConfigurationError: a variable or the file has an unknown name or an invalid value.
@@ -102,7 +102,7 @@ def variable(words: Iterable[str], key: str) -> str:
 
 
 def values_in_effect(ctx: Any, parameters: Iterable[Any]) -> str:
-    """The values as TOML that --config takes, each with its source in a comment; secrets are redacted."""
+    """Format the values as TOML for --config, each with its source in a comment; secrets are redacted."""
     words = _words(ctx)
     lines = [f"# halfserve {' '.join(words)}: command line over environment over file over default", f"[{'.'.join(words)}]"]
     for parameter in parameters:
@@ -139,7 +139,7 @@ def _own_options() -> list[Any]:
             ),
         ] = False,
     ) -> None:
-        """Declare them: nothing is run."""
+        """Declare the options; the function is never called."""
 
     single = typer.Typer(add_completion=False)
     single.command()(declare)
@@ -201,7 +201,7 @@ def _table(path: Path, words: list[str], commands: list[str]) -> dict[str, Any]:
 
 
 def _check_variables(ctx: Any, parameters: Sequence[Any]) -> None:
-    """Refuse a variable of this command that is none of its options, and warn of one that no command reads."""
+    """Reject a variable of this command that is not one of its options, and warn about one that no command reads."""
     words = _words(ctx)
     keys = {key_of(parameter) for parameter in parameters} | {"config"}
     known = {name for parameter in parameters for name in parameter.envvar} | {variable(words, "config")} | COMMON
@@ -217,24 +217,24 @@ def _check_variables(ctx: Any, parameters: Sequence[Any]) -> None:
         hint = _nearest(key, keys, lambda near: variable(words, near))
         if name.startswith(ours):
             raise ConfigurationError(f"the variable {name} is no option{hint}")
-        if SUPERVISED not in os.environ:  # the supervisor's command has said so
+        if SUPERVISED not in os.environ:  # the supervisor's command has warned already
             typer.echo(f"halfserve {' '.join(words)}: the variable {name} has no effect{hint}", err=True)
 
 
 def _words(ctx: Any) -> list[str]:
-    """The command's name, after "halfserve"; several words for a command of a group."""
+    """The command's name without "halfserve"; several words for a command of a group."""
     own = [str(ctx.info_name)]
     return own if ctx.parent is None or ctx.parent.parent is None else [*_words(ctx.parent), *own]
 
 
 def _commands(ctx: Any) -> list[str]:
-    """The configurable commands."""
+    """Names of the configurable commands."""
     root = ctx.find_root()
     return [_words(ctx)[0]] if root is ctx else list(root.command.configurable)
 
 
 def _place(ctx: Any, parameter: Any) -> str | None:
-    """Where a value comes from, if from a variable or the file."""
+    """Source of a value that comes from a variable or the file; None for others."""
     source = ctx.get_parameter_source(parameter.name)
     if source is None or parameter.envvar is None:
         return None
@@ -255,9 +255,9 @@ def _toml(parameter: Any, value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(parameter, item) for item in value)}]"
-    text = str(value).encode("utf-8", "replace").decode()  # a path need not be UTF-8, TOML must
+    text = str(value).encode("utf-8", "replace").decode()  # a path may be invalid UTF-8, which TOML cannot contain
     shown = REDACTED if getattr(parameter, "hide_input", False) else text
     url = URL.fullmatch(shown)
-    if url is not None:  # a name and password, and a signed query, are secrets
+    if url is not None:  # a user name and password, and a signed query, are secrets
         shown = url[1] + (f"{REDACTED}@" if url[2] else "") + url[3] + (f"?{REDACTED}" if url[4] else "")
     return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

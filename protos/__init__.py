@@ -1,1 +1,1 @@
-"""The two contracts where the stages meet: inference.proto (the wire) and model_config.proto (the disk)."""
+"""The two formats that the stages share: inference.proto (on the wire) and model_config.proto (on disk)."""

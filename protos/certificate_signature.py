@@ -1,7 +1,7 @@
 """Signatures of certificates: Ed25519 (RFC 8032), with keys in PEM files as OpenSSL writes them.
 
-Who exports holds the private key (`openssl genpkey -algorithm ed25519 -out private.pem`), and servers hold the public one
-(`openssl pkey -in private.pem -pubout -out public.pem`). The package cryptography is needed only where a key is given.
+The exporting side has the private key (`openssl genpkey -algorithm ed25519 -out private.pem`), and servers have the public key
+(`openssl pkey -in private.pem -pubout -out public.pem`). The package cryptography is needed only if a key is given.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SigningKey:
         self._key: Ed25519PrivateKey = key
 
     def signature(self, certificate: Mapping[str, Any]) -> str:
-        """Sign a certificate, given as JSON types; in base64."""
+        """Sign a certificate, given as JSON types; returns the signature in base64."""
         return base64.b64encode(self._key.sign(signed_bytes(certificate))).decode()
 
 
@@ -69,7 +69,7 @@ class VerifyingKey:
         self._key: Ed25519PublicKey = key
 
     def signed(self, certificate: Mapping[str, Any]) -> bool:
-        """Whether the certificate, given as JSON types, has a signature that this key's private key made."""
+        """Whether the certificate, given as JSON types, was signed with this key's private key."""
         from cryptography.exceptions import InvalidSignature  # noqa: PLC0415  (see the module's text)
 
         given = certificate.get("signature")

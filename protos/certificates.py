@@ -1,10 +1,10 @@
-"""How a certificate and the files of a model's version name each other, for the stage that writes them and the one that checks.
+"""Links between a certificate and the files of a model's version, for the stage that writes them and the one that checks.
 
-The certificate holds SHA-256 hashes of the model file and of the files beside it, and the model's metadata holds the hash of
-the certificate. To avoid a cycle, the latter omits `onnx_sha256` and `onnx_bytes`, and covers `content_sha256` instead: the
-hash of the model file without the entry of its metadata that names the certificate. A changed weight, figure, limit or file
-breaks one of these. Somebody who may write all of the files can still replace all of the hashes; that shows only by a
-signature (see `certificate_signature`).
+The certificate contains SHA-256 hashes of the model file and of the files beside it, and the model's metadata contains the hash
+of the certificate. To avoid a cycle, the latter hash omits `onnx_sha256` and `onnx_bytes`, and covers `content_sha256` instead:
+the hash of the model file without the metadata entry that names the certificate. A changed weight, number, limit or file breaks
+one of these hashes. Somebody with write access to all files can still replace all hashes; only a signature detects that (see
+`certificate_signature`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from halfserve.protos.onnx_outline import FileWindow, top_level_fields
-from halfserve.protos.varint import encoded_varint, length_delimited
+from halfserve.files.onnx_outline import FileWindow, top_level_fields
+from halfserve.files.varint import encoded_varint, length_delimited
 
 CERTIFICATE = "certificate.json"
 SCHEMA = "halfserve.certificate"
-# Beside a version's model: a few inputs and their float32 answers, as numpy.savez writes them. An array's name is one of these
-# prefixes with the name of the input or output behind. `files` of the certificate holds the hash.
+# File beside a version's model: a few inputs and their float32 answers, written by numpy.savez. An array's name is one of these
+# prefixes and the name of the input or output. `files` of the certificate has the file's hash.
 SAMPLES = "samples.npz"
 RECORDED_INPUT, RECORDED_OUTPUT = "input/", "output/"
 NAME = "halfserve.certificate_sha256"  # the key in the model's metadata
@@ -37,15 +37,15 @@ class ModelDigests:
     """SHA-256 hashes of a model file, in hexadecimal.
 
     Attributes:
-        file: of its bytes.
-        content: of its bytes without the entries of its metadata that name a certificate.
+        file: hash of all its bytes.
+        content: hash of its bytes without the metadata entries that name a certificate.
     """
 
     file: str
     content: str
 
     def with_data_files(self, data: Mapping[str, str]) -> ModelDigests:
-        """Return the hashes of a model with data files, given the hashes of these by location.
+        """Return the hashes of a model with data files, given the hashes of these files by location.
 
         These are the hashes of the lines that `sha256sum` prints for the model file (called `model`) and for its data files,
         sorted by location, so that they cover all bytes and do not depend on the model file's own name.
@@ -58,12 +58,12 @@ class ModelDigests:
 
 
 def certificate_sha256(certificate: Mapping[str, Any]) -> str:
-    """The hash of a certificate, as JSON types, that its model's metadata holds, in hexadecimal."""
+    """The hash of a certificate, given as JSON types, for its model's metadata; in hexadecimal."""
     return hashlib.sha256(_canonical(certificate, without=_NOT_NAMED)).hexdigest()
 
 
 def signed_bytes(certificate: Mapping[str, Any]) -> bytes:
-    """What a signature covers: all fields but the signature, as JSON in ASCII with sorted keys."""
+    """The bytes that a signature covers: all fields except the signature, as ASCII JSON with sorted keys."""
     return _canonical(certificate, without=frozenset({"signature"}))
 
 
@@ -73,7 +73,7 @@ def _canonical(certificate: Mapping[str, Any], *, without: frozenset[str]) -> by
 
 
 def named_entry(digest: str) -> bytes:
-    """The entry of a model's metadata that names a certificate, as bytes that may be appended to a model file."""
+    """The metadata entry that names a certificate, as bytes that may be appended to a model file."""
     body = _NAME_FIELD + length_delimited(2, len(digest)) + digest.encode()
     return encoded_varint(_METADATA << 3 | 2) + encoded_varint(len(body)) + body
 
@@ -99,7 +99,7 @@ def model_digests(file: BinaryIO, size: int) -> ModelDigests:
 
     Args:
         file: the ONNX file, seekable.
-        size: of the file, in bytes.
+        size: size of the file in bytes.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -108,7 +108,7 @@ def model_digests(file: BinaryIO, size: int) -> ModelDigests:
     whole, content, position = hashlib.sha256(), hashlib.sha256(), 0
     for number, (start, end) in enumerate(list(unnamed_pieces(file, size))):
         _feed(file, position, start, whole)
-        if number == 0:  # most files end with the entry, so that both hashes are of the same bytes up to there
+        if number == 0:  # most files end with the entry, so that both hashes cover the same bytes up to there
             _feed(file, start, end, whole)
             content = whole.copy()
         else:

@@ -32,7 +32,7 @@ globals().update(
 
 
 def generated_files() -> dict[str, str]:
-    """What each generated file must say: path relative to the root -> text.
+    """The expected content of each generated file: path relative to the root -> text.
 
     Raises:
         RuntimeError: protoc does not accept a .proto file; protoc has printed where and why.
@@ -54,7 +54,7 @@ def generated_files() -> dict[str, str]:
 
 def _stub(output: Path, name: str) -> str:
     text = (output / f"{Path(name).stem}_pb2.pyi").read_text()
-    # protoc knows the file's path alone.
+    # protoc knows only the file's path, not its package.
     return re.sub(r"^import (\w+_pb2) as", r"from halfserve.protos import \1 as", text, flags=re.MULTILINE)
 
 
@@ -71,7 +71,7 @@ def _bytes_literal(data: bytes) -> str:
 
 
 def main() -> None:
-    """Write every file that is not as it should be and name it."""
+    """Rewrite every file that differs from its expected content, and print its name."""
     for path, text in generated_files().items():
         if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
             (ROOT / path).write_text(text)

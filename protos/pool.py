@@ -17,7 +17,7 @@ POOL = descriptor_pool.DescriptorPool()
 def add_file(serialized: bytes) -> dict[str, Any]:
     """Register one serialized FileDescriptorProto and return what its `_pb2` module exports.
 
-    Returns: the message classes and enums by name, each enum's values as constants, and DESCRIPTOR, as protoc's own code does.
+    Returns: the message classes and enums by name, each enum's values as constants, and DESCRIPTOR, like protoc's own modules.
     """
     file = POOL.AddSerializedFile(serialized)
     names: dict[str, Any] = {"DESCRIPTOR": file}

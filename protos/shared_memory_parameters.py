@@ -5,7 +5,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-REGION = "shared_memory_region"  # the registered region's name, a string
-BYTE_SIZE = "shared_memory_byte_size"  # of the tensor, or the room for it
-OFFSET = "shared_memory_offset"  # from the region's start, in bytes; 0 if absent
+REGION = "shared_memory_region"  # name of the registered region, a string
+BYTE_SIZE = "shared_memory_byte_size"  # size of the tensor, or of the space for it, in bytes
+OFFSET = "shared_memory_offset"  # offset from the region's start in bytes; 0 if absent
 PARAMETERS = frozenset((REGION, BYTE_SIZE, OFFSET))

@@ -14,18 +14,20 @@ from typing import Annotated
 
 import typer
 
-from halfserve.protos.object_storage import is_url
+from halfserve.files.object_storage import is_url
 from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
+from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.http.options import MIB, HttpLimits, HttpOptions, checked_origin
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.members.process_count import check_room, process_count
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions, TraceLevel
+from halfserve.serve.observability.summaries import latency_figures
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
@@ -121,6 +123,13 @@ def serve(
         ),
     ] = None,
     http_header_forward_pattern: Annotated[str | None, _as_triton(help="The same for HTTP requests.")] = None,
+    metrics_config: Annotated[
+        list[str] | None,
+        _as_triton(
+            help="NAME=VALUE: counter_latencies=false leaves counters of durations out, summary_latencies=true adds summaries "
+            "with quantiles, summary_quantiles=0.5:0.05,0.99:0.001 sets these; may be repeated."
+        ),
+    ] = None,
     transport: Annotated[
         TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
     ] = ServerOptions.transport,
@@ -271,11 +280,24 @@ def serve(
         LineFormat, _observing(help="The log's lines: text, or JSON objects; json prints the ready line as JSON too.")
     ] = LineFormat.TEXT,
     trace_to: Annotated[
-        str, _observing(help="OpenTelemetry traces: 'otlp' (OTEL_* variables say where) or a file.", show_default=False)
+        str,
+        _observing(
+            help="Traces: 'otlp' (OTEL_* variables say where), a file of OpenTelemetry's JSON, or triton:FILE in Triton's.",
+            show_default=False,
+        ),
     ] = ObserveOptions.trace_to,
+    trace_level: Annotated[
+        TraceLevel, _observing(help="OFF traces nothing until a client changes the trace settings.", case_sensitive=False)
+    ] = ObserveOptions.trace_level,
     trace_rate: Annotated[
         int, _observing(min=1, help="One request in so many is traced, unless its caller decides.")
     ] = ObserveOptions.trace_rate,
+    trace_count: Annotated[
+        int, _observing(min=-1, help="Number of traces after which no more are made; -1 is no limit.")
+    ] = ObserveOptions.trace_count,
+    trace_log_frequency: Annotated[
+        int, _observing(min=0, help="Traces in one file before the next: FILE.0, FILE.1, and so on; 0 puts all in FILE.")
+    ] = ObserveOptions.trace_log_frequency,
     tls_cert: Annotated[
         Path | None, _security(help="PEM file of the server's certificate chain; turns TLS on, for REST too.")
     ] = None,
@@ -401,7 +423,10 @@ def serve(
             access_log_file=access_log_file,
             access_log_every=access_log_every,
             trace_to=trace_to,
+            trace_level=trace_level,
             trace_rate=trace_rate,
+            trace_count=trace_count,
+            trace_log_frequency=trace_log_frequency,
             process=link.given.place if link and count > 1 else None,
         ),
         max_buffered_bytes=None if max_buffered_mib is None else max_buffered_mib * 2**20,
@@ -409,6 +434,7 @@ def serve(
         transport=transport,
         shared_memory=shared_memory,
         response_cache_mib=response_cache_mib,
+        latencies=_latencies(metrics_config),
         forwarded=ForwardedHeaders(
             grpc=_pattern("--grpc-header-forward-pattern", grpc_header_forward_pattern),
             http=_pattern("--http-header-forward-pattern", http_header_forward_pattern),
@@ -491,6 +517,13 @@ def _pattern(option: str, text: str | None) -> HeaderPattern | None:
         return HeaderPattern(text) if text else None
     except ValueError as error:
         raise typer.BadParameter(f"{option} {error}") from None
+
+
+def _latencies(settings: list[str] | None) -> LatencyFigures:
+    try:
+        return latency_figures(settings or ())
+    except ValueError as error:
+        raise typer.BadParameter(f"--metrics-config {error}") from None
 
 
 def _origin(text: str) -> str:

@@ -17,38 +17,38 @@ from typing import TextIO
 
 from halfserve.serve.engine.errors import cut
 
-MAX_TEXT = 16_384  # characters of a message, and of a traceback; of longer ones the middle is left out
+MAX_TEXT = 16_384  # most characters of a message or traceback; the middle of longer ones is left out
 PIECE = 1024  # characters of at most four bytes: a pipe that polls as writable takes 4096 bytes at once
-# Line ends, what terminals take for orders, and what changes the direction of writing.
+# Line ends, control characters that terminals execute, and characters that change the writing direction.
 CONTROLS = (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 ESCAPES = {code: ascii(chr(code))[1:-1] for code in CONTROLS}
 LABEL = re.compile(r"(.+?)(?:/(\d+))?(?: instance \d+)?", re.DOTALL)
 
 
 class LineFormat(StrEnum):
-    """How a message of the log is written: as a line of text with the time in front, or as a JSON object on a line."""
+    """Format of a log message: a line of text that begins with the time, or a JSON object on one line."""
 
     TEXT = "text"
     JSON = "json"
 
 
 def log_to_standard_error(line_format: LineFormat = LineFormat.TEXT, process: int | None = None) -> None:
-    """Log from INFO on; `process`: number of this process, in its lines, where several write to the same file."""
+    """Log from INFO on; `process` is the number of this process, shown in its lines if several write to the same file."""
     handler = NonBlockingHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if line_format is LineFormat.JSON else TextFormatter(process))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def time_stamp(seconds: float) -> str:
-    """A time since the epoch as 2026-02-01T12:00:00.250Z, as the access log has it."""
+    """Format a time since the epoch as 2026-02-01T12:00:00.250Z, as in the access log."""
     milliseconds = int(seconds * 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(milliseconds // 1000))}.{milliseconds % 1000:03d}Z"
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL MESSAGE`; the lines of a traceback follow, indented. `[PROCESS]` begins all lines where there are several.
+    """`TIME LEVEL MESSAGE`; the lines of a traceback follow, indented. Among several processes, `[PROCESS]` begins each line.
 
-    A message or a traceback may quote names and texts of others. Whatever they hold, it looks like no other line of the log.
+    Names and texts of others that a message or traceback quotes cannot imitate another log line.
     """
 
     def __init__(self, process: int | None = None) -> None:
@@ -66,17 +66,17 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The traceback of a record: of its exception, or that of another process in its `extra`, `trace`."""
+    """The traceback of a record: of its exception, or that of another process in `trace` of its `extra`."""
     trace = formatter.formatException(record.exc_info) if record.exc_info else str(vars(record).get("trace", ""))
     return cut(trace, MAX_TEXT)
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object with `time`, `level`, `logger` and `message`, and what else the record knows.
+    """A JSON object with `time`, `level`, `logger` and `message`, and further fields of the record.
 
-    A record of a model or a request has it in its `extra`: `model` ("NAME", "NAME/VERSION" or "NAME/VERSION instance NUMBER",
-    which is written as `model` and `version`) and `id`, the request's. A traceback is the text `exception`; `extra` has that of
-    another process as `trace`. `process` is there where there are several.
+    A record about a model or a request has these in its `extra`: `model` ("NAME", "NAME/VERSION" or "NAME/VERSION instance
+    NUMBER", which is written as `model` and `version`) and `id`, the request's id. A traceback becomes the text `exception`;
+    that of another process is in `trace` of the `extra`. `process` is present if there are several processes.
     """
 
     def __init__(self, process: int | None = None) -> None:
@@ -106,15 +106,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
-    """Drops lines that would have to wait, and writes their number before the next line."""
+    """Drops lines that would block, and reports their number before the next line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._lost = 0
-        self._is_torn = False  # the latest line was written in part
+        self._is_torn = False  # whether the last line was written only in part
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record's line, as far as that is possible at once."""
+        """Write a record's line, as far as that is possible without blocking."""
         if not self._is_writable():
             self._lost += 1
             return
@@ -139,12 +139,12 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         return f"{end}{self.format(report)}{self.terminator}"
 
     def _is_writable(self) -> bool:
-        """Whether a write would not block; True where the system cannot say."""
+        """Whether a write would not block; True if the system cannot say."""
         if sys.platform == "win32":
             return True
         poll = select.poll()
         try:
             poll.register(self.stream.fileno(), select.POLLOUT)
-        except (OSError, ValueError):  # no file of the system's, or closed
+        except (OSError, ValueError):  # not a file of the system, or closed
             return True
         return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""The server's process: signals, garbage collection, and an exit despite stuck runtime threads."""
+"""Process of the server: signals, garbage collection, and an exit despite stuck runtime threads."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from typing import NoReturn
 from halfserve.serve.engine.disk_files import remove_temporary_folders
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A request in flight is some ten tracked objects. With Python's threshold of 700 new ones the collector would scan those of 64
-# requests at each batch and find no reference cycles: 7 % of the server's time for a request. That requests leave no cycles,
-# refused and cancelled ones included, is held by tests/serve/transports/nghttp2/test_server.py. A collection stops every
-# request for 0.05 to 0.5 us an object, the latter where the processor's caches are cold.
+# A request in flight has about ten tracked objects. With Python's threshold of 700 new objects, the collector would scan those
+# of 64 requests at each batch and find no reference cycles: 7 % of the server's time for a request. The test
+# tests/serve/transports/nghttp2/test_server.py checks that requests, even refused and cancelled ones, leave no cycles. A
+# collection stops every request for 0.05 to 0.5 us an object, the latter where the processor's caches are cold.
 NEW_OBJECTS = 2_000
 YOUNG_COLLECTIONS = 0  # more than this many have the middle generation collected too: up to twice NEW_OBJECTS
 # The same for the oldest generation, which holds all that lives long: `collect_when_idle` looks after it, unless a server is
 # busy for so long that it has kept 4 million new objects.
 MIDDLE_COLLECTIONS = 1_000
 DUE_COLLECTIONS = 10  # of the middle generation, after which an idle moment is used for the oldest one: Python's threshold
-IDLE_PART = 0.05  # of the processor time of LOOK_S: an event loop that took less is idle
+IDLE_PART = 0.05  # share of LOOK_S: an event loop that used less processor time is idle
 LOOK_S = 1.0
-JOIN_S = 0.5  # for all threads together
+JOIN_S = 0.5  # time limit for all threads together
 
 
 def stop_on_signal() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets. A second one ends the process at once, with code 143 or 130."""
+    """Create an event that the first SIGTERM or SIGINT sets. A second one ends the process at once, with code 143 or 130."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -51,7 +51,7 @@ def stop_on_signal() -> asyncio.Event:
 
 
 def ignore_hang_up() -> None:
-    """Ignore SIGHUP until `Security` takes it as the signal to read the token and certificate files again."""
+    """Ignore SIGHUP until `Security` uses it as the signal to reread the token and certificate files."""
     with contextlib.suppress(AttributeError):  # Windows does not have it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -80,10 +80,10 @@ async def collect_when_idle() -> NoReturn:
 
 
 def leave_threads_behind(code: int = 0) -> None:
-    """Exit here with this code if a thread is still inside a runtime; otherwise return.
+    """Exit with this code if a thread is still inside a runtime; otherwise return.
 
-    Such a thread cannot be stopped. At interpreter shutdown Python terminates it as soon as it returns from the runtime, which
-    C++ answers with std::terminate: the process would end with SIGABRT after a clean shutdown.
+    Such a thread cannot be stopped. At interpreter shutdown Python terminates it as soon as it returns from the runtime, on
+    which C++ calls std::terminate: the process would end with SIGABRT after a clean shutdown.
     """
     until_s = time.monotonic() + JOIN_S
     for thread in threading.enumerate():
@@ -94,7 +94,7 @@ def leave_threads_behind(code: int = 0) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """Exit here: flush output, remove temporary folders, and clean up nothing else."""
+    """Exit at once: flush output and remove temporary folders, but clean up nothing else."""
     remove_temporary_folders()
     logging.shutdown()
     sys.stdout.flush()

@@ -20,6 +20,7 @@ from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
+from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
@@ -50,38 +51,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
-CLOSE_S = 5.0  # for Python models to finalize, where requests have not ended in time
-ADMIN_CONNECTIONS = 8  # of the admin port, besides the limit of the other ports
-BUFFERED_PART = 16  # clients' messages get this part of the process's memory
-HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
-BETWEEN_STEPS_PART = 2  # of the memory budget: what tensors between the steps of ensembles are expected to take of it, at most
-LOST_DEVICE_DRAIN_S = 1.0  # for models on other devices to answer what they have accepted
+CLOSE_S = 5.0  # for Python models to finalize if requests have not ended in time
+ADMIN_CONNECTIONS = 8  # connection limit of the admin port, separate from that of the other ports
+BUFFERED_PART = 16  # clients' messages may use 1/16 of the process's memory
+HEAP_PART = 8  # 1/8 of that is reserved for heap overhead that is not counted
+BETWEEN_STEPS_PART = 2  # intermediate tensors of ensembles are expected to use at most 1/2 of the memory budget
+LOST_DEVICE_DRAIN_S = 1.0  # time for models on other devices to answer accepted requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How to serve.
+    """Options of a server.
 
     Attributes:
-        path: a model repository, or one .onnx or .pt2 file; or where in object storage it lies.
+        path: model repository, or one .onnx or .pt2 file; or its location in object storage.
         more_paths: further repositories or model files, where `path` is on this disk too.
-        host: the address to listen on.
-        grpc_port: 0 finds a free one.
-        placement: where models run.
-        defaults: used where a model's configuration says nothing.
-        control: which models are served, and how they come and go.
-        max_buffered_bytes: of unanswered requests and unread answers, over all clients; None stands for 256 MiB, or a
+        host: address to listen on.
+        grpc_port: gRPC port; 0 for a free one.
+        placement: devices and threads on which models run.
+        defaults: values for settings that a model's configuration omits.
+        control: selection, loading and unloading of models.
+        max_buffered_bytes: memory limit for unanswered requests and unread answers, over all clients; None for 256 MiB, or a
             sixteenth of the memory that this process may use if that is less.
-        drain_s: seconds that requests in flight get to finish after SIGTERM or SIGINT.
-        transport: what carries gRPC.
-        shared_memory: whether clients on this machine may leave tensors in shared memory.
-        observe: what to log and trace.
+        drain_s: time for requests in flight after SIGTERM or SIGINT, in seconds.
+        transport: gRPC implementation.
+        shared_memory: whether clients on this machine may pass tensors in shared memory.
+        observe: logs and traces.
         batching: limits over all models together.
-        http: the REST interface, the page and the metrics; None serves none of them.
-        security: who may talk to the server, and how.
-        response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
-        forwarded: which headers become parameters of inference requests.
-        processes: how many servers with these options share the machine, the buffers and the answers kept.
+        http: REST interface, page and metrics; None for none of them.
+        security: access rules, tokens and certificates.
+        response_cache_mib: cache size for the models whose configuration has a `response_cache`, in MiB; 0 for no cache.
+        latencies: metrics of latencies.
+        forwarded: headers that become parameters of inference requests.
+        processes: number of servers with these options that share the machine, the buffers and the cache size.
     """
 
     path: Path | ObjectStorage
@@ -100,6 +102,7 @@ class ServerOptions:
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
     response_cache_mib: float = DEFAULT_MIB
+    latencies: LatencyFigures = field(default_factory=LatencyFigures)
     forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
 
@@ -109,9 +112,9 @@ class LostDeviceError(Exception):
 
 
 class LostDevice:
-    """Ends a supervised server after a fatal device error; without a supervisor it logs the error.
+    """Ends a supervised server after a fatal device error; without a supervisor, only logs the error.
 
-    After certain errors CUDA answers every call of a process with an error; only another process can use the device again.
+    After certain errors CUDA answers every call of a process with an error; only a new process can use the device again.
     """
 
     def __init__(self, stop: asyncio.Event, *, is_supervised: bool) -> None:
@@ -120,7 +123,7 @@ class LostDevice:
         self._fault: str | None = None
 
     def report(self, fault: str) -> None:
-        """Act on the loss of a model instance's device after reloading failed for the same reason."""
+        """Handle the loss of a model instance's device, after reloading the instance failed for the same reason."""
         if self._fault is not None:
             return
         self._fault = fault
@@ -131,14 +134,14 @@ class LostDevice:
             self._stop.set()
 
     def shorten(self, seconds: float) -> float:
-        """A shutdown delay, cut to LOST_DEVICE_DRAIN_S after a loss: computation on that device may never return."""
+        """Limit a shutdown delay to LOST_DEVICE_DRAIN_S after a loss, as computation on that device may never return."""
         return seconds if self._fault is None or not self._is_supervised else min(seconds, LOST_DEVICE_DRAIN_S)
 
     def check(self) -> None:
-        """Raise after a loss that ended the server.
+        """Raise an error after a loss that ended the server.
 
         Raises:
-            LostDeviceError: a device was lost, and a supervisor starts the next process.
+            LostDeviceError: a device was lost, and the supervisor will start a new process.
         """
         if self._fault is not None and self._is_supervised:
             raise LostDeviceError(self._fault)
@@ -149,19 +152,20 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    From the signal on health is NOT_SERVING; after the lame-duck delay new calls are refused, and accepted ones are answered.
+    After the signal, health is NOT_SERVING; after the lame-duck delay, new calls are refused while accepted ones are answered.
     A second signal ends the process at once.
 
     Args:
-        options: how to serve.
+        options: options of the server.
         runtime: reads and runs models.
         on_ready: called once requests are accepted.
-        link: to the supervisor that started this process, whose end is a stop signal too; None without one.
+        link: connection to the supervisor that started this process; the supervisor's end is a stop signal too. None without
+            one.
 
     Raises:
-        LostDeviceError: under a supervisor only: a device no longer computes for this process.
+        LostDeviceError: a device no longer computes for this process; raised only under a supervisor.
         ModelLoadError: a model cannot be served.
-        BindError: the address cannot be listened on.
+        BindError: the server cannot listen on an address.
         SecurityError: a certificate, a key or the token file cannot be used.
     """
     started_s = time.monotonic()
@@ -175,6 +179,7 @@ async def serve(
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
+    core.figures.latencies = options.latencies
     _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     member = membership(link, core, security.main.tls)
@@ -205,10 +210,10 @@ async def serve(
             await member.join(service)
             report = await _listen(options, core, service, security, sockets, listening, member, started_s)
             security.start()
-            # grpcio leaves reference cycles with every refused call, its message included, to the collector.
+            # grpcio leaves a reference cycle, with the message, for every refused call, so the collector must run normally.
             with infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
                 if link is not None:
-                    link.report_ready()  # before on_ready: a reader of the report may end this process and expect a new one
+                    link.report_ready()  # before on_ready, whose reader may end this process and expect a new one
                 if await _finished_before(stop, member.all_here()):
                     on_ready(replace(report, seconds=time.monotonic() - started_s))
                 await stop.wait()
@@ -272,10 +277,10 @@ async def start_http(
     connections: ConnectionLimit | None = None,
     budget: MemoryBudget | None = None,
 ) -> RestServer | None:
-    """Start the HTTP server, on its own sockets or on the given ones; without options there is none.
+    """Start the HTTP server, on its own sockets or on the given ones; returns None without options.
 
     Raises:
-        BindError: an address cannot be listened on; then none is.
+        BindError: the server cannot listen on an address; no socket stays open then.
     """
     if options is None:
         return None
@@ -299,12 +304,12 @@ async def _listen(
     """Listen on all ports; `listening` gets each server as soon as it listens."""
     budget = _memory_budget(options)
     core.step_memory.bound(budget.limit_bytes // BETWEEN_STEPS_PART, budget.share(is_known=True))
-    # The admin port has a limit of its own: it stays reachable while other clients hold all other connections.
+    # The admin port has its own limit, so that it stays reachable while clients use up all other connections.
     most = most_connections(regions=options.shared_memory)
     reason = f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)"
     connections = member.connections(most, reason)
     admin_port = None
-    if security.admin is not None:  # started before the main port, whose figures replace its own where both report some
+    if security.admin is not None:  # started before the main port, whose values replace its own in the metrics
         few = ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}")
         port, listens_on = security.admin_port or 0, sockets.get(ADMIN, ())
         admin = make_transport(
@@ -352,7 +357,7 @@ def _memory_budget(options: ServerOptions) -> MemoryBudget:
 
 
 async def _finished_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work finished before the stop signal; an exception of the work is raised here."""
+    """Whether the work finished before the stop signal; an exception of the work is raised."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -366,7 +371,7 @@ async def _finished_before(stop: asyncio.Event, work: Coroutine[Any, Any, None])
 
 
 async def _lame_duck(core: InferenceCore, seconds: float) -> None:
-    """Report not ready, and go on accepting requests for this time, so that load balancers notice before clients do."""
+    """Report not ready but accept requests for this time, so that load balancers notice before clients do."""
     core.retire()
     if seconds:
         logger.info("not ready from now on; new calls are refused in %g s", seconds)
@@ -374,9 +379,9 @@ async def _lame_duck(core: InferenceCore, seconds: float) -> None:
 
 
 async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer], drain_s: float) -> None:
-    # Announce the end while requests are still accepted: those that cross the announcement on the wire must be answered.
+    # Announce the end while requests are still accepted, as requests that are on their way must be answered.
     await asyncio.gather(*(server.give_notice() for server in listening))
-    # Then refuse new calls (GOAWAY), and wait for the last call or for the time limit.
+    # Then refuse new calls (GOAWAY), and wait for the last call or the time limit.
     leaving = [asyncio.create_task(server.stop(drain_s)) for server in listening]
     try:
         await asyncio.wait_for(core.drain(), drain_s)
@@ -384,6 +389,6 @@ async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(core.clean_up(), CLOSE_S)
-    # Health watchers never end by themselves: they get FLUSH_S. Answers on their way to the client keep the rest of drain_s.
+    # Health watchers never end by themselves: they get FLUSH_S. Answers being sent keep the rest of drain_s.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)

@@ -1,4 +1,4 @@
-"""What a started server reports, for people and for programs."""
+"""Reports the start of a server, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartupReport:
-    """What a started server serves, and where.
+    """Models and ports of a started server.
 
     Attributes:
-        models: loaded.
-        host: as asked for.
-        grpc_port: the port it listens on.
-        seconds: from the start of loading until requests are accepted.
-        http_port: of the REST interface and the page; None without them.
-        metrics_port: of the metrics alone; None without such a port.
-        admin_port: of the RPCs that change the server; None without such a port.
-        processes: how many servers answer there.
+        models: loaded models.
+        host: host as given in the options.
+        grpc_port: gRPC port.
+        seconds: time from the start of loading until requests are accepted.
+        http_port: port of the REST interface and the page; None without them.
+        metrics_port: port of the metrics only; None without such a port.
+        admin_port: port of the RPCs that change the server; None without such a port.
+        processes: number of servers behind these ports.
     """
 
     models: Sequence[Model]
@@ -47,17 +47,17 @@ class StartupReport:
 
 
 def report_startup(write: Callable[[StartupReport], None], report: StartupReport) -> None:
-    """Write the report. A reader that has gone, or a full disk, does not end the server."""
+    """Write the report. A closed or full standard output does not end the server."""
     try:
         write(report)
     except OSError as error:
-        # What is still in the buffer would fail again when the interpreter ends.
+        # Buffered output would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         logger.warning("serving, gRPC on port %d; standard output cannot be written to: %s", report.grpc_port, error.strerror)
 
 
 def print_text(report: StartupReport, scheme: str) -> None:
-    """Print lines for people; `scheme` is "http" or "https"."""
+    """Print the report as text; `scheme` is "http" or "https"."""
     for model in report.models:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
         typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
@@ -76,23 +76,23 @@ def print_text(report: StartupReport, scheme: str) -> None:
 
 
 def log_start(report: StartupReport) -> None:
-    """Log that one more process serves: the first one prints the report once all do."""
+    """Log that a further process serves; the first one prints the report once all do."""
     logger.info("serving, ready in %.2f s", report.seconds)
 
 
 def log_restart(report: StartupReport, restarts: int) -> None:
-    """Log that a later worker serves: the first one has printed the report, and its addresses still hold."""
+    """Log that a restarted worker serves; the first one printed the report, whose addresses are still valid."""
     logger.warning("serving again, ready in %.2f s; restarts: %d", report.seconds, restarts)
 
 
 def _details(model: Model) -> dict[str, Any]:
-    """What only some models have: the steps of an ensemble, and what a trial has measured."""
+    """Details that only some models have: the steps of an ensemble, and the measurements of a trial."""
     parts = {} if model.composition is None else {"steps": list(model.composition.parts)}
     return {**parts, "measured": model.measured} if model.measured else parts
 
 
 def print_json(report: StartupReport) -> None:
-    """Print one JSON object on one line, which a reader of JSON logs takes too."""
+    """Print one JSON object on one line, which also fits into a JSON log."""
     fields = ("name", "version", "provider", "precision", "max_batch_size")
     build = build_in_use()
     content = {

@@ -1,4 +1,7 @@
-"""The arrows between the rooms: stages meet in files on disk and in protos/, never in each other's Python."""
+"""The arrows between the rooms: stages meet in files on disk and in protos/, never in each other's Python.
+
+`halfserve/files/` is what all of them do with files.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "halfserve"
-STAGES = ("protos", "amp_core", "export", "serve")
-FOLDERS = (*STAGES, "examples")
+STAGES = ("files", "protos", "amp_core", "export", "serve")
+FOLDERS = (*STAGES[1:], "examples")  # at the top level of a checkout
 # What of our own each room may import, besides itself.
 ALLOWED = {
-    "protos": set[str](),
-    "amp_core": {"protos.atomic_files"},
-    "export": {"protos", "amp_core.policy", "amp_core.calling", "amp_core.checkpoint", "amp_core.recorder", "amp_core.weights"},
-    "serve": {"protos"},
+    "files": set[str](),
+    "protos": {"files"},
+    "amp_core": {"files"},
+    "export": {
+        "files",
+        "protos",
+        "amp_core.policy",
+        "amp_core.calling",
+        "amp_core.checkpoint",
+        "amp_core.recorder",
+        "amp_core.weights",
+    },
+    "serve": {"files", "protos"},
 }
 # Within serve a request's way is straight: each room knows only what is below it (the engine declares what a backend is).
 BELOW = {
@@ -33,6 +45,7 @@ BELOW = {
         "serve.http",
         "serve.transports.listener",
         "serve.transports.listening",
+        "serve.transports.read_scheduler",
         "serve.security",
         "serve.protocol",
         "serve.observability",
@@ -134,11 +147,12 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
                 assert under(module, BELOW[room]), f"{path.relative_to(ROOT)} imports {module}"
 
 
-def test_protos_needs_protobuf_and_numpy_alone() -> None:
-    outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
-    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, and cryptography signs
-    # certificates; they are imported when such a tensor, URL or key is met.
-    ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec", "s3fs", "aiobotocore", "cryptography"}
+def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
+    paths = (*files("files"), *(path for path in files("protos") if path.name != "generate.py"))
+    outside = {m.split(".")[0] for path in paths for m in imported(path)}
+    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, cryptography signs
+    # certificates, and Pillow (PIL) decodes pictures; they are imported when such a tensor, URL, key or picture is met.
+    ours = {"files", "protos", "google", "numpy", "ml_dtypes", "fsspec", "s3fs", "aiobotocore", "cryptography", "PIL"}
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 

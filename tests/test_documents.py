@@ -16,9 +16,7 @@ REFERENCE = ROOT / "docs" / "reference"  # written from the code when the site i
 DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md") if path.parent != REFERENCE)
 CODE_WIDTH = 88  # characters that a block shows on the site without scrolling
 WIDE = {  # pages with code that is still wider
-    "docs/guides/deploying.md",
     "docs/guides/endpoints.md",
-    "docs/tutorials/from_triton.md",
     "docs/tutorials/image_classifier.md",
 }
 WITH_PROGRAMS = [document for document in DOCUMENTS if {"bash", "python"} & {block.language for block in blocks_of(document)}]

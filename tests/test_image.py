@@ -1,26 +1,34 @@
-"""The container images, as far as their Dockerfile shows."""
+"""The container images: what their Dockerfile shows, and what they do once they are built."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from halfserve import Client
 from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
+from tests.deploy.built_images import BuiltImage, built_images, can_build_images
+from tests.deploy.manifests import ROOT
+from tests.models import save_mlp, save_thousandfold
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import running_server
 from tests.serve.security.guarded import tokens_in
 from tests.serve.security.test_http import guarded_http
 
-TEXT = re.sub(r"^#.*\n|\\\n", "", (Path(__file__).parent.parent / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+TEXT = re.sub(r"^#.*\n|\\\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 STAGE = re.compile(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", re.MULTILINE | re.DOTALL)
 STAGES = {found[2]: (found[1], found[3]) for found in STAGE.finditer(TEXT)}
 IMAGES = ("serve", "serve-cuda", "export")
+# The other two download 5 GB and double the time, so a long run builds the default one unless it is asked for more.
+BUILT_IMAGES = os.environ.get("BUILT_IMAGES", "serve").split()
 
 
 def instructions(stage: str) -> list[str]:
@@ -63,3 +71,56 @@ def test_an_image_tells_its_health_of_a_server_that_asks_for_tokens(tmp_path: Pa
             assert done.returncode == int(not is_ready)
             server.call(server.core.retire)
     assert subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False).returncode == 1
+
+
+def answered(image: BuiltImage, models: Path) -> None:
+    """Start the image's own command on models, and ask it: for its health, a request, and who it is."""
+    ports = {f"HALFSERVE_SERVE_{name}_PORT": "0" for name in ("GRPC", "HTTP", "METRICS")}
+    command = [*image.config["Entrypoint"], *image.config["Cmd"]]
+    process = image.start(command, models, HALFSERVE_SERVE_JSON="1", HALFSERVE_SERVE_CPU_PRECISION="float32", **ports)
+    try:
+        ready = json.loads((process.stdout or io.StringIO()).readline() or "{}")
+        assert ready.get("build") == "compiled", process.communicate()[1]
+        with Client(f"127.0.0.1:{ready['grpc_port']}") as client:
+            assert client.infer("mlp", {"x": np.ones((1, 64), np.float16)})["y"].shape == (1, 10)
+        health = image.config["Healthcheck"]["Test"]
+        assert health[0] == "CMD"
+        image.run(health[1:], models, HALFSERVE_SERVE_HTTP_PORT=str(ready["http_port"]))
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+        assert re.search(r"^Uid:\t10001\t10001\t10001\t10001$", status, re.MULTILINE)
+        mounts = Path(f"/proc/{process.pid}/mountinfo").read_text(encoding="ascii")
+        assert re.search(r"^\S+ \S+ \S+ \S+ / ro,", mounts, re.MULTILINE)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def plain(package: str) -> str:
+    """A package's name as indexes compare it, with its version."""
+    return package.lower().replace("_", "-")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@can_build_images
+def test_built_images_run_without_rights_on_a_read_only_root(tmp_path: Path) -> None:
+    models, samples = tmp_path / "models", tmp_path / "samples"
+    samples.mkdir()
+    save_mlp(models / "mlp" / "1" / "model.onnx")
+    save_thousandfold(samples / "model.onnx", np.float32)
+    pinned = re.findall(r"^([\w.-]+==\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    with built_images(tmp_path / "images", BUILT_IMAGES) as images:
+        for name, image in images.items():
+            listed = json.loads((image.files / "opt/halfserve/sbom.json").read_text(encoding="utf-8"))["components"]
+            packages = {
+                f"{component['name']}=={component['version']}" for component in listed if component["name"] != "halfserve"
+            }
+            assert packages
+            assert {plain(package) for package in packages} <= {plain(pin) for pin in pinned}
+            assert not (image.files / "usr/bin/cc").exists()
+            assert not (image.files / "opt/tools/bin").exists()
+            if name == "export":
+                convert = [*image.config["Entrypoint"], "convert", "model.onnx", "/tmp/model.fp16.onnx", "--json"]  # noqa: S108
+                assert json.loads(image.run(convert, samples))["certificate"]["passed"]
+            else:
+                answered(image, models)

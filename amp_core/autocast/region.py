@@ -35,7 +35,7 @@ def acquire() -> bool:
         return False
     # Free, or its owner's thread has ended inside a region.
     _owner = threading.get_ident()
-    torch.clear_autocast_cache()  # of what torch's own regions may have left
+    torch.clear_autocast_cache()  # remove copies that torch's own regions may have left
     return True
 
 

@@ -125,8 +125,8 @@ def _runs_lstm(dtype: torch.dtype, trains: bool) -> bool:
 # (see `region`); averaged or loaded weights arrive through `copy_`, a number that is assigned to a whole weight through
 # `fill_`. torch has no kernels for these at the autocast keys, so a kernel there sees every call inside a region, at a cost of
 # 3 us each. A weight that is written through `.data` looks like any other tensor, so any such write to a float32 tensor empties
-# the cache. But the copies that torch's operations make into tensors of their own, below autograd, leave it alone: a weight
-# that is used before and after one would be cast twice, and its gradients rounded in another order than torch's.
+# the cache. The copies that torch's operations make into tensors of their own, below autograd, do not empty it: otherwise a
+# weight used before and after such a copy would be cast twice, and its gradients rounded in another order than torch's.
 
 _WRITES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default, torch.ops.aten.fill_.Tensor)
 _AUTOGRAD = _C.DispatchKey.AutogradFunctionality

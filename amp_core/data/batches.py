@@ -45,7 +45,7 @@ class BatchLoader:
             pin_memory=pin,
             collate_fn=_as_it_is,
             worker_init_fn=partial(_end_if_orphaned, os.getpid()),
-            generator=Generator(),  # otherwise each epoch would draw from the process's own
+            generator=Generator(),  # otherwise each epoch would draw from the process's own generator
         )
 
     def run(self, plans: Iterator[BatchPlan]) -> Iterator[tuple[Any, Any]]:
@@ -58,7 +58,7 @@ class BatchLoader:
         try:
             if self._workers:
                 _check_open_files(self._workers)
-                multiprocessing.Lock()  # where there can be none, torch would complain of its half-made iterator as well
+                multiprocessing.Lock()  # where no lock can be made, torch would also complain about its incomplete iterator
             with _no_errors_from_signals():
                 self._running = iter(self._torch)
         except OSError as error:
@@ -67,7 +67,7 @@ class BatchLoader:
                 "take fewer workers, or 0 to read it in this process"
             ) from error
         ended = 0
-        while ended < max(1, self._workers):  # all workers in a row: of a stream that splits itself each ends on its own
+        while ended < max(1, self._workers):  # all workers in a row: the parts of a stream that splits itself end independently
             result = self._next()
             if isinstance(result, BatchFailure):
                 raise DataError(result.message) from WorkerTraceback(result.traceback)
@@ -91,7 +91,7 @@ class BatchLoader:
             ) from error
 
     def close(self) -> None:
-        """StreamEnd the workers now, not with the last reference to them."""
+        """End the workers now, not with the last reference to them."""
         running, self._running = self._running, None
         if self._workers and running is not None:
             running._shutdown_workers()  # noqa: SLF001  (torch has no public way)
@@ -109,7 +109,7 @@ def _check_open_files(workers: int) -> None:
 
 
 class _Plans:
-    """A sampler whose plans are replaced before each epoch: the DataLoader, and with it the workers, stay."""
+    """Sampler whose plans are replaced before each epoch, so that the DataLoader and its workers stay."""
 
     now: Iterator[BatchPlan] = iter(())
 
@@ -133,7 +133,7 @@ def _no_errors_from_signals() -> Iterator[None]:
 def _end_if_orphaned(parent: int, _: int) -> None:
     # torch's worker compares its parent with the parent that it first saw. If the parent was killed before that, the worker
     # would stay forever; so the worker compares with the parent's id from the start.
-    if multiprocessing.get_start_method() == "forkserver":  # whose workers are the server's children
+    if multiprocessing.get_start_method() == "forkserver":  # its workers are children of the server
         return
     if os.getppid() != parent:
         os._exit(1)
@@ -141,7 +141,7 @@ def _end_if_orphaned(parent: int, _: int) -> None:
 
 
 class _Watchdog:
-    """torch's watchdog, for a known parent."""
+    """torch's watchdog, for a parent whose id is known from the start."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
@@ -155,7 +155,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 class Batches:
-    """One data set, seen by one rank.
+    """One data set, as seen by one rank.
 
     **Order.** An epoch's batches depend on the seed, the epoch, the rank and the number of ranks alone: not on earlier random
     draws, nor on the number of workers. That includes the random numbers that items draw (augmentation) from torch's CPU
@@ -180,15 +180,15 @@ class Batches:
     is left early, or with this object.
 
     Args:
-        dataset: Of pairs (input, target): tensors or numbers, or tuples, lists and dicts of them.
+        dataset: The data set, of pairs (input, target): tensors or numbers, or tuples, lists and dicts of them.
         batch_size: Items per rank.
-        seed: From 0 to 2**63 - 1.
-        device: The batches' device; to CUDA through pinned memory.
+        seed: Seed of the order and of the items' random numbers, 0 to 2**63 - 1.
+        device: The batches' device; batches are copied to CUDA through pinned memory.
         shuffle: Whether this is for training.
         drop_last: Whether to leave out the last items, fewer than a full batch for each rank. None: in training, if there is
             another batch (one of a single item would break BatchNorm); not in evaluation.
         workers: Processes that make the batches; 0 makes them here.
-        rank: From 0.
+        rank: The number of this process, from 0.
         world_size: The number of ranks that share the data set.
 
     Raises:
@@ -234,7 +234,7 @@ class Batches:
         """Iterate over the data set once.
 
         Args:
-            epoch: From 0.
+            epoch: The number of the epoch, from 0.
             skip: The number of batches to leave out at the start. The following batches are those of the whole epoch. Skipped
                 items of a data set with a length are not loaded; a stream is read up to there.
 
@@ -285,7 +285,7 @@ class Batches:
             raise DataError(f"the stream {self._source.name} gave rank {self._split.rank} no items; expected at least one")
 
     def close(self) -> None:
-        """StreamEnd the idle workers."""
+        """End the idle workers."""
         while self._idle:
             self._idle.pop().close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from halfserve.amp_core.factory import one_line
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
-_SHARED_FILE = re.compile(r"</(torch_\w+)>")  # as torch names each piece of it
+_SHARED_FILE = re.compile(r"</(torch_\w+)>")  # torch's name of each piece of shared memory
 
 
 class DataError(ValueError):

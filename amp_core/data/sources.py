@@ -27,10 +27,10 @@ def make_batch(items: list[Any], collate: Callable[[list[Any]], Any] | None, nam
     """Collate items to a batch.
 
     Args:
-        items: At least one; pairs, unless the data set has its own `collate`.
-        collate: From a list of items to a pair (inputs, targets); None stacks tensors and numbers, also in tuples, lists and
-            dicts.
-        name: Of the data set, for messages.
+        items: The items, at least one; pairs, unless the data set has its own `collate`.
+        collate: Function from a list of items to a pair (inputs, targets); None stacks tensors and numbers, also in tuples,
+            lists and dicts.
+        name: The name of the data set, for messages.
 
     Returns:
         (inputs, targets), each a tensor or tuples, lists and dicts of tensors.
@@ -107,12 +107,12 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StreamEnd:
-    """There is no batch of this number: the stream is over."""
+    """Marks a batch number beyond the end of the stream."""
 
 
 @dataclass(frozen=True)
 class BatchFailure:
-    """A DataError on its way out of a worker: torch would replace the text of an exception by a traceback."""
+    """A DataError on its way out of a worker, because torch would replace an exception's text by a traceback."""
 
     message: str
     traceback: str

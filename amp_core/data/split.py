@@ -25,7 +25,7 @@ class Split:
 
     Attributes:
         batch_size: Items per rank in a full batch.
-        rank: From 0.
+        rank: The number of this process, from 0.
         world_size: The number of ranks.
         training: In training all ranks must have equally many batches. In evaluation each item must come exactly once instead.
         drop_last: Whether to leave out an incomplete last round. None: in training, unless it is the only one, because a batch
@@ -53,7 +53,7 @@ class Split:
         """Whether this rank makes a batch of a round.
 
         Args:
-            number: The round's, from 0.
+            number: The number of the round, from 0.
             items: The number of items in the round; fewer than `round_size` in the last one only.
         """
         if items == self.round_size:
@@ -96,8 +96,8 @@ class BatchPlan:
     """One batch to make.
 
     Attributes:
-        epoch: From 0.
-        number: Of the batch in its rank's epoch, from 0.
+        epoch: The number of the epoch, from 0.
+        number: The number of the batch in its rank's epoch, from 0.
         items: The items' indices in the data set; None for a stream.
     """
 
@@ -108,7 +108,7 @@ class BatchPlan:
 
 @runtime_checkable
 class OrdersItself(Protocol):
-    """A data set with a length that has a better order for training than a random one, such as neighbours near each other."""
+    """A data set with a length that defines a better order for training than a random one, such as neighbours together."""
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
         """The items of one epoch.
@@ -123,7 +123,7 @@ class OrdersItself(Protocol):
 
 
 def stream_plans(epoch: int, *, skip: int) -> Iterator[BatchPlan]:
-    """Plans without end: only the stream knows where it ends."""
+    """Plans without end, because only the stream knows its end."""
     return (BatchPlan(epoch, number) for number in count(skip))
 
 
@@ -162,7 +162,7 @@ T = TypeVar("T")
 
 
 class _Next(IntEnum):
-    """The state of a rank; the least of all ranks' decides."""
+    """The state of a rank; the smallest state of all ranks decides."""
 
     FAILED = 0
     END = 1
@@ -180,7 +180,7 @@ def until_one_ends(
     needs hooks in every collective of the loop; schedules and checkpoints count on equally many steps.
 
     Args:
-        batches: Of this rank. Every rank of the group must call this, and exhaust it or stop at the same batch.
+        batches: The batches of this rank. Every rank of the group must call this, and exhaust it or stop at the same batch.
         device: The device that the group's backend needs: the rank's CUDA device with nccl; None is the CPU.
         group: The ranks that work in step; None is all of them.
 

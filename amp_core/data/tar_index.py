@@ -27,8 +27,8 @@ def shard_paths(shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     """The files of one or more patterns.
 
     Args:
-        shards: Each with `{a,b}` for alternatives, `{0000..0011}` for a range (as wide as its first number is written) and `*`,
-            `?`, `[...]` for existing files.
+        shards: The patterns, with `{a,b}` for alternatives, `{0000..0011}` for a range (as wide as its first number is written)
+            and `*`, `?`, `[...]` for existing files.
 
     Returns:
         The files in the order of the patterns; the matches of one `*` sorted by name.
@@ -142,7 +142,7 @@ def _require_plain(file: IO[bytes], path: Path) -> None:
 
 
 def _require_end(file: IO[bytes], offset: int, path: Path) -> None:
-    # tarfile takes an invalid or missing header for the end: samples would be missing silently.
+    # tarfile treats an invalid or missing header as the end: samples would be missing silently.
     file.seek(offset)
     mark = file.read(_BLOCK)
     if len(mark) < _BLOCK:
@@ -183,7 +183,7 @@ def index_shards(paths: Sequence[Path], fields: Sequence[Sequence[str]]) -> TarI
     """Find every sample.
 
     Args:
-        paths: Of the shards.
+        paths: The shards.
         fields: For each field the alternatives of its name after the first dot.
 
     Raises:

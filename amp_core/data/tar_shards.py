@@ -64,7 +64,7 @@ def decoder_for(field: str, own: Mapping[str, Decoder]) -> Decoder:
     """The decoder of a field.
 
     Args:
-        field: Such as `image.npy`.
+        field: The field's name, such as `image.npy`.
         own: The user's decoders, by a field's whole name or its last part; they take precedence.
 
     Raises:
@@ -138,7 +138,7 @@ class TarShards(Dataset[tuple[Any, Any]]):
         samples, window = len(self), self._shuffle_window
         if window >= samples:
             return torch.randperm(samples, generator=generator)
-        places = torch.randperm(len(self._paths), generator=generator).numpy()  # of each shard in the order of shards
+        places = torch.randperm(len(self._paths), generator=generator).numpy()  # place of each shard in the random order
         by_shard = torch.from_numpy(np.argsort(places[self._index.shard], kind="stable"))
         moved = torch.arange(samples) + torch.rand(samples, generator=generator, dtype=torch.float64) * window
         return by_shard[moved.argsort(stable=True)]

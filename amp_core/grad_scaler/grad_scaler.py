@@ -60,11 +60,11 @@ class GradScaler:
 
     Args:
         device: The device type of the training; by default the accelerator in use, else the CPU.
-        init_scale: The scale at first.
+        init_scale: The initial scale.
         growth_factor: Multiplies the scale after `growth_interval` steps in a row without an overflow. Above 1.
         backoff_factor: Multiplies the scale after an overflow. Between 0 and 1.
-        growth_interval: In steps, at least 1.
-        enabled: False passes everything through.
+        growth_interval: The number of steps in a row without an overflow before the scale grows, at least 1.
+        enabled: False disables scaling and checking: all calls pass their arguments through.
         min_scale: The scale never shrinks below this.
         max_scale: The scale never grows above this.
         hysteresis: The scale shrinks at the overflow with this number and at every further one, counted until the scale grows

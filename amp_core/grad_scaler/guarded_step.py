@@ -52,7 +52,7 @@ def step_or_undo(
     Args:
         optimizer: The optimizer that `step` steps.
         step: Makes the step.
-        agree: From whether a parameter of this process became non-finite to whether one of any process did.
+        agree: Function from whether a parameter of this process became non-finite to whether one of any process did.
 
     Returns:
         The result of `step`, False and no parameters; or None, True, and the parameters of this process that became non-finite.
@@ -134,8 +134,8 @@ def step_with_closure(
         closure: Returns the loss.
         backward: Scales a loss, runs backward, unscales the gradients; returns whether any is not finite.
         agree: See `step_or_undo`.
-        *args: For `optimizer.step`.
-        **kwargs: For `optimizer.step`.
+        *args: Arguments of `optimizer.step`.
+        **kwargs: Arguments of `optimizer.step`.
 
     Returns:
         Whether all evaluations were finite; the result of the optimizer's step; whether the step was undone because it made

@@ -95,7 +95,7 @@ class Hysteresis:
     refills after any clean step: a model that overflows every other step would skip half of all steps forever.)
 
     Attributes:
-        times: At least 1.
+        times: The number of overflows until the scale shrinks, at least 1.
         left: The count, an int32 scalar; None until a device is known, and where `times` is 1.
     """
 

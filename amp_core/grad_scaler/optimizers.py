@@ -67,15 +67,14 @@ def check_and_unscale_(
     """Multiply gradients in place, and flag non-finite ones.
 
     Args:
-        gradients: From `bucket_gradients`.
+        gradients: The result of `bucket_gradients`.
         inverse_scale: The factor, a float32 scalar.
         found_inf: A float32 scalar 0.0, copied for each device.
         recheck: Check again after multiplying: a factor above 1 may make a finite gradient overflow.
 
     Returns:
         A float32 scalar by device: 1.0 if a gradient is infinite or NaN, or if the magnitudes of a gradient with repeated
-        indices
-        sum to infinity (its duplicates might, too).
+        indices sum to infinity (its duplicates might, too).
     """
     found: dict[torch.device, Tensor] = {}
     with torch.no_grad():
@@ -174,7 +173,7 @@ __all__ = [
     "total",
 ]
 
-FOUND = "found_inf_per_device"  # by device, a float32 scalar that is not 0 where a gradient is not finite
+FOUND = "found_inf_per_device"  # key of the flags by device: a float32 scalar that is not 0 if a gradient is not finite
 
 
 def refresh_per_optimizer_state() -> dict[str, Any]:

@@ -122,7 +122,7 @@ class ScaleRecord:
     """One iteration, as `GradScaler.update` ended it.
 
     Attributes:
-        step: Its number from 1, counted since the scaler was made.
+        step: The number of the iteration, counted from 1 since the scaler was made.
         scale: The factor of its losses.
         skipped: Whether a step was skipped.
         overflowed: The names of the parameters that caused it, as far as the optimizer knows them; empty if no step was

@@ -76,11 +76,11 @@ class HalfserveAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
         accelerator = HalfserveAccelerator(mixed_precision="fp16", policy="cuda+fp32:einsum")
 
     Args:
-        *args: For `Accelerator`.
+        *args: Arguments of `Accelerator`.
         mixed_precision: `fp16`, `bf16` or `no`; by default the setting of `accelerate launch`, else `no`.
         policy: The dtype of each operation, a `Policy` or its string form; by default torch's rules for the device.
         scaler: A scaler with other settings: `GradScaler(min_scale=1.0)`; or else give accelerate's `GradScalerKwargs`.
-        **kwargs: For `Accelerator`.
+        **kwargs: Arguments of `Accelerator`.
 
     Raises:
         ValueError: If the mixed precision is another, such as fp8, or does not use the given policy or scaler; if there are a

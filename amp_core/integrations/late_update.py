@@ -1,4 +1,4 @@
-"""`LateUpdate`: a scaler whose scale changes only between iterations; a scheduler that knows of skips; checked arguments."""
+"""`LateUpdate`: a scaler whose scale changes only between iterations; `SkipAwareScheduler`; checked arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LateUpdate:
         self.scaler = scaler
         self._known: set[int] = set()
         self._knows_all = False
-        self._stepped: dict[int, Optimizer] = {}  # by id; the optimizers are held so that no id is used twice
+        self._stepped: dict[int, Optimizer] = {}  # keyed by id; holding the optimizers prevents reuse of an id
         self._unscaled: set[int] = set()
         self._is_due = False
 

@@ -219,7 +219,7 @@ def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
 
 
-LIGHTNINGS_OWN = MixedPrecision.__qualname__  # under which its checkpoints keep the scaler's state
+LIGHTNINGS_OWN = MixedPrecision.__qualname__  # key of the scaler's state in Lightning's checkpoints
 
 
 class TrainerPrecision(MixedPrecision):
@@ -243,8 +243,8 @@ class TrainerPrecision(MixedPrecision):
             torch's rules.
         scaler: A scaler with other settings: `GradScaler(min_scale=1.0)`.
         device: The device type, such as `cuda`; by default the accelerator in use, else the CPU.
-        record_every: In automatic optimization, one step in so many is recorded (with gradients accumulated, its last batch);
-            0 records none.
+        record_every: In automatic optimization, one step in `record_every` is recorded (with gradients accumulated, its last
+            batch); 0 records none.
 
     Raises:
         ValueError: If `precision` is unknown, a scaler is given for bfloat16, or `record_every` is negative.
@@ -341,7 +341,7 @@ class TrainerPrecision(MixedPrecision):
 
     def _recorded(self, closure: Callable[[], Any], model: pl.LightningModule) -> Callable[[], Any]:
         if not model.automatic_optimization:
-            return closure  # which is empty: the batch was computed before
+            return closure  # the closure is empty: the batch was computed before
 
         def run() -> Any:
             with self._batches.batch(model, self._scale()):

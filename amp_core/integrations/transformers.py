@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 
 class HalfserveTrainer(Trainer):
-    """A `Trainer` whose mixed precision is ours; everything else is transformers' own.
+    """A `Trainer` with this package's mixed precision; everything else is transformers' own.
 
     Beyond transformers: float16 on the CPU too; a policy; a scale within limits; and in each folder that it saves, the policy
     and a record of the ranges that training saw, which `halfserve export FOLDER` reads.
@@ -41,11 +41,11 @@ class HalfserveTrainer(Trainer):
         trainer.save_model("classifier")  # halfserve export classifier --repository models
 
     Args:
-        *args: For `Trainer`.
+        *args: Arguments of `Trainer`.
         policy: The dtype of each operation, a `Policy` or its string form; by default torch's rules for the device.
         scaler: A scaler with other settings, such as `GradScaler(min_scale=1.0)`.
-        record_every: One batch in so many is recorded; 0 records none.
-        **kwargs: For `Trainer`.
+        record_every: One batch in `record_every` is recorded; 0 records none.
+        **kwargs: Arguments of `Trainer`.
 
     Raises:
         ValueError: If `record_every` is negative; as `HalfserveAccelerator`, if policy or scaler need fp16=True or bf16=True.
@@ -68,12 +68,12 @@ class HalfserveTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as transformers does with its own."""
-        # transformers has no argument for the class; all that it makes the instance from is as it was.
+        # transformers has no argument for the class; the instance gets the same arguments as otherwise.
         with patch.object(trainer, "Accelerator", self._make_accelerator):
             super().create_accelerator_and_postprocess()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """The loss of one batch, after its backward; recorded where it is its turn."""
+        """Compute the loss of one batch and run its backward; records the batch if it is due."""
         scale = 1.0 if self.accelerator.scaler is None else self.accelerator.scaler.get_scale()
         # With `model_init`, each call of `train` makes another model.
         with self._batches.batch(self.accelerator.unwrap_model(model, keep_torch_compile=False), scale):

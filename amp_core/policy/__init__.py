@@ -1,4 +1,4 @@
-"""Which operation runs in which dtype: a value that users edit, print and store."""
+"""The dtype of each operation: a value that users edit, print and store."""
 
 from halfserve.amp_core.policy.operations import Rule
 from halfserve.amp_core.policy.policy import Policy, PolicyError

@@ -17,7 +17,7 @@ class Rule(StrEnum):
     LOW = "low"  # cast to the region's dtype
     FP32 = "fp32"  # cast to float32
     WIDEST = "widest"  # cast to the widest dtype among them
-    NATIVE = "native"  # what torch does for the device
+    NATIVE = "native"  # torch's own behaviour on the device
     BAN = "ban"  # raise: the operation cannot be made safe
 
 
@@ -46,7 +46,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "norm": ("norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm", "nuclear_norm"),
     "normalize": ("norm", "linalg_vector_norm"),
-    # vmap decomposes the first into the second before autocast sees it; likewise the norms.
+    # vmap decomposes the first into the second before autocast sees it; the same applies to the norms.
     "softmax": ("softmax", "_softmax"),
     "softmin": ("softmax", "_softmax"),
 }
@@ -116,7 +116,7 @@ def overloads_of(qualified: str) -> tuple[OpOverload, ...]:
     """The overloads of an operation that autocast may cast, see `_is_eligible`; empty if there are none yet."""
     try:
         return _existing_overloads(qualified)
-    except LookupError:  # which is not cached: a custom operation may be registered later
+    except LookupError:  # not cached, because a custom operation may be registered later
         return ()
 
 
@@ -221,9 +221,8 @@ def rules_beyond_native(rules: Mapping[str, Rule], device_type: str) -> Mapping[
     """The overloads whose rule is not torch's own on a device.
 
     Returns:
-        A rule by qualified overload name (`aten::softmax.int`); empty where torch already does all that the rules say. torch's
-        own
-        form of `widest` never counts as ours: it raises where two low-precision dtypes meet.
+        A rule by qualified overload name (`aten::softmax.int`); empty if torch already does everything that the rules say.
+        torch's own form of `widest` never counts as ours: it raises where two low-precision dtypes meet.
     """
     return {
         qualified_name(overload): rule

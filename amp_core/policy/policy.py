@@ -1,4 +1,4 @@
-"""Which operation runs in which dtype, as a frozen value with a one-line string form."""
+"""The dtype of each operation, as a frozen value with a one-line string form."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Policy:
         object.__setattr__(self, "_hash", hash((self.preset, self.changes)))
 
     def __hash__(self) -> int:
-        return self._hash  # once computed: regions look policies up
+        return self._hash  # computed once, because regions look policies up
 
     @classmethod
     def cuda(cls) -> Policy:

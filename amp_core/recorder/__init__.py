@@ -1,4 +1,4 @@
-"""Which operation of a training run ran in which dtype and range: recorded, read, shown as a table and as a picture."""
+"""The dtype and range of each operation in a training run: recorded, read, and shown as a table and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BatchRecorder`: one record of whatever a framework's trainer trains."""
+"""`BatchRecorder`: one record of all models that a framework's trainer trains."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from halfserve.amp_core.recorder.recorder import Recorder
 
 
 class BatchRecorder:
-    """Records one batch in `every`. The model may be another one each time, as a trainer may make its own.
+    """Records one batch in `every`. The model may differ from batch to batch, as a trainer may create new ones.
 
     Attributes:
         record: Everything recorded so far; may be set, to continue an earlier one.
 
     Args:
-        every: In batches; 0 records none.
+        every: The interval in batches; 0 records none.
 
     Raises:
         ValueError: If `every` is negative.
@@ -32,10 +32,10 @@ class BatchRecorder:
 
     @contextmanager
     def batch(self, model: nn.Module, scale: float) -> Iterator[None]:
-        """The context of a batch's forward, loss and backward; records where it is its turn.
+        """The context of a batch's forward, loss and backward; records the batch if it is due.
 
         Args:
-            model: Without a wrapper for several processes.
+            model: The model without a wrapper for several processes.
             scale: The loss scale.
         """
         self._batches += 1

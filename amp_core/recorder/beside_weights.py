@@ -1,4 +1,4 @@
-"""The policy and the record of a training, beside weights that another framework wrote: in files, or in its checkpoint."""
+"""The policy and record of a training, stored with weights that another framework wrote: in files or in its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from halfserve.amp_core.checkpoint import UNREADABLE
 from halfserve.amp_core.policy import Policy, PolicyError
 from halfserve.amp_core.recorder.record import Record
 from halfserve.amp_core.weights.file_kinds import FileKind, kind_of
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
-# Under which Lightning's Trainer keeps the state of our precision plugin.
+# Key under which Lightning's Trainer keeps the state of our precision plugin.
 LIGHTNINGS_KEY = "TrainerPrecision"
 POLICY_FILE = "halfserve_policy.json"
 RECORD_FILE = "halfserve_record.json"

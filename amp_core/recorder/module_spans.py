@@ -1,4 +1,4 @@
-"""The module that an operation belongs to, in forward and in backward.
+"""Finds the module that an operation belongs to, in forward and in backward.
 
 Forward is a stack that module hooks keep. Backward is looked up: autograd numbers its nodes in the order in which forward made
 them, so the numbers at which each module began and ended are noted, and a node belongs to the module whose span contains its
@@ -140,7 +140,7 @@ def hooked(model: nn.Module, spans: ModuleSpans) -> Iterator[None]:
         for module, path in _hookable(model):
 
             def begin(_module: nn.Module, _args: Any, path: str = path) -> None:
-                if not torch.compiler.is_compiling():  # what is captured is not observed, see `compiled_code`
+                if not torch.compiler.is_compiling():  # captured code is not observed, see `compiled_code`
                     spans.enter(path)
 
             def end(_module: nn.Module, _args: Any, _output: Any, path: str = path) -> None:

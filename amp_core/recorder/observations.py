@@ -97,12 +97,11 @@ def absolute_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the magnitudes of a tensor's elements in pieces, real and imaginary parts apart.
 
     Args:
-        tensor: Of any floating or complex dtype and any layout.
+        tensor: A tensor of any floating or complex dtype and any layout.
 
     Yields:
         Strided tensors with at least one element, float64 if the tensor is, else float32. Nothing for tensors without values
-        (meta
-        and fake tensors, no elements) or with a layout that hides them.
+        (meta and fake tensors, no elements) or with a layout that hides them.
     """
     values = _stored(tensor)
     if values is None or not values.numel():

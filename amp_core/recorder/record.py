@@ -83,11 +83,11 @@ class Entry:
         direction: `forward` or `backward`. The recomputation of activation checkpointing is forward.
         output: The index of the operation's output.
         inputs: The dtype of each tensor among the arguments, in order; a list of tensors gives each of its dtypes once.
-        dtype: Of the output.
+        dtype: The dtype of the output.
         calls: The number of such outputs.
-        magnitudes: Of the output as it was: gradients of a scaled loss are scaled.
+        magnitudes: The magnitudes of the unchanged output: gradients of a scaled loss are scaled.
         unscaled_largest: The largest magnitude divided by the loss scale of its step; in forward the magnitude itself.
-        unscaled_smallest: As `unscaled_largest`, for the smallest magnitude.
+        unscaled_smallest: The smallest magnitude divided by the loss scale, as in `unscaled_largest`.
     """
 
     module: str
@@ -179,7 +179,7 @@ class Record:
     """The entries of the recorded steps of a run.
 
     Attributes:
-        entries: In the order of their first occurrence.
+        entries: The entries, in the order of their first occurrence.
         steps: The number of recorded steps.
     """
 

@@ -103,7 +103,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _measuring.now:
             return op(*args, **kwargs)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # such a tensor takes itself apart, and its parts come by here
+            return NotImplemented  # torch dispatches the tensor again as its parts, which are recorded
         where = self._spans.current()
         result = run_outside_mode(op, args, kwargs)
         if computes(op):
@@ -208,7 +208,7 @@ class Recorder:
 
     Args:
         model: The model itself, whose modules give the operations their places; without a wrapper for several processes.
-        every: In steps, from 1.
+        every: The interval in steps, at least 1.
 
     Raises:
         ValueError: If `every` is below 1.

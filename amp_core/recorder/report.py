@@ -11,7 +11,7 @@ from rich.table import Table
 
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
 from halfserve.amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Entry, Magnitudes, Record
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def _caption(record: Record, risky: int, limit: int) -> str:
 
 
 _FORMATS = ("png", "svg", "pdf")
-_FORWARD, _BACKWARD, _LIMIT = "#0072b2", "#e69f00", "#b2182b"  # told apart by the colour-blind too
+_FORWARD, _BACKWARD, _LIMIT = "#0072b2", "#e69f00", "#b2182b"  # distinguishable for the colour-blind too
 _LIMITS = (
     (SMALLEST_SUBNORMAL, "$2^{-24}$\nbecomes 0", "right"),  # away from its neighbour, which comes close where the axis is long
     (SMALLEST_NORMAL, "$2^{-14}$\nloses digits", "left"),
@@ -210,7 +210,7 @@ def _limits(axes: Axes) -> None:
 
 def _label(axes: Axes, shown: list[str]) -> None:
     axes.set_yticks(range(len(shown)), [_shortened(module_name(path)) for path in shown], fontsize=8)
-    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)  # what ran first stands on top
+    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)  # the module that ran first is on top
     if not shown:
         axes.text(0.5, 0.5, "nothing was recorded", transform=axes.transAxes, ha="center", va="center")
 

@@ -122,8 +122,9 @@ def warmup_and_cosine(step: int, total: int) -> float:
     """The share of the highest learning rate at a step: rising over the first twentieth, then half a cosine down to 0.
 
     Args:
-        step: From 0.
-        total: Of all steps. Source of the shape: Loshchilov and Hutter, "SGDR", 2017, with a linear warm-up before it.
+        step: The number of the step, from 0.
+        total: The number of all steps. Source of the shape: Loshchilov and Hutter, "SGDR", 2017, with a linear warm-up before
+            it.
     """
     warmup = max(1, total // 20)
     if step < warmup:

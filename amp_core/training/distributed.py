@@ -31,7 +31,7 @@ class World:
     """The rank of this process, and communication with the others. Alone, every method returns its argument.
 
     Attributes:
-        rank: From 0; rank 0 alone writes files and prints.
+        rank: The number of this process, from 0; only rank 0 writes files and prints.
         size: The number of processes.
         local_rank: The process's number on its machine, which is the number of its GPU.
         store: The key-value store that the processes share.

@@ -1,4 +1,4 @@
-"""When to stop a run with non-finite numbers, and the diagnosis of the first cause."""
+"""Stops a run with non-finite numbers, and diagnoses the first cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run: its state, its progress from step to step, and the way into a checkpoint and back."""
+"""A training run: its state, its steps, and how it is saved to and restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Recording:
             self._recorder = recorder if every else None
 
     def of_step(self, step: int) -> Callable[[float], AbstractContextManager[None]]:
-        """From a step's loss scale to the context of its forward, loss and backward."""
+        """Function from a step's loss scale to the context of its forward, loss and backward."""
         return partial(self._around, step)
 
     def _around(self, step: int, scale: float) -> AbstractContextManager[None]:

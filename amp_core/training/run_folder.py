@@ -20,7 +20,7 @@ from halfserve.amp_core.training.run import Evaluation, TrainingRun
 from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import StepRecord
 from halfserve.amp_core.weights.state_dicts import save_weights
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 CHECKPOINT, WEIGHTS, LOG, RECORD, RECORD_PLOT, TENSORBOARD = (
     "checkpoint.pt", "model.safetensors", "train.jsonl", "record.json", "record.png", "tensorboard"
@@ -55,7 +55,7 @@ def locked_folder(path: Path) -> Iterator[None]:
     with writing_into(path):
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / _LOCK).open("a+b", buffering=0)  # nothing is left to be written, and to fail, when it is closed
+        lock = (path / _LOCK).open("a+b", buffering=0)  # unbuffered, so that closing cannot fail on unwritten data
     with lock:
         with writing_into(path):
             _lock(lock, path)
@@ -71,7 +71,7 @@ def locked_folder(path: Path) -> Iterator[None]:
 
 def _remove_empty(folders: list[Path]) -> None:
     """Remove folders, the innermost first, if they contain nothing but the lock."""
-    with suppress(OSError):  # a file came in, or the system keeps them: the error that ended the run is the one to tell
+    with suppress(OSError):  # another file was created, or the system keeps them: the error that ended the run matters more
         if folders and [entry.name for entry in folders[0].iterdir()] == [_LOCK]:
             (folders[0] / _LOCK).unlink()
             for folder in folders:
@@ -126,7 +126,7 @@ class TrainLog:
         self._write({"epoch": epoch, "evaluation_loss": metrics["loss"], "accuracy": metrics.get("accuracy")})
 
     def sync(self) -> None:
-        """Flush to the disk: a checkpoint counts on the lines before it."""
+        """Flush to the disk, because a checkpoint relies on the lines before it."""
         os.fsync(self._file.fileno())
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ class RunOutputs:
             self._log.sync()
             if self._curves:
                 self._curves.sync()
-            if self._run.is_complete:  # first: what has a complete checkpoint is not written again
+            if self._run.is_complete:  # first, because nothing is written again after a complete checkpoint
                 save_weights(self._folder / WEIGHTS, checkpoint.weights)
             save_checkpoint(self._folder / CHECKPOINT, checkpoint)
             if checkpoint.record and self._run.is_complete:

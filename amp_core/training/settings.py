@@ -13,7 +13,7 @@ from halfserve.amp_core.policy import Policy
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot start or continue, for a reason that its user can fix."""
+    """A run cannot start or continue, for a reason that its user can fix."""
 
 
 class PeerError(TrainingError):
@@ -35,24 +35,24 @@ class TrainingSettings:
         model: `MODULE:FACTORY` of the model.
         data: `MODULE:FACTORY` of the pair (training set, held-out set); their items are pairs (input, target).
         out: The folder for `checkpoint.pt`, `train.jsonl` and the other files.
-        weights: A file or folder of weights that a new run starts from; None for those that the factory gives the model.
+        weights: A file or folder of weights that a new run starts from; None for the factory's initial weights.
         loss: `MODULE:FACTORY` of a function (output, target) -> scalar tensor, or of a module class.
         optimizer: `MODULE:FACTORY` of a function or class (parameters, lr=...) -> optimizer.
         dtype: `float16` (the loss is scaled), `bfloat16` or `float32` (neither autocast nor scaled).
         epochs: The number of passes over the training set.
         steps_per_epoch: The largest number of optimizer steps of an epoch; 0 ends it with the training set. A training set
             without a length needs it, because the learning-rate schedule depends on the number of all steps.
-        batch_size: In items, of each process.
+        batch_size: The number of items in a batch, for each process.
         accumulate: The number of batches of one optimizer step, which follows the mean of their losses.
         learning_rate: The highest; it warms up over a twentieth of the steps and then falls like a cosine.
         clip: The largest norm of all gradients together; 0 does not clip.
-        seed: Of the weights, the order of the items and all random draws of the model.
+        seed: The seed of the weights, of the order of the items and of all random draws of the model.
         device: `auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, ...
         policy: The autocast policy's string form.
         workers: Processes that make the batches; 0 makes them in this one.
-        checkpoint_every: In steps; 0 writes a checkpoint at the end of each epoch only.
+        checkpoint_every: The interval of checkpoints in steps; 0 writes one only at the end of each epoch.
         patience: The number of steps in a row, skipped or with a non-finite loss, after which the cause is diagnosed.
-        record_every: In steps: how often the dtypes and ranges of all operations are recorded; 0 never.
+        record_every: The interval in steps at which the dtypes and ranges of all operations are recorded; 0 never.
         tensorboard: Whether to write the scalars for TensorBoard.
 
     Raises:
@@ -99,7 +99,7 @@ class TrainingSettings:
         Policy.parse(self.policy)
 
     def to_checkpoint(self) -> dict[str, str | int | float]:
-        """The settings that shape the result and have no field of their own in a checkpoint."""
+        """The settings that affect the result and have no field of their own in a checkpoint."""
         values: dict[str, Any] = asdict(self)
         return {name: values[name] for name in _PART_OF_THE_RESULT}
 

@@ -31,11 +31,11 @@ class StepRecord:
     Attributes:
         step: Counted from 1 over the whole run, skipped steps included.
         epoch: Counted from 1.
-        loss: Of the batch, unscaled.
+        loss: The loss of the batch, unscaled.
         scale: The loss scale; 1.0 without scaling.
         skipped: Whether the gradients overflowed, so that the parameters stayed as they were.
-        gradient_norm: Of all gradients of the optimizer together, unscaled, before clipping.
-        learning_rate: Of the step.
+        gradient_norm: The norm of all gradients of the optimizer together, unscaled, before clipping.
+        learning_rate: The learning rate of the step.
     """
 
     step: int
@@ -51,7 +51,8 @@ def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """Scale all gradients down so that their total norm does not exceed a limit.
 
     Args:
-        parameters: With gradients; those of embeddings may be sparse, which torch's `clip_grad_norm_` does not take.
+        parameters: Parameters with gradients; sparse gradients of embeddings are supported, unlike in torch's
+            `clip_grad_norm_`.
         largest: The limit; infinity leaves the gradients unchanged.
 
     Returns:
@@ -110,14 +111,14 @@ class Training:
     """The components of a step.
 
     Attributes:
-        model: On the training device, its parameters in float32.
+        model: The model on the training device, with parameters in float32.
         parallel: The model itself, or a wrapper that averages the gradients over all processes.
         loss: (output, target) -> scalar loss.
-        optimizer: Of the model's parameters, all or some.
-        scheduler: Of the optimizer; stepped once per step that was not skipped.
+        optimizer: The optimizer of all or some of the model's parameters.
+        scheduler: The optimizer's scheduler; stepped once per step that was not skipped.
         scaler: Enabled for float16 only.
-        device: Of the model.
-        dtype: Of autocast; float32 without autocast.
+        device: The model's device.
+        dtype: The dtype of autocast; float32 without autocast.
         region: The autocast region of forward and loss.
         clip: The largest gradient norm; 0 does not clip.
         world: The processes that train together.
@@ -153,7 +154,7 @@ def train_step(
         batches: Pairs (inputs, targets) on the model's device, at least one; each is run and backpropagated on its own.
         step: The number of this step, from 1.
         epoch: The number of its epoch, from 1.
-        recording: From the scale to the context of forward, loss and backward.
+        recording: Function from the loss scale to the context of forward, loss and backward.
     """
     optimizer, scaler = training.optimizer, training.scaler
     optimizer.zero_grad()
@@ -221,7 +222,7 @@ def evaluate(
     Attention layers compute what they compute in training (see `without_fast_path`).
 
     Args:
-        model: In any mode.
+        model: The model, in any mode.
         loss_function: (output, target) -> mean loss of the batch.
         batches: Pairs (inputs, targets) on the model's device; the first dimension of all tensors is the batch.
         region: The context of forward and loss, such as an `autocast`; entered once per batch.
@@ -229,8 +230,7 @@ def evaluate(
 
     Returns:
         `loss`, the mean over all processes' items; and for a classifier (outputs of shape (n, classes), integer targets of
-        shape
-        (n,)) `accuracy`, the share of items whose largest output is the target's. Empty if there are no items.
+        shape (n,)) `accuracy`, the share of items whose largest output is the target's. Empty if there are no items.
     """
     was_training = model.training
     model.eval()

@@ -29,10 +29,10 @@ class TrainingResult:
     """The result of a run.
 
     Attributes:
-        checkpoint: The file.
-        metrics: Of the last evaluation: `loss`, and `accuracy` for a classifier.
-        epochs: Complete ones, those before a resumption included.
-        steps: Attempted ones, likewise.
+        checkpoint: The checkpoint file.
+        metrics: The metrics of the last evaluation: `loss`, and `accuracy` for a classifier.
+        epochs: The number of complete epochs, including those before a resumption.
+        steps: The number of attempted steps, including those before a resumption.
         skipped_steps: The steps whose gradients overflowed.
         scale: The loss scale at the end; 1.0 without scaling.
         device: The device of the training.
@@ -54,9 +54,9 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        steps_in_total: Of the whole run; fewer are made if a training set without a length ends early.
-        skipped_steps: So far.
-        record: Of the last step.
+        steps_in_total: The number of steps of the whole run; smaller if a training set without a length ends early.
+        skipped_steps: The number of skipped steps so far.
+        record: The record of the last step.
     """
 
     steps_in_total: int

@@ -1,1 +1,1 @@
-"""Weights in files of any usual form, and their way into a module."""
+"""Weights in files of all usual formats, and how they are loaded into a module."""

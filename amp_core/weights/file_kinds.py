@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes: names lie, and every refusal starts with what was given."""
+"""Detects the kind of a file by its first bytes, as names can be wrong and error messages must say what was given."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from enum import Enum
 from pathlib import Path
 
 _READ = 4096
-_LONGEST_HEADER = 100_000_000  # of a safetensors file, as its library allows
+_LONGEST_HEADER = 100_000_000  # most bytes of a safetensors file's header, as in its library
 
 
 class WeightsError(ValueError):
-    """A file of weights that cannot be read, or does not fit its module; the text is one line and says what to do."""
+    """A file of weights cannot be read, or does not fit its module; the text is one line and says what to do."""
 
 
 class FileKind(Enum):
-    """A kind of file; the value says it in a few words."""
+    """A kind of file; the value describes it in a few words."""
 
     TORCH_ARCHIVE = "a file that torch.save wrote"
     EXPORTED_PROGRAM = "a program that torch.export.save wrote"
@@ -37,7 +37,7 @@ class FileKind(Enum):
 
 
 def kind_of(path: Path) -> FileKind:
-    """What the file is.
+    """Detect the kind of the file.
 
     Raises:
         WeightsError: It cannot be read.

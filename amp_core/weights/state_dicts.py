@@ -1,4 +1,4 @@
-"""State dicts in files of any usual form, and their way into a module."""
+"""State dicts in files of all usual formats, and how they are loaded into a module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from halfserve.amp_core.checkpoint import FORMAT, UNREADABLE
 from halfserve.amp_core.weights.file_kinds import FileKind, WeightsError, kind_of
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
-# Where training programs put a model's weights in their checkpoints.
+# Keys under which training programs store a model's weights in their checkpoints.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "weights", "module", "net")
-# What wrappers of modules (DataParallel, torch.compile, LightningModule) put before the names.
+# Prefixes that wrappers of modules (DataParallel, torch.compile, LightningModule) add to the names.
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin", "weights.safetensors")
@@ -66,7 +66,7 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    # Copies: the format has no tensors that share memory, as tied weights do.
+    # Copies, because the format does not support tensors that share memory, such as tied weights.
     tensors = {
         name: value.detach().clone(memory_format=torch.contiguous_format)
         for name, value in weights.items()
@@ -77,15 +77,15 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def load_into(module: nn.Module, weights: Mapping[str, Tensor], place: str) -> str:
-    """Load weights into a module, all of the module's and nothing else.
+    """Load weights into a module; all tensors of the module must be given, and no others.
 
     Args:
         module: The module.
         weights: Tensors by name; see `prefix_of` for the names in a wrapper, such as a LightningModule.
-        place: Where they come from, for errors.
+        place: The source of the weights, for errors.
 
     Returns:
-        A note for the certificate: other types than float32, and tensors that the wrapper has beside the module's.
+        A note for the certificate about dtypes other than float32, and about tensors that the wrapper has besides the module's.
 
     Raises:
         WeightsError: They do not fit; names the first differences.
@@ -125,7 +125,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def torch_content(path: Path) -> Any:
-    """What torch.save wrote, tensors and plain containers alone.
+    """The content of a file written by torch.save, if it has only tensors and plain containers.
 
     Raises:
         WeightsError: The file is damaged, or holds anything else.
@@ -144,7 +144,7 @@ def torch_content(path: Path) -> Any:
 
 def _plain_content(path: Path, device: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pickles that torch.save has not written; they are refused in one line
+        warnings.simplefilter("ignore")  # warnings about pickles from other programs; those are refused in one line
         return torch.load(path, map_location=device, weights_only=True)
 
 
@@ -196,7 +196,7 @@ def _sharded(index: Path) -> dict[str, Tensor]:
 
 
 def _state_dict(content: Any) -> dict[str, Tensor] | None:
-    """The state dict in what a file holds; None where it has none."""
+    """The state dict in a file's content; None if it has none."""
     if not isinstance(content, Mapping):
         return None
     if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
@@ -206,14 +206,14 @@ def _state_dict(content: Any) -> dict[str, Tensor] | None:
 
 
 def prefix_of(names: Collection[str], wanted: Collection[str]) -> str:
-    """What a wrapper of a module put before the names of the module's tensors, such as `model.` or `net._orig_mod.`.
+    """The prefix that a wrapper put before the names of the module's tensors, such as `model.` or `net._orig_mod.`.
 
-    Where all tensors of the module are there under one prefix alone, it is that one, whatever the wrapper has beside them.
-    Otherwise it is what all names begin with and none of the module's does, of `PREFIXES`.
+    If exactly one prefix precedes the names of all of the module's tensors, it is returned, even if the wrapper has other
+    tensors too. Otherwise it consists of those `PREFIXES` that all names begin with and no name of the module does.
 
     Args:
-        names: Of the tensors that are given.
-        wanted: Of the module's tensors.
+        names: The names of the given tensors.
+        wanted: The names of the module's tensors.
     """
     given = set(names)
     if given >= set(wanted):

@@ -43,7 +43,7 @@ from halfserve.examples.checkerboard.training import (
     device_named,
     train,
 )
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 
 def table(outcomes: Sequence[CheckerboardResult]) -> Table:

@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"

@@ -45,10 +45,10 @@ class AdversarialVerdict:
 
     Attributes:
         case: The batch's name, such as "zeros".
-        execution: As in `OutputVerdict`.
+        execution: The execution, as in `OutputVerdict`.
         output: The output's name; empty where the whole batch failed or was not judged.
         figures: Error figures, where the output could be compared.
-        violations: What is over the adversarial budget.
+        violations: The limits of the adversarial budget that are exceeded.
         note: Why the case was not judged, such as a reference whose own answer exceeds float16's range.
         factor: How many times the batch's floats exceed the user's; set for cases that measure headroom.
     """
@@ -86,7 +86,7 @@ class Probe:
 
     Attributes:
         level: The highest sound level, a name in `onnxruntime.GraphOptimizationLevel`.
-        crashes: What happened at higher levels, such as "ORT_ENABLE_ALL: killed by SIGSEGV".
+        crashes: The failures at higher levels, such as "ORT_ENABLE_ALL: killed by SIGSEGV".
     """
 
     level: str
@@ -100,7 +100,7 @@ class Risk:
     Attributes:
         node: Name of the node.
         op_type: Operator of the node.
-        what: What is summed, such as "sum of squares".
+        what: The sum's name, such as "sum of squares".
         reach: Upper bound of every partial sum on the samples.
         module: The torch module that the node comes from, where known.
     """
@@ -123,7 +123,7 @@ class TaskFigure:
     """A figure in the terms of the model's task, such as the share of nearest neighbours that stay.
 
     Attributes:
-        name: What it is.
+        name: The figure's name.
         value: The figure; larger is better.
         least: The limit.
     """
@@ -147,7 +147,7 @@ class OutputVerdict:
         execution: "rounded" (rounding after every node, which simulates half-precision hardware), "runtime" (ONNX Runtime's CPU
             provider) or "cuda" (its CUDA provider, where there is a GPU).
         figures: Error figures against the reference.
-        violations: What is over budget.
+        violations: The limits of the budget that are exceeded.
         plot: Data of the plots.
         task: Figures of the model's task; empty where it has none, or the argmax is what counts.
     """
@@ -182,7 +182,7 @@ class PrecisionVerdict:
             model has no floating input, or no larger input could be judged.
         accumulators: Accumulator type of the target runtime: "float32", or "float16", where `risks` are over budget.
         risks: Nodes whose inner sums exceed float16's range although their results do not.
-        notes: What could not be compared, and why.
+        notes: Comparisons that were not possible, with reasons.
     """
 
     budget: Budget
@@ -246,8 +246,9 @@ class Certificate(PrecisionVerdict):
         created_utc: Time of the verification in ISO 8601.
         conversion: The conversion's report (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
         levels: Verdicts on the optimisation levels.
-        placement: Which provider runs which node (`Placement.to_json`), where known.
-        signature: Of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without one.
+        placement: The provider of each node (`Placement.to_json`), if known.
+        signature: The signature of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without
+            one.
     """
 
     model: str

@@ -15,7 +15,7 @@ from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
-from halfserve.protos.atomic_files import sync_folder
+from halfserve.files.atomic_files import sync_folder
 from halfserve.protos.certificates import NAME, PIECE_BYTES, named_entry, unnamed_pieces
 
 PREFIX = "halfserve.certificate"

@@ -68,8 +68,8 @@ class Finding:
         line: The line in it, from 1; None with `file`.
         source: The line's text, without its indentation.
         module: Dotted name of the module that was running, the first one if several ("" is the outermost).
-        symptom: What happens in the half type, with the number.
-        fix: What to write instead.
+        symptom: The effect in the half type, with the number.
+        fix: The code to write instead.
         times: How many times the line did it in one run.
     """
 
@@ -96,7 +96,7 @@ class LeakReport:
     Attributes:
         model: The class of the outermost module.
         dtype: The type that it was checked in.
-        findings: One for each kind and line.
+        findings: The findings, one for each kind and line.
     """
 
     model: str

@@ -32,7 +32,7 @@ class TensorAttribute:
         module: Dotted name of the module that holds it.
         name: The attribute, from the module: "scale", "tables.0".
         tensor: The tensor.
-        place: Where the attribute is assigned.
+        place: The place where the attribute is assigned.
     """
 
     module: str

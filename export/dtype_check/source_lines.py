@@ -32,7 +32,7 @@ class SourceLine:
 
     Attributes:
         path: The file as Python names it.
-        line: From 1.
+        line: The number of the line, from 1.
     """
 
     path: str

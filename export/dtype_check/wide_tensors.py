@@ -52,14 +52,14 @@ class WrittenNumber(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Origin:
-    """What made a tensor wider than the half type, and the effects of that tensor.
+    """Origin of a tensor wider than the half type, and the effects of that tensor.
 
     Attributes:
         kind: How the tensor was made.
-        what: The same in words: "torch.zeros makes float32[2, 8]".
+        what: The origin in words: "torch.zeros makes float32[2, 8]".
         place: The user's line.
         module: Dotted name of the module that was running, or that owns the tensor.
-        fix: What to write instead.
+        fix: The code to write instead.
         crash: The operation that refused to mix it with half precision, and torch's error.
         refused_on_cuda: The operation that mixes it with half precision on the CPU alone.
         met: The first operation in which it made a half-precision tensor wide.
@@ -129,7 +129,7 @@ class WideTensorTracker:
     """The wide tensors that are alive, with their origins.
 
     Attributes:
-        origins: One for each kind and line (or name).
+        origins: The origins, one for each kind and line (or name).
     """
 
     origins: dict[OriginKey, Origin] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class HeldTensor:
     """A tensor in a module.
 
     Attributes:
-        name: Its dotted name; `block.tables.0` for the first tensor of the list `block.tables`.
+        name: The tensor's dotted name; `block.tables.0` for the first tensor of the list `block.tables`.
         owner: Dotted name of the submodule that holds it.
         kind: A parameter, a buffer, or an attribute: assigned without registration, so that `.half()` skips it.
         tensor: The tensor.

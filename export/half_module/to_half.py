@@ -64,7 +64,7 @@ def to_half(
         module: A module whose floating tensors are float32 (float64 and bfloat16 are rounded too).
         policy: The autocast policy of the training run: submodules whose operation it adds to float32 stay float32.
         keep_fp32: Names of tensors or submodules to keep, as shell patterns: `"encoder.norm*"`, `"head.bias"`.
-        record: What the training run recorded: submodules whose numbers went over 65504 stay float32.
+        record: The record of the training run: submodules with numbers over 65504 stay float32.
         dtype: The type to round to, "float16" or "bfloat16".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tensors whose bytes lie outside of the model's message: references to files, mapped tensors, models without weights."""
+"""Tensors stored outside of the model's message: references to files, mapped tensors, models without weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx
 import onnx_ir
 
 from halfserve.export.errors import ExportError
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 
 INLINE_BYTES = 1024  # smaller tensors are written with the graph: a reference to a file would save little
 _PLACEHOLDER = "halfserve.placeholder"
@@ -24,9 +24,9 @@ class Stored:
     """The place of one tensor's bytes.
 
     Attributes:
-        location: Relative to the model's folder, or the path of the model file itself.
-        offset: In bytes from the file's start.
-        length: In bytes.
+        location: The path relative to the model's folder, or the path of the model file itself.
+        offset: The offset from the file's start in bytes.
+        length: The length in bytes.
     """
 
     location: str
@@ -38,7 +38,7 @@ def stored_at(tensor: onnx.TensorProto, folder: Path, name: str) -> Stored:
     """Read and check a tensor's reference to a file.
 
     Args:
-        tensor: One with external data.
+        tensor: A tensor with external data.
         folder: The model's folder.
         name: The model, as errors call it.
 
@@ -55,7 +55,7 @@ def stored_at(tensor: onnx.TensorProto, folder: Path, name: str) -> Stored:
         raise ExportError(
             f"{what} should be in {folder / location}: {error.strerror}; put the model's data files beside it"
         ) from error
-    if not file.is_file():  # such as a pipe, which would block the reader
+    if not file.is_file():  # a pipe, for example, would block the reader
         raise ExportError(f"{what} should be in {folder / location}, which is no file; export the model again")
     needed = _nbytes(tensor, what)
     try:
@@ -91,7 +91,7 @@ def take_in(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
     """Read an external tensor's bytes into its message.
 
     Args:
-        tensor: One with external data, in a file beside the model or at a checked absolute path.
+        tensor: A tensor with external data, in a file beside the model or at a checked absolute path.
         folder: The model's folder.
         name: The model, as errors call it.
 

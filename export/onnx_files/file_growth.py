@@ -8,7 +8,7 @@ import onnx
 
 from halfserve.export.onnx_files.model_file import ModelFile
 from halfserve.export.onnx_files.proto_graphs import all_nodes
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 
 
 def growth(source: ModelFile, converted: ModelFile) -> str | None:

@@ -15,10 +15,10 @@ from onnx.defs import OpSchema
 
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes, bodies
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 
 OLDEST_IR_VERSION = 3
-HEAD_BYTES = 32  # of a file, for `no_model`
+HEAD_BYTES = 32  # bytes at a file's start, for `no_model`
 _HEADS = {
     b"version https://git-lfs": "it is a Git LFS pointer: run `git lfs pull`",
     b"PK\x03\x04": "it is a zip archive, as PyTorch checkpoints are: see `halfserve export`",
@@ -31,7 +31,7 @@ _Scopes: TypeAlias = tuple[set[str], ...]  # the values of a graph, and of those
 _TENSOR_TYPES = frozenset(onnx.TensorProto.DataType.values())
 _ONNX_DOMAINS = ("", "ai.onnx")
 _BODIES = {"Loop": ("body",), "Scan": ("body",), "SequenceMap": ("body",), "If": ("then_branch", "else_branch")}
-PACKED_BITS = (2, 4)  # of elements that share bytes, in int32_data too
+PACKED_BITS = (2, 4)  # sizes of elements that share bytes, in int32_data too
 _KINDS = onnx.TensorProto
 # The typed field of an element type, and its entries per element; all other types are in int32_data.
 _FIELDS: dict[int, tuple[str, int]] = {

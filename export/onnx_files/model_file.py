@@ -21,13 +21,13 @@ from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.external_data import data_files, external_tensors, location_of, map_tensors, stored_at, take_in
 from halfserve.export.onnx_files.model_checks import HEAD_BYTES, no_model, require_sound
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
+from halfserve.files.onnx_outline import DamagedFileError, without_large_tensors
 from halfserve.protos.certificates import ModelDigests, model_digests
-from halfserve.protos.onnx_outline import DamagedFileError, without_large_tensors
 
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 1
-LARGE_BYTES = 1 << 16  # from here on a tensor stays in its file
+LARGE_BYTES = 1 << 16  # tensors of this size and above stay in their file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

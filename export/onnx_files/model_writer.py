@@ -23,14 +23,14 @@ import onnx_ir
 from halfserve.export.errors import ExportError, telling_place
 from halfserve.export.onnx_files.external_data import DetachedModel, detached
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile
-from halfserve.protos.atomic_files import PendingFile, sync_folder, synced
-from halfserve.protos.varint import length_delimited
+from halfserve.files.atomic_files import PendingFile, sync_folder, synced
+from halfserve.files.varint import length_delimited
 
 ExternalData: TypeAlias = Literal["auto", "yes", "no"]
 
 HASH_DIGITS = 12
 PAGE_BYTES = 4096
-PAGE_ALIGNED_FROM_BYTES = 1 << 20  # so that a runtime can map large weights; padding then costs at most 0.4 %
+PAGE_ALIGNED_FROM_BYTES = 1 << 20  # large weights are aligned so that a runtime can map them; padding then costs at most 0.4 %
 ALIGNMENT_BYTES = 64  # a cache line
 # Field numbers of onnx.proto.
 MODEL_GRAPH, GRAPH_INITIALIZER, TENSOR_RAW_DATA = 7, 5, 9
@@ -45,7 +45,7 @@ class StagedModel:
     Attributes:
         path: The model file, in a hidden folder; it can be opened like any other.
         target: The path to publish it to.
-        data_files: Its data files, beside `path`.
+        data_files: The model's data files, beside `path`.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class StagedModel:
                     moved.append(place)
             sync_folder(folder)
             self.path.replace(self.target)
-            moved.clear()  # the model that is there now needs them
+            moved.clear()  # the new model is in place and needs them
             sync_folder(folder)
         except OSError as error:
             for file in moved:
@@ -212,7 +212,7 @@ def write_tensor(file: BinaryIO, tensor: onnx_ir.TensorProtocol) -> None:
     """
     start = file.tell()
     if isinstance(tensor, onnx_ir.ExternalTensor):
-        tensor.tofile(file)  # from file to file, inside the kernel where it can
+        tensor.tofile(file)  # copied within the kernel where that is possible
     elif tensor.dtype.bitwidth < 8 or isinstance(tensor, onnx_ir.serde.TensorProtoTensor):
         file.write(tensor.tobytes())
     else:
@@ -277,7 +277,7 @@ def _fields(message: _Message, above: int, below: int) -> bytes:
 
 
 def write_atomically(path: Path | str, content: bytes) -> None:
-    """Write `content` to `path` as `halfserve.protos.atomic_files.atomic_file` does.
+    """Write `content` to `path` as `halfserve.files.atomic_files.atomic_file` does.
 
     Raises:
         ExportError: The folder is missing or cannot be written to, or the disk is full.
@@ -288,9 +288,9 @@ def write_atomically(path: Path | str, content: bytes) -> None:
 
 @contextmanager
 def waiting_file(path: Path | str, content: bytes) -> Iterator[Callable[[], None]]:
-    """Write `content` beside `path` now, all that may fail but a rename; calling the result renames it into place.
+    """Write `content` beside `path` now, which does everything that may fail but a rename; calling the result renames it.
 
-    On leaving, a file that was not put into place is removed. What is no regular file is written to at once.
+    On leaving, a file that was not renamed is removed. Anything but a regular file is written to at once.
 
     Raises:
         ExportError: See `write_atomically`.

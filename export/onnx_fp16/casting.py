@@ -130,7 +130,7 @@ class Caster:
             attribute = node.attributes.get(name)
             stated = attribute.as_int() if attribute is not None else signature.attributes[name]
             if node.op_type == "SequenceEmpty" and attribute is None:
-                stated = FLOAT  # by the operator's text; its signature states no default
+                stated = FLOAT  # the default in the operator's documentation; its signature has none
             if stated == FLOAT:
                 node.attributes[name] = onnx_ir.AttrInt64(name, self._half_dtype.value)
         stated_type = node.attributes.get("type")

@@ -35,7 +35,7 @@ from halfserve.export.onnx_fp16.report import (
 )
 from halfserve.export.onnx_fp16.settings import ModelNames, is_marked, mark, require_known, settings_of
 
-FIRST_OPSET_WITH_CASTS = 6  # that say types by number
+FIRST_OPSET_WITH_CASTS = 6  # first opset whose Cast states its type by number
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
 _OF_CERTIFICATES = "halfserve.certificate"
 
@@ -224,7 +224,7 @@ def convert_float_to_float16(
         dtype=dtype,
     )
     converted = onnx_ir.to_proto(conversion.model)
-    converted.training_info.extend(opened.proto.training_info)  # which onnx_ir does not carry
+    converted.training_info.extend(opened.proto.training_info)  # onnx_ir does not preserve it
     return converted
 
 
@@ -235,7 +235,7 @@ class StagedConversion:
     Attributes:
         source: The model that was converted.
         conversion: The converted model and its report.
-        staged: Its files; `staged.publish()` puts them into place.
+        staged: The model's files; `staged.publish()` puts them into place.
     """
 
     source: ModelFile

@@ -27,7 +27,7 @@ from halfserve.export.onnx_fp16.settings import Settings
 
 DOUBLE = onnx_ir.DataType.DOUBLE
 NARROWED, STAYING = "narrow-float64", "keep-float64"
-FIRST_OPSET_WITH_CASTS = 6  # that say types by number
+FIRST_OPSET_WITH_CASTS = 6  # first opset whose Cast states its type by number
 _FEW = 8  # elements in constants of size and index arithmetic
 _WIDTHS = (FLOAT, onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
 

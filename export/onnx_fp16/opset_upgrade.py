@@ -26,8 +26,8 @@ from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
 from halfserve.export.onnx_fp16.report import Repair
 
 UPGRADE = "upgrade-opset"
-_LAST_REWRITTEN = 13  # from this opset on, see `_raise_node`
-# They stay float32 in bfloat16 models, or make numbers out of none, so that a later opset gains nothing.
+_LAST_REWRITTEN = 13  # ONNX's version converter raises older models to this opset; `_raise_node` does the rest
+# They stay float32 in bfloat16 models, or create numbers from none, so a later opset gains nothing.
 _NOT_WORTH_IT = (
     NORMS
     | SOFTMAXES

@@ -41,8 +41,8 @@ class KeptNode:
     """A node that computes on floats and stayed float32.
 
     Attributes:
-        name: Its name in the converted model.
-        op_type: Its operator.
+        name: The node's name in the converted model.
+        op_type: The node's operator.
         reason: The reason, in a few words.
         module: The torch module that it comes from, where the model says so.
         source: "package/file.py:42" of the line that it comes from, where the model says so.
@@ -57,13 +57,13 @@ class KeptNode:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLedger:
-    """What rounding did to one tensor of weights, or would have done to a tensor that was kept.
+    """Effect of rounding on one tensor of weights, or the effect that it would have had on a tensor that was kept.
 
     Attributes:
         name: The name of the initializer, or of a constant node's result.
         elements: The number of elements.
         ledger: The counts.
-        action: "halved" (rounded), "saturated" (a mask: what is beyond the type's range became its nearest number) or "kept"
+        action: "halved" (rounded), "saturated" (a mask: values beyond the type's range became its nearest number) or "kept"
             (stays float32).
     """
 
@@ -85,7 +85,7 @@ class ConversionReport:
         unsupported_nodes: The number of other float nodes: ONNX, or ONNX Runtime's CPU, has no `dtype` for them. They are in
             `kept`.
         casts_added: Cast nodes of the converted model less those of the original; may be negative.
-        repairs: In the order in which they were made.
+        repairs: The repairs, in the order in which they were made.
         kept: The nodes that stayed float32, in the graph's order.
         weights: The tensors that rounding changed by more than its usual error, or would have changed where they were kept.
         rounded: The number of all tensors that were rounded.

@@ -29,10 +29,10 @@ class Settings:
 
     Attributes:
         keep_io_types: True: inputs and outputs keep their types; False: they become half precision; or names and patterns of
-            those that keep theirs.
+            inputs and outputs to keep.
         op_block_list: Operators, or patterns, that stay float32.
         node_block_list: Nodes, or patterns, that stay float32.
-        repair: Whether to rewrite first what the half type could not hold.
+        repair: Whether to first rewrite operations that would exceed the half type.
         half: The type to convert to.
     """
 

@@ -1,4 +1,4 @@
-"""Where ONNX Runtime places a model's nodes, which casts and copies it adds, and which float32 islands a model has."""
+"""Measures where ONNX Runtime places a model's nodes and which casts and copies it adds, and finds its float32 islands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LARGEST_OPTIMIZED_BYTES = 1 << 30  # the runtime writes the optimised model with
 _WORKER = Path(__file__).with_name("session_worker.py")
 _COPIES = frozenset({"MemcpyToHost", "MemcpyFromHost"})
 _CONVERSIONS = frozenset({"Cast", "CastLike"})
-SHOWN = 8  # of a list; the rest is counted
+SHOWN = 8  # most entries of a list that are shown; the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True)

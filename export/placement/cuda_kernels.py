@@ -46,12 +46,12 @@ class CudaWarning:
     """A node that CUDA does not compute as it is.
 
     Attributes:
-        node: Its name, or its first output's.
-        op_type: Its operator.
+        node: The node's name, or that of its first output.
+        op_type: The node's operator.
         kind: "on the CPU": there is no kernel at all, so its inputs and outputs are copied over the bus. "no float16 kernel":
             there are kernels, but not for its float16; it goes to the CPU as well, in float32 between casts. "broken up": there
             is no kernel, but the operator is defined by smaller ones, which take its place.
-        text: The same in a sentence.
+        text: The warning as a sentence.
     """
 
     node: str
@@ -75,7 +75,7 @@ class Kernel:
     types: str
 
 
-Registry: TypeAlias = dict[tuple[str, str], tuple[Kernel, ...]]  # by domain and operator
+Registry: TypeAlias = dict[tuple[str, str], tuple[Kernel, ...]]  # kernels by domain and operator
 
 
 def predict_cuda(model: ModelSource | ModelFile) -> tuple[CudaWarning, ...]:
@@ -181,7 +181,7 @@ def registry_of(definitions: list[Any], provider: str) -> Registry:
     Args:
         definitions: Objects with `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints`
             (type names by parameter).
-        provider: Whose to take.
+        provider: The provider whose kernels to take.
     """
     found: dict[tuple[str, str], dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
     for kernel in definitions:

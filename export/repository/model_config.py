@@ -78,7 +78,7 @@ def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str, *, 
     Args:
         existing: The configuration.
         wanted: Describes the model.
-        path: Of the configuration, for errors.
+        path: The path of the configuration, for errors.
         is_converted: Whether the model's floating types are final; otherwise one floating type is as good as another.
 
     Raises:

@@ -13,11 +13,11 @@ from halfserve.export.verification.sandbox import Sandbox, at_first_level, on_di
 from halfserve.protos.certificates import RECORDED_INPUT, RECORDED_OUTPUT
 
 ROWS = (4, 1)  # the second where the first are too large
-MAX_BYTES = 1 << 22  # of inputs and answers
+MAX_BYTES = 1 << 22  # size limit of inputs and answers together
 
 
 def recorded_samples(source: ModelFile, inputs: Inputs) -> bytes:
-    """What `halfserve.protos.certificates.SAMPLES` holds for a version.
+    """Content of the file `halfserve.protos.certificates.SAMPLES` of a version: inputs and their float32 answers.
 
     Args:
         source: The float32 model that the version was converted from.

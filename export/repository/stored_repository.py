@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError
 from halfserve.export.errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import LARGE_BYTES
 from halfserve.export.repository.version_writer import CONFIG, LABELS, MODEL, require_name
+from halfserve.files.object_storage import ObjectExistsError, ObjectStore, StorageError
+from halfserve.files.onnx_outline import DamagedFileError, without_large_tensors
 from halfserve.protos.certificates import CERTIFICATE
-from halfserve.protos.object_storage import ObjectExistsError, ObjectStore, StorageError
-from halfserve.protos.onnx_outline import DamagedFileError, without_large_tensors
 
 
 class StoredRepository:

@@ -26,7 +26,7 @@ from halfserve.export.repository.model_config import (
     write_config,
 )
 from halfserve.export.tasks.task import Task
-from halfserve.protos.atomic_files import sync_folder, write_and_sync
+from halfserve.files.atomic_files import sync_folder, write_and_sync
 from halfserve.protos.certificate_signature import SigningKey
 from halfserve.protos.certificates import CERTIFICATE, SAMPLES
 from halfserve.protos.model_config_pb2 import ModelConfig
@@ -178,12 +178,12 @@ def write_model_version(
         repository: The repository's folder; it is made if it is missing.
         name: Letters, digits, dots, dashes and underscores, a letter or digit first.
         model: The certified ONNX model; with data files as a path.
-        certificate: Its certificate.
+        certificate: The model's certificate.
         version: 1 or more; the next free one by default.
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
         fp32_twin: The original float32 model, for a server that answers from it where float16 fails.
         task: The model's task: config.pbtxt names it and its labels, and its files lie in the version's folder.
-        recorded: What `recorded_samples` returned, for `NAME/VERSION/samples.npz`: a server checks its answers with it.
+        recorded: The result of `recorded_samples`, for `NAME/VERSION/samples.npz`: a server checks its answers with it.
         certificate_key: PEM file of an Ed25519 private key, which signs a certificate that is changed.
 
     Returns:

@@ -169,7 +169,7 @@ def blamed_edges(
 
     Args:
         searched: The model.
-        measured: Its rounding errors.
+        measured: The node's rounding errors.
         outputs: Weight of each output's error, by name.
         breaking: Whether NaN or infinite values reach the outputs.
     """

@@ -25,7 +25,7 @@ class SearchedNode:
         module: The torch module that it comes from, from the model's metadata.
         source: The source line that it comes from, from the model's metadata.
         op: The torch operation that it comes from, such as "aten::linear", from the model's metadata.
-        weight_bytes: Bytes that its weights save in float16.
+        weight_bytes: The number of bytes that its weights save in float16.
     """
 
     name: str

@@ -79,7 +79,7 @@ def find_fp32_nodes(
         inputs: Samples, as in `halfserve.export.verification.verify.verify`.
         budget: The limits that the set must meet.
         reference: The float32 torch module or ONNX model to compare with; by default the model itself.
-        keep_io_types: As in `convert`.
+        keep_io_types: The inputs and outputs that keep their types, as in `convert`.
         op_block_list: Operators that stay float32 in any case.
         node_block_list: Nodes that stay float32 in any case.
         repair: Whether the conversion repairs the model first.

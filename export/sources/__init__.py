@@ -1,1 +1,1 @@
-"""What a user has becomes a module with samples: a checkpoint, weights and a factory, an exported program, a model's folder."""
+"""Turns a user's source into a module with samples: a checkpoint, weights and a factory, an exported program, a folder."""

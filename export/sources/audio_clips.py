@@ -24,8 +24,8 @@ def clip_samples(options: SourceOptions, rate: int) -> Samples:
     """The user's clips, cut to the shortest of them: float32 (clips, values), from -1 to 1.
 
     Args:
-        options: Its `samples` is a folder of .wav files, or an .npy or .npz file.
-        rate: Of the model, in values per second.
+        options: The user's options; `samples` is a folder of .wav files, or an .npy or .npz file.
+        rate: The sampling rate of the model, in values per second.
 
     Raises:
         ExportError: There are none, or they cannot be read, are of another rate, or are too short.

@@ -25,7 +25,7 @@ def open_checkpoint(path: Path, options: SourceOptions) -> Source:
 
     Args:
         path: A file that `halfserve train` wrote.
-        options: At most `max_samples` held-out samples are taken.
+        options: The user's options; at most `max_samples` held-out samples are taken.
 
     Raises:
         ExportError: The checkpoint cannot be read, or its factories are gone or do not fit it.

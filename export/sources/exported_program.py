@@ -23,7 +23,7 @@ def open_exported_program(path: Path, options: SourceOptions) -> Source:
 
     Args:
         path: The .pt2 file.
-        options: Its `samples` replace the program's example inputs.
+        options: The user's options; `samples` replace the program's example inputs.
 
     Raises:
         ExportError: The file cannot be read, or brings no example inputs and no samples are given.

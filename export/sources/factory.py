@@ -23,7 +23,7 @@ def open_factory(factory: str, options: SourceOptions) -> Source:
 
     Args:
         factory: Returns the module.
-        options: Its `weights` are loaded into the module, where given; its `samples` are needed.
+        options: The user's options; `weights` are loaded into the module if given; `samples` are required.
 
     Raises:
         ExportError: The factory fails, or samples are missing or unreadable.

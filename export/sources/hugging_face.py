@@ -19,7 +19,8 @@ from halfserve.export.samples import Samples
 from halfserve.export.sources.audio_clips import clip_samples
 from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
 from halfserve.export.sources.image_libraries import open_timm_folder
-from halfserve.export.sources.pictures import picture_samples
+from halfserve.export.sources.picture_preparation import LibraryPreparation, of_transformers, proved
+from halfserve.export.sources.pictures import picture_samples, served_preparation
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, SourceOptions, repository_name
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
@@ -32,6 +33,7 @@ from halfserve.export.tasks.text_models import Embedder, Normalized, TextModel
 from halfserve.export.tasks.two_towers import Tower
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.export.verification.judging import Judge
+from halfserve.protos.pictures import PicturePreparation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 # Of raw audio, as wav2vec 2.0, HuBERT and WavLM take it; other models want spectrograms.
 RAW_AUDIO = "Wav2Vec2FeatureExtractor"
+STEPS = ("do_center_crop", "do_normalize", "do_rescale")  # options of an image processor
+MAY_HAVE_SEVERAL_LABELS = ("text-classification", "image-classification")
 
 
 def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
@@ -46,7 +50,7 @@ def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
 
     Args:
         folder: Holds config.json, the weights, and the files of what prepares its inputs.
-        options: Its `task` is known from the architecture where it is not given.
+        options: The user's options; `task` follows from the architecture if it is not given.
 
     Raises:
         ExportError: The folder lacks a file, needs code of its own, or its weights or tokenizer do not fit the model.
@@ -86,7 +90,7 @@ def _transformers() -> Any:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """What config.json says."""
+    """Read config.json."""
     try:
         content = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -171,8 +175,8 @@ def _unexpected(network: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def _answer_settings(config: Any, task: str) -> dict[str, str]:
-    """What a server must know to answer with scores, or with shorter embeddings."""
-    if task == "text-classification" and config.problem_type == "multi_label_classification":
+    """Metadata that a server needs to answer with scores, or with shorter embeddings."""
+    if task in MAY_HAVE_SEVERAL_LABELS and config.problem_type == "multi_label_classification":
         return {"halfserve.label_scores": "sigmoid"}
     sizes = getattr(config, "matryoshka_dimensions", None)
     if task == "embeddings" and sizes:
@@ -222,15 +226,44 @@ def _text_source(
 def _image_source(folder: Path, options: SourceOptions, network: PreTrainedModel, task: str) -> Source:
     path, content = _preparation(folder, "image_processor", "images")
     is_tower, embeds = hasattr(network, "get_image_features"), KINDS[task].has_towers
+    processor = _image_processor(folder, trusted=options.trust_remote_code)
     try:
+        if processor is not None:
+            # With the defaults of its class, and without the steps that it leaves out.
+            content = {**dict.fromkeys(STEPS, False), **processor.to_dict()}
         preprocessing = Preprocessing.from_hugging_face(content, network.config.vision_config if is_tower else network.config)
     except (AttributeError, TypeError, ValueError) as error:
         raise _unprepared(path, "images", error) from error
+    preprocessing, note = proved(preprocessing, lambda: _as_processed(processor, preprocessing), "transformers")
     body: nn.Module = Tower(network, "image") if is_tower else PooledImage(network) if embeds else network
     module = ImageModel(body, preprocessing, "embedding" if embeds else "logits")
-    made = Task(name=task, judge=KINDS[task].judge, labels=() if embeds else _labels(network.config))
-    source = _source(folder, module, picture_samples(preprocessing, options), made)
+    made = Task(
+        name=task,
+        judge=KINDS[task].judge,
+        labels=() if embeds else _labels(network.config),
+        files=served_preparation(preprocessing),
+        settings=_answer_settings(network.config, task),
+    )
+    source = _source(folder, module, picture_samples(preprocessing, options).noting(note), made)
     return replace(source, name=f"{source.name}-image") if is_tower else source
+
+
+def _image_processor(folder: Path, *, trusted: bool) -> Any:
+    """The folder's image processor, in its variant with Pillow, as a server has it; None where transformers cannot load it."""
+    try:
+        return _transformers().AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=trusted
+        )
+    except Exception:  # noqa: BLE001  (transformers raises anything for what it does not know)
+        return None
+
+
+def _as_processed(processor: Any, preprocessing: Preprocessing) -> tuple[PicturePreparation, LibraryPreparation]:
+    """An image processor's preparation of pictures, and the processor itself as a function."""
+    if processor is None:
+        raise ValueError("transformers cannot load the folder's image processor")
+    preparation = of_transformers(processor, preprocessing.height, preprocessing.width)
+    return preparation, lambda picture: processor(picture, return_tensors="np")["pixel_values"][0]
 
 
 def _audio_source(folder: Path, options: SourceOptions, network: PreTrainedModel, task: str) -> Source:

@@ -30,7 +30,7 @@ class Kind:
     Attributes:
         auto_class: The class of transformers that loads them.
         architecture: The end of the architecture's name by which the task is known.
-        takes: What the model is given.
+        takes: The kind of input of the model.
         has_towers: Whether the task is for one tower of a model that takes `TOWERS`.
         output: The attribute of the model's answer.
         judge: See `Task`.
@@ -142,7 +142,7 @@ def _fits(kind: Kind, takes: frozenset[str]) -> bool:
 
 
 def _takes(architecture: Any) -> frozenset[str]:
-    """What an architecture's models may be given, by its class; None where transformers has none."""
+    """The kinds of input that an architecture's models accept, by its class; None if transformers has none."""
     if architecture is None:
         return frozenset({TEXT, PICTURES})
     if hasattr(architecture, "get_image_features") and hasattr(architecture, "get_text_features"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
 from halfserve.export.errors import ExportError, UsageError
-from halfserve.export.sources.pictures import picture_samples
+from halfserve.export.sources.picture_preparation import LibraryPreparation, of_timm, proved
+from halfserve.export.sources.pictures import picture_samples, served_preparation
 from halfserve.export.sources.source import Source, SourceOptions, repository_name
 from halfserve.export.sources.training import with_training
 from halfserve.export.tasks.image_models import ImageModel, Preprocessing
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line
+from halfserve.protos.pictures import EVEN, PicturePreparation
 
 LIBRARIES = ("timm", "torchvision")
 
@@ -29,13 +31,15 @@ class _Classifier:
 
     Attributes:
         network: Takes images (batch, 3, height, width).
-        preprocessing: As its published weights were trained.
+        preprocessing: The preprocessing that its published weights were trained with.
         labels: Names of the classes; empty where they are not known.
+        note: What the report says about the preparation of pictures.
     """
 
     network: nn.Module
     preprocessing: Preprocessing
     labels: Sequence[str] = ()
+    note: str = ""
 
 
 def open_named_model(argument: str, options: SourceOptions) -> Source:
@@ -66,7 +70,7 @@ def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOpt
     Args:
         folder: Holds config.json and the weights.
         config: The content of config.json, which names an `architecture`.
-        options: What the user says about it.
+        options: The user's options for the source.
 
     Raises:
         ExportError: timm is missing, does not know the architecture, or has not written config.json.
@@ -86,12 +90,12 @@ def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOpt
 
 def _source(made: _Classifier, weights: Mapping[str, Tensor], options: SourceOptions, *, place: Path, name: str) -> Source:
     note = load_into(made.network, weights, str(place))
-    samples = picture_samples(made.preprocessing, options).noting(note)
+    samples = picture_samples(made.preprocessing, options).noting(made.note).noting(note)
     source = Source(
         module=ImageModel(made.network, made.preprocessing).eval(),
         samples=samples,
         name=repository_name(name),
-        task=Task(name="image-classification", labels=tuple(made.labels)),
+        task=Task(name="image-classification", labels=tuple(made.labels), files=served_preparation(made.preprocessing)),
     )
     return with_training(source, place, made.network, prefix=prefix_of(weights, made.network.state_dict()))
 
@@ -127,8 +131,12 @@ def _from_timm(name: str, published: Mapping[str, Any] | None = None, **argument
         imagenet = data.ImageNetInfo()
         labels = tuple(imagenet.index_to_description(index) for index in range(imagenet.num_classes()))
     mean, std = (tuple(map(float, known[name])) for name in ("mean", "std"))
-    preprocessing = Preprocessing(height=height, width=width, mean=mean, std=std)
-    return _Classifier(network=network, preprocessing=preprocessing, labels=labels)
+    preprocessing, note = proved(
+        Preprocessing(height=height, width=width, mean=mean, std=std),
+        lambda: (of_timm(known, height, width), _as_array(data.create_transform(**known))),
+        "timm",
+    )
+    return _Classifier(network=network, preprocessing=preprocessing, labels=labels, note=note)
 
 
 def _from_torchvision(name: str, **arguments: Any) -> _Classifier:
@@ -144,8 +152,21 @@ def _from_torchvision(name: str, **arguments: Any) -> _Classifier:
         )
     (edge,) = prepare.crop_size
     network = models.get_model(name, weights=None, **arguments)
-    preprocessing = Preprocessing(height=edge, width=edge, mean=prepare.mean, std=prepare.std)
-    return _Classifier(network=network, preprocessing=preprocessing, labels=published.meta["categories"])
+
+    def made() -> tuple[PicturePreparation, LibraryPreparation]:
+        (shorter,) = prepare.resize_size
+        resample = prepare.interpolation.value
+        pictures = PicturePreparation(height=edge, width=edge, resize=shorter, resample=resample, crop=EVEN)
+        return pictures, _as_array(prepare)
+
+    preprocessing, note = proved(
+        Preprocessing(height=edge, width=edge, mean=prepare.mean, std=prepare.std), made, "torchvision"
+    )
+    return _Classifier(network=network, preprocessing=preprocessing, labels=published.meta["categories"], note=note)
+
+
+def _as_array(prepare: Callable[[Any], Tensor]) -> LibraryPreparation:
+    return lambda picture: prepare(picture).numpy()
 
 
 def _library(module: str, argument: str) -> Any:

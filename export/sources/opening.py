@@ -1,4 +1,4 @@
-"""Which reader takes a source: a factory, a folder, or a file, known by its first bytes."""
+"""Chooses the reader for a source: a factory, a folder, or a file, whose kind its first bytes show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_source(argument: str, options: SourceOptions) -> Source:
     Args:
         argument: `MODULE:FACTORY`, `timm:NAME`, `torchvision:NAME`, a Hugging Face folder, a checkpoint of `halfserve train`, a
             `.pt2`, or with `trust_pickle` a pickled module.
-        options: What the user says about it.
+        options: The user's options for the source.
 
     Raises:
         ExportError: It cannot be read, is something else, or lacks samples; the text says what would work.

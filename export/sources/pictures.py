@@ -1,4 +1,4 @@
-"""Pictures as samples: the user's, or those that halfserve ships."""
+"""Pictures as samples: the user's, or the ones that come with halfserve."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from halfserve.export.errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.source import SourceOptions
 from halfserve.export.tasks.image_models import Preprocessing
+from halfserve.protos.pictures import MAX_PIXELS, PREPROCESSING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-MAX_PIXELS = 2**26
 SHIPPED_PICTURES = "the samples are crops of pictures that halfserve ships; give --samples FOLDER for a verdict on your own"
 SHIPPED = ("astronaut.jpg", "cat.jpg", "coffee.jpg", "galaxies.jpg")
 # Of the shorter side: parts of a picture at several scales are different samples.
@@ -27,7 +27,7 @@ SCALES = (1.0, 0.75, 0.5)
 
 
 def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Samples:
-    """Pictures at the network's size: the user's, or crops of those that halfserve ships; uint8 (samples, height, width, 3).
+    """Pictures at the network's size: the user's, or crops of halfserve's own; uint8, shape (samples, height, width, 3).
 
     Raises:
         ExportError: The user's samples cannot be read.
@@ -40,10 +40,22 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
     else:
         folder, note = files("halfserve.export.tasks").joinpath("pictures"), SHIPPED_PICTURES
         images = [crop for name in SHIPPED for crop in _crops(Image.open(BytesIO(folder.joinpath(name).read_bytes())))]
-    size = (preprocessing.width, preprocessing.height)
-    rows = [torch.frombuffer(bytearray(image.convert("RGB").resize(size).tobytes()), dtype=torch.uint8) for image in images]
+    prepared = (_prepared(image, preprocessing) for image in images)
+    rows = [torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in prepared]
     stacked = torch.stack(rows).reshape(len(rows), preprocessing.height, preprocessing.width, 3)
     return Samples(inputs={"image": stacked}, labels=None, note=note)
+
+
+def served_preparation(preprocessing: Preprocessing) -> dict[str, bytes]:
+    """The file of a version by which a server prepares pictures; none where their preparation is not known."""
+    return {} if preprocessing.pictures is None else {PREPROCESSING: preprocessing.pictures.to_bytes()}
+
+
+def _prepared(image: Image, preprocessing: Preprocessing) -> Image:
+    """As a server prepares it, where that is known."""
+    if preprocessing.pictures is not None:
+        return preprocessing.pictures.applied(image.convert("RGB"))
+    return image.convert("RGB").resize((preprocessing.width, preprocessing.height))
 
 
 def _crops(picture: Image) -> Iterator[Image]:
@@ -61,7 +73,7 @@ def read_pictures(folder: Path, count: int) -> list[Image]:
     Raises:
         ExportError: It is no folder, has no picture, or one cannot be read.
     """
-    from PIL import Image  # noqa: PLC0415  (an extra)
+    from PIL import Image, ImageOps  # noqa: PLC0415  (an extra)
 
     if not folder.is_dir():
         raise ExportError(f"{folder} is no folder; expected a folder of pictures")
@@ -76,7 +88,7 @@ def read_pictures(folder: Path, count: int) -> list[Image]:
                     raise ExportError(
                         f"{path} has {picture.width} by {picture.height} pixels; expected at most {MAX_PIXELS:,} in all"
                     )
-                pictures.append(picture.convert("RGB"))
+                pictures.append(ImageOps.exif_transpose(picture).convert("RGB"))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ExportError(f"{path} is no picture that can be read: {error}") from error
     return pictures

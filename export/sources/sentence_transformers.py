@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder does after the transformer: pooling, dense layers and normalisation."""
+"""The modules of a sentence-transformers folder after the transformer: pooling, dense layers and normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user has, as a module with samples; and which reader takes it."""
+"""A user's source as a module with samples, and the choice of its reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What the user says about a source.
+    """The user's options for a source.
 
     Attributes:
         weights: A file or folder of weights for the module of a factory.
@@ -43,14 +43,14 @@ class Source:
     """A model that can be exported.
 
     Attributes:
-        module: In float32 and evaluation mode, on the CPU.
+        module: The module in float32 and evaluation mode, on the CPU.
         samples: Inputs to verify on.
         name: The default name of the model.
         dynamic: Names of the sizes that vary, beside the batch's, by input and axis.
         policy: The autocast policy of its training.
         record: The record of its training.
         metadata: Entries for the metadata of the ONNX model.
-        task: What the model is for; None where only its outputs are known.
+        task: The task of the model; None if only its outputs are known.
     """
 
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Text as samples: a Hugging Face folder's tokenizer, and tokens of the user's sentences or of those that halfserve ships."""
+"""Text as samples: a Hugging Face folder's tokenizer, and tokens of the user's sentences or of halfserve's own."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def served_tokenizer(
         tokenizer: The folder's.
         network: The model.
         folder: The Hugging Face folder.
-        fixed_length: Tokens of every text, which `padding` then holds; None where texts may be of any length.
+        fixed_length: The number of tokens of every text, which `padding` then has; None if texts may have any length.
     """
     from tokenizers import Tokenizer  # noqa: PLC0415  (comes with transformers)
 
@@ -176,7 +176,7 @@ def _texts(options: SourceOptions) -> tuple[Sequence[str], str]:
 
 
 def padding_values(tokenizer: PreTrainedTokenizerFast, inputs: Iterable[str]) -> dict[str, int]:
-    """What each of these inputs is padded with at the end of a text; empty where a text has no mask, or is padded in front."""
+    """The padding value of each input at the end of a text; empty if texts have no mask, or are padded at the start."""
     values = {
         "input_ids": tokenizer.pad_token_id,
         MASK: 0,

@@ -1,4 +1,4 @@
-"""What a training left with weights: its autocast policy, and its record, in the names of the source's module."""
+"""Results of a training that are stored with its weights: the autocast policy, and the record in the source module's names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def with_training(source: Source, weights: Path, network: nn.Module, *, prefix: 
     """The source with the policy and the record that lie beside its weights, or in their checkpoint.
 
     Args:
-        source: Its module is or contains `network`.
+        source: The source; its module is or contains `network`.
         weights: A file or folder.
         network: The module that the weights are of.
-        prefix: What the trained module had before the names of the network's: `net.` for one that has the network as `net`.
+        prefix: The prefix of the network's names in the trained module: `net.` for a module that has the network as `net`.
 
     Raises:
         ExportError: Policy or record are there and cannot be read.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfserve.export.errors import ExportError
+from halfserve.protos.pictures import PicturePreparation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class Preprocessing:
         scale: A pixel of 0 to 255 is multiplied by it.
         mean: Then subtracted, for each colour.
         std: Then divided by, for each colour.
+        is_bgr: Whether the network takes blue first.
+        pictures: How a picture of any size becomes one of the network's; None where that is not known.
     """
 
     height: int
@@ -29,6 +32,8 @@ class Preprocessing:
     scale: float = 1 / 255
     mean: Sequence[float] = (0.0, 0.0, 0.0)
     std: Sequence[float] = (1.0, 1.0, 1.0)
+    is_bgr: bool = False
+    pictures: PicturePreparation | None = None
 
     def __post_init__(self) -> None:
         if len(self.mean) != 3 or len(self.std) != 3:
@@ -59,12 +64,15 @@ class Preprocessing:
             raise ExportError(f"preprocessor_config.json has no size of images: {size!r}; expected height and width")
         normal = content.get("do_normalize", True)
         mean, std = (content.get(name) if normal else None for name in ("image_mean", "image_std"))
+        # The head of an EfficientNet, its top, takes images that are divided twice.
+        times = 2 if content.get("include_top") else 1
         return cls(
             height=height,
             width=width,
             scale=float(content.get("rescale_factor", 1 / 255)) if content.get("do_rescale", True) else 1.0,
             mean=tuple(map(float, mean or (0.0, 0.0, 0.0))),
-            std=tuple(map(float, std or (1.0, 1.0, 1.0))),
+            std=tuple(float(value) ** times for value in std or (1.0, 1.0, 1.0)),
+            is_bgr=bool(content.get("do_flip_channel_order")),
         )
 
 
@@ -100,6 +108,7 @@ class ImageModel(nn.Module):
         super().__init__()
         self.network, self._output = network, output
         std = torch.tensor(preprocessing.std, dtype=torch.float64)
+        self._is_bgr = preprocessing.is_bgr
         # One multiplication and one addition: a pixel of 0 to 255 is exact in float16, and so is nothing else here.
         self.register_buffer("factor", (preprocessing.scale / std).float())
         self.register_buffer("offset", (-torch.tensor(preprocessing.mean, dtype=torch.float64) / std).float())
@@ -107,5 +116,7 @@ class ImageModel(nn.Module):
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         """Answers (batch, ...), such as logits, to RGB images (batch, height, width, 3), uint8."""
         pixels = image.to(self.factor.dtype) * self.factor + self.offset
+        if self._is_bgr:
+            pixels = pixels.flip(-1)
         answer = self.network(pixels.permute(0, 3, 1, 2))
         return {self._output: answer if isinstance(answer, Tensor) else getattr(answer, self._output)}

@@ -23,8 +23,8 @@ class Dimensions:
     """The sizes that may vary.
 
     Attributes:
-        axes: For each input, in order: axis -> the dimension's name.
-        dims: By name, what `torch.export` takes: a `Dim`, or a hint (`Dim.DYNAMIC`, `Dim.AUTO`).
+        axes: The dimension names by axis, for each input in order.
+        dims: The dimensions for `torch.export`, by name: a `Dim`, or a hint (`Dim.DYNAMIC`, `Dim.AUTO`).
         free: Names without limits of the caller: the model's own limits hold.
     """
 
@@ -43,7 +43,7 @@ class Dimensions:
         return self if (dim.min, dim.max) == (known.min, known.max) else replace(self, dims={**self.dims, name: dim})
 
     def left_out(self, call: ForwardCall) -> str:
-        """What to say of fixed axes that have the size of a dimension in the example, which may have been forgotten; or ""."""
+        """Advice on fixed axes that have the same size as a dimension in the example, and may have been forgotten; else ""."""
         named = {name: size for name, size in self._sizes(call).items() if name != BATCH and size > 1}
         options = [
             f"--dynamic {input_name}.{axis}={name}"

@@ -58,13 +58,13 @@ def export_onnx(
         inputs: Example inputs: one for each positional parameter of `forward`, or a dict by name. Tensors or numpy arrays
             (their values do not matter), containers of these, None for what is left out, and plain constants, which become
             part of the model.
-        path: Where to write the model (atomically); its folder must exist. None only returns it.
+        path: The path to write the model to (atomically); its folder must exist. None only returns it.
         kwargs: More inputs by name, beside positional ones.
-        dynamic_shapes: Which sizes vary: one entry per input, or a dict by input. An entry is `{axis: name}`, `{axis:
+        dynamic_shapes: The sizes that vary: one entry per input, or a dict by input. An entry is `{axis: name}`, `{axis:
             torch.export.Dim(name, min=..., max=...)}` or None; a name stands for one size wherever it occurs, and "4*name" for
             a multiple of 4. By default the first dimension of every input is "batch". `()` fixes every size to the example's.
-        input_names: By default the names of `forward`'s parameters.
-        output_names: By default `output`, or the names in the module's result (see `named_tensors`).
+        input_names: The names of the inputs; by default those of `forward`'s parameters.
+        output_names: The names of the outputs; by default `output`, or the names in the module's result (see `named_tensors`).
         metadata: More entries for the model's metadata, beside `halfserve.*`.
         opset_version: ONNX's default domain, 18 to 25; None is torch's choice.
         policy: The autocast policy of the training run, for the metadata.
@@ -169,7 +169,7 @@ def write_onnx(
 
     Args:
         model: The model; torch tensors as weights are copied one at a time into a data file.
-        path: Where to write it; its folder must exist. None only checks.
+        path: The path to write to; its folder must exist. None only checks.
         external_data: Whether the weights go into a data file beside `path`: "auto" does so for a model over `limit_bytes`.
         limit_bytes: The size limit of one file; ONNX's format allows 2 GiB.
 

@@ -23,10 +23,10 @@ class ForwardCall:
     """A call of a model's forward, separated into tensors and constants.
 
     Attributes:
-        names: One name per tensor: the parameter's, or `parameter.key` for a tensor inside a dict, list or tuple.
+        names: The name of each tensor: the parameter's, or `parameter.key` for a tensor inside a dict, list or tuple.
         tensors: The example tensors, in the order given.
         leaves: All leaves of (args, kwargs), with None for the tensors.
-        places: For each tensor, its index among the leaves.
+        places: The index of each tensor among the leaves.
         spec: The nesting of the leaves.
     """
 

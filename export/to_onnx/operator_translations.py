@@ -23,7 +23,7 @@ from halfserve.export.errors import ExportError
 
 op: Any = opset18  # its annotations describe eager execution, not the recording of a graph
 
-MOST_STEPS = 20  # of a running sum along a dynamic axis, whose length is at most 2 to this power
+MOST_STEPS = 20  # doubling steps of a running sum along a dynamic axis, so its length is at most 2 to this power
 
 # Numerical Recipes, 6.2: erfc(x) = t * exp(-x * x + polynomial(t)), t = 1 / (1 + x / 2).
 ERFCX = (

@@ -169,7 +169,7 @@ class RuntimeLevels:
 
     Attributes:
         answer: The result at the highest sound level, or else at the highest that gives answers.
-        probe: That level, and what happened at higher ones.
+        probe: The level, and the failures at higher levels.
         levels: Verdicts on all levels that were tried.
     """
 

@@ -226,7 +226,7 @@ def synthetic_samples(model: ModelSource | ModelFile, *, dims: Mapping[str, int]
 
     Args:
         model: The float32 model. It runs on one batch, in a child process, to see what a row costs.
-        dims: As in `synthesize`.
+        dims: The sizes, as in `synthesize`.
 
     Raises:
         ExportError: As `synthesize`.

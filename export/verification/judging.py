@@ -40,7 +40,7 @@ class ComparedOutput:
     """An output of the candidate.
 
     Attributes:
-        name: Its name.
+        name: The output's name.
         data_dependent: Whether its shape depends on the inputs' values, as after NonZero.
         vector: Whether the model's task judges its rows as a whole: then no column means anything alone, neither as the
             largest of a row nor as a quantity with a unit of its own.
@@ -126,7 +126,7 @@ def _remarks(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
 
 
 def _evidence(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
-    """What the reference's choices cannot show; the same text in every execution."""
+    """Reasons why the reference's choices are no evidence; the same text in every execution."""
     if figures.floating and figures.constant_rows and not figures.rows:
         yield (
             f"float32 has the same argmax in all {figures.constant_rows} rows, one number for all classes, or the same answer "

@@ -40,7 +40,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
 
     Args:
         parts: The arrays, of any type.
-        units: What errors are divided by; by default learned from these references.
+        units: The units that errors are divided by; derived from these references by default.
 
     Raises:
         ValueError: There is no part, or the shapes of one differ.
@@ -195,7 +195,7 @@ class Choices:
         margin: The largest lead of the reference's choice over the disagreeing rows.
         constant: Rows without evidence: the reference prefers no class, makes the same choice in all rows, or answers all
             samples alike.
-        chosen: In how many of `rows` the reference chooses each class; empty for outputs that are no floats.
+        chosen: The number of `rows` in which the reference chooses each class; empty for outputs that are not floats.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""What to do about a candidate that is over budget: the cause where it is known, and a remedy by its options' names."""
+"""Advice on a candidate over budget: the cause if it is known, and a remedy with the names of its options."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ class SampleSet:
     """Samples to verify a model on.
 
     Attributes:
-        inputs: As `make_feeds` takes them.
-        note: What they are and cannot show, for the certificate; "" where nothing is to be said.
+        inputs: The samples, as `make_feeds` takes them.
+        note: A remark for the certificate: what the samples are and cannot show; "" for none.
         made_up: Whether they are random numbers.
     """
 

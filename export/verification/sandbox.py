@@ -40,9 +40,9 @@ class RunResult:
     Attributes:
         batches: For each batch that was reached, its outputs in the model's order, or the text of its error.
         refusal: Why the runtime refused to open the model.
-        crash: What ended the process, such as "killed by SIGSEGV"; earlier batches are present.
+        crash: The end of the process, such as "killed by SIGSEGV"; earlier batches are present.
         providers: The session's actual execution providers.
-        seconds: What the batches took to run, in all, without opening the model.
+        seconds: The total running time of the batches in seconds, without opening the model.
     """
 
     batches: tuple[list[Value] | str, ...] = ()

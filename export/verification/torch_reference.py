@@ -14,13 +14,13 @@ from halfserve.amp_core.calling import has_fast_path, without_fast_path
 from halfserve.export.errors import ExportError
 from halfserve.export.verification.samples import Feed, Value
 
-SAME = 1e-3  # of an output's largest magnitude; rounding is far below
+SAME = 1e-3  # difference relative to an output's largest magnitude; rounding is far below
 FAST_PATH_NOTE = (
     "torch's own evaluation mode answers otherwise on these samples: its fast path for attention layers leaves out what "
     "src_key_padding_mask hides; compared is with what the layers compute in training, as the exported model does"
 )
 ROWS_COMPARED = 4
-DIFFERENT = 0.1  # of an output's largest magnitude, or share of integers; far more than the rounding of another batch size
+DIFFERENT = 0.1  # relative to an output's largest magnitude, or share of integers; far above the rounding of another batch size
 
 
 def run_torch(module: nn.Module, feeds: Sequence[Feed]) -> list[list[Value] | str]:

@@ -99,7 +99,7 @@ def verify(
         longest: Sizes of dynamic dimensions, by name, that the model must accept; tested with `adversarial`.
         accumulators: Accumulator type of the target runtime. With "float16", sums that exceed its range are over budget,
             including sums inside matrix products and convolutions, and a note names nodes whose sums have no known bound.
-        placement: Which provider runs which node (`Placement.to_json`), for the certificate.
+        placement: The provider of each node (`Placement.to_json`), for the certificate.
         cuda: Whether to run on a GPU; by default where there is one.
         notes: Additional notes for the certificate, such as the origin of the samples.
         task: Judges the first output in the terms of the model's task, in place of its rows' argmax.

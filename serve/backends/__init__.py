@@ -1,1 +1,1 @@
-"""Backends: ONNX Runtime and PyTorch."""
+"""Backends: ONNX Runtime, OpenVINO, PyTorch and Python."""

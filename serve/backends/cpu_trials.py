@@ -1,4 +1,4 @@
-"""Which of two ways to compute a model is faster on this processor, and whether they agree: tried once, and remembered."""
+"""Trials that compare two ways to compute a model on this processor, in speed and answers; the results are cached."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.backends.recorded_samples import RecordedSamples
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
-SHORT_MS = 999.5  # below, three digits are shown
-MOST_ROWS = 8  # of a trial's batch
-FREE_SIZES = (16, 1)  # in place of sizes that the model leaves open, the first that it can compute
-RUNS = 5  # of each way at most
-BUDGET_S = 2.0  # for the runs of one model; each way runs twice at least
+SHORT_MS = 999.5  # below this time, three digits are shown
+MOST_ROWS = 8  # most rows of a trial's batch
+FREE_SIZES = (16, 1)  # sizes to try in place of the model's open sizes; the first that it can compute is used
+RUNS = 5  # most runs of each way
+BUDGET_S = 2.0  # seconds for the runs of one model; each way is run at least twice
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
-        half_ms: the shortest run in half precision.
-        float32_ms: the shortest run in float32.
-        error: the largest difference of the answers, divided by the output's largest value; infinite where one is not finite.
-        recorded: whether the answers were those to recorded samples, which were recorded in float32; otherwise to a made-up
-            batch.
+        half_ms: milliseconds of the shortest run in half precision.
+        float32_ms: milliseconds of the shortest run in float32.
+        error: the largest difference of the answers, divided by the output's largest value; infinite if one is not finite.
+        recorded: whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
     """
 
     half_ms: float
@@ -47,7 +46,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialCache:
-    """A folder of results, one small file each. Unreadable or unwritable files only cost another trial."""
+    """A folder of trial results, one small file each. Unreadable or unwritable files only cost another trial."""
 
     folder: Path | None  # None caches nothing
 
@@ -74,14 +73,14 @@ class TrialCache:
 def compared(
     half: Backend, float32: Backend, interface: ModelInterface, rows: int, samples: RecordedSamples | None = None
 ) -> TrialResult | None:
-    """Run both in turns on the same batch; None where the model cannot compute one that is made up.
+    """Run both backends in turns on the same batch; None if the model cannot compute a made-up one.
 
     Args:
         half: the model in half precision.
         float32: the model in float32.
-        interface: of its file.
-        rows: of the largest batch; 0 for a model without a batch dimension.
-        samples: recorded ones, for which the answers in half precision are compared with the recorded ones.
+        interface: interface of the model file.
+        rows: rows of the largest batch; 0 for a model without a batch dimension.
+        samples: recorded samples, with whose answers those in half precision are compared; None makes a batch up.
     """
     batches: Iterable[tuple[Mapping[str, Array], Mapping[str, Array] | None]]
     if samples is None:
@@ -97,16 +96,16 @@ def compared(
         except (InferenceError, InstanceLostError) as failure:
             if isinstance(failure, InstanceLostError) or recorded is not None:
                 return TrialResult(math.inf, math.inf, math.inf, recorded is not None)
-            continue  # the model may refuse sizes and values that are made up
+            continue  # the model may refuse made-up sizes and values
         return TrialResult(*times, error, recorded is not None)
     return None
 
 
 def _timed(half: Backend, float32: Backend, batch: Mapping[str, Array]) -> tuple[float, float]:
-    """The shortest run of each, in milliseconds."""
+    """Return the milliseconds of the shortest run of each backend."""
     in_half, in_float32 = [], []
     until = time.monotonic() + BUDGET_S
-    for _ in range(RUNS):  # in turns: what else the machine does meets both
+    for _ in range(RUNS):  # in turns, so that other load on the machine affects both
         in_half.append(_run(half, batch)[0])
         in_float32.append(_run(float32, batch)[0])
         pause()
@@ -116,7 +115,7 @@ def _timed(half: Backend, float32: Backend, batch: Mapping[str, Array]) -> tuple
 
 
 def _repeated(batch: Mapping[str, Array], rows: int) -> Mapping[str, Array]:
-    """The batch with so many rows; itself where `rows` is 0, as a model without rows may have several sizes."""
+    """Repeat the batch to `rows` rows; unchanged if `rows` is 0, because a model without rows may have several sizes."""
     return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()} if rows else batch
 
 
@@ -128,7 +127,7 @@ def _run(backend: Backend, batch: Mapping[str, Array]) -> tuple[float, Mapping[s
 
 
 def _made_up(spec: TensorSpec, rows: int, size: int) -> Array:
-    """Integers are ones, which are valid indices, lengths and masks; other numbers are normally distributed."""
+    """Make an input up: integers are ones (valid indices, lengths and masks), other numbers are normally distributed."""
     own = spec.shape[1:] if rows else spec.shape
     shape = (*((rows,) if rows else ()), *(size if n == ANY_SIZE else n for n in own))
     if spec.datatype.array_dtype.kind in "iub":
@@ -142,7 +141,7 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
         given: Array = answers[name]
         if given.shape != wanted.shape:
             return math.inf
-        if wanted.dtype.kind in "iub":  # a class among near equals may be another one
+        if wanted.dtype.kind in "iub":  # among nearly equal classes, another one may win
             continue
         far, near = given.astype(np.float64), wanted.astype(np.float64)
         if not np.array_equal(np.isfinite(far), np.isfinite(near)):
@@ -154,7 +153,7 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
 
 
 def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
-    """The largest difference to recorded answers, divided by the output's largest value; infinite where the model fails."""
+    """Return the largest difference to recorded answers, divided by the output's largest value; infinite if the model fails."""
     try:
         return _error(_run(backend, samples.inputs)[1], samples.answers)
     except (InferenceError, InstanceLostError):
@@ -162,13 +161,13 @@ def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
 
 
 def describe(result: TrialResult, precision: Any, rows: int, float32_runtime: str) -> str:
-    """The measurement in words.
+    """Describe a measurement in words.
 
     Args:
         result: the measurement.
         precision: the half precision.
-        rows: of the model's largest batch; 0 for a model without a batch dimension.
-        float32_runtime: that computed in float32.
+        rows: rows of the model's largest batch; 0 for a model without a batch dimension.
+        float32_runtime: name of the runtime that computed in float32.
     """
     batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
     half, float32 = (f"{ms:.3g}" if ms < SHORT_MS else f"{ms:,.0f}" for ms in (result.half_ms, result.float32_ms))

@@ -1,4 +1,4 @@
-"""The values that an input of indices may have, as far as a model's graph says so."""
+"""The valid values of an input of indices, as far as a model's graph determines them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from halfserve.serve.engine.tensors import Array, Tensors
 
 @dataclass(frozen=True)
 class IndexRange:
-    """The values that an input may have, both ends included."""
+    """The valid values of an input, both ends included."""
 
     low: int
     high: int
 
     def outside(self, array: Array) -> int | None:
-        """A value of the array that is not in the range; None if all are."""
+        """Return a value of the array that is not in the range; None if all are."""
         if not array.size:
             return None
         least, most = int(array.min()), int(array.max())
@@ -28,7 +28,7 @@ def check_indices(ranges: Mapping[str, IndexRange], inputs: Tensors) -> None:
     """Check the inputs whose range is known.
 
     Raises:
-        InvalidArgumentError: one has a value outside of it.
+        InvalidArgumentError: an input has a value outside its range.
     """
     for name, known in ranges.items():
         value = known.outside(inputs[name]) if name in inputs else None

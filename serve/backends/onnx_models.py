@@ -1,8 +1,8 @@
-"""ONNX files: which runtime computes them, and on the CPU in which precision.
+"""Chooses the runtime of an ONNX file, and on the CPU its precision.
 
-On a CUDA device ONNX Runtime does. On the CPU a model is computed in half precision by OpenVINO where its certificate has a
-passed verdict for that precision and the processor has the arithmetic; otherwise in float32 by ONNX Runtime, which takes every
-model.
+On a CUDA device, ONNX Runtime computes it. On the CPU, OpenVINO computes it in half precision if its certificate has a passed
+verdict for that precision and the processor has the arithmetic; otherwise ONNX Runtime, which takes every model, computes it in
+float32.
 """
 
 from __future__ import annotations
@@ -49,34 +49,35 @@ PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
 PACKAGE = "openvino"
 INSTALL = f"in a checkout of halfserve, pip install '.[{PACKAGE}]'"
-USUAL_ERROR = 0.04  # bfloat16's budget where a certificate has none
-# Made-up inputs are no more like the model's own than a certificate's adversarial samples, for which it allows as much.
+USUAL_ERROR = 0.04  # bfloat16's budget if a certificate has none
+# Made-up inputs resemble the model's own no more than a certificate's adversarial samples, for which it allows this factor.
 TRIAL_FACTOR = 5.0
 UNMEASURED = "; no batch could be made up to measure it"
 
 
 def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
-    """The half precisions, such as "bfloat16", in which the certificate beside a model file found it accurate enough.
+    """Return the half precisions, such as "bfloat16", that the certificate beside a model file found accurate enough.
 
-    A certificate's own verdict is about its `precision` ("float16" where it has none). `precisions` may hold further ones: a
-    mapping from a precision to an object with `passed`. model_control/certificate_check.py compares the files with it.
+    A certificate's own verdict is about its `precision` ("float16" by default). `precisions` may hold further verdicts, as a
+    mapping from a precision to an object with `passed`. model_control/certificate_check.py compares the files with the
+    certificate.
 
     Args:
-        model: the file.
-        named: the hash of the certificate that the model names in its metadata; another one proves nothing.
+        model: path of the model file.
+        named: hash of the certificate that the model names in its metadata; another certificate proves nothing.
     """
     verdicts = _verdicts(_named(model, named))
     return frozenset(name for name, verdict in verdicts.items() if verdict.get("passed") is True)
 
 
 def _named(model: Path, named: str | None) -> Mapping[str, Any]:
-    """The certificate beside a model file, where the model names its hash; otherwise empty."""
+    """Return the certificate beside a model file, if the model names its hash; otherwise an empty one."""
     certificate = _read(model)
     return certificate if named == certificate_sha256(certificate) else {}
 
 
 def _read(model: Path) -> Mapping[str, Any]:
-    """The certificate beside a model file; empty where there is none, or none that can be read."""
+    """Return the certificate beside a model file; empty if there is none, or none that can be read."""
     try:
         certificate = json.loads(read_regular(model.parent / CERTIFICATE))
     except (OSError, ValueError, RecursionError):
@@ -85,7 +86,7 @@ def _read(model: Path) -> Mapping[str, Any]:
 
 
 def _verdicts(certificate: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The verdicts of a certificate by precision; the certificate itself is the one in its own."""
+    """Return the verdicts of a certificate by precision; the certificate itself is the verdict for its own precision."""
     further: Any = certificate.get("precisions")
     named = further.items() if isinstance(further, Mapping) else ()
     found = {name: verdict for name, verdict in named if isinstance(verdict, Mapping)}
@@ -94,13 +95,13 @@ def _verdicts(certificate: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What the choice of a precision depends on.
+    """The facts that decide in which precision a model is computed.
 
     Attributes:
-        path: the model file.
-        named: the hash of the certificate that the model names in its metadata, if any.
-        written: the half-precision types in it, such as "fp16".
-        unfit: why OpenVINO is not to compute it; None where it may.
+        path: path of the model file.
+        named: hash of the certificate that the model names in its metadata, if any.
+        written: half-precision types in the file, such as "fp16".
+        unfit: reason why OpenVINO must not compute it; None if it may.
     """
 
     path: Path
@@ -109,10 +110,10 @@ class _Question:
     unfit: str | None
 
     def answer(self, asked: CpuPrecision) -> Sequence[CpuPrecision]:
-        """The half precisions that the model may be computed in here; none for float32. `asked` may leave it open.
+        """Return the half precisions in which the model may be computed here; none for float32. `asked` may be AUTO.
 
         Raises:
-            ModelLoadError: the precision that is asked for is not proved, or cannot be computed here.
+            ModelLoadError: the requested precision is not proved, or cannot be computed here.
         """
         if asked is CpuPrecision.FLOAT32:
             return ()
@@ -158,14 +159,14 @@ class _Question:
         return asked
 
     def _command(self, wanted: CpuPrecision) -> str:
-        """The command that proves the precision: for a file of another half-precision type, beside that."""
+        """Return the command that proves the precision: for a file of another half-precision type, in addition to that type."""
         own = [precision for precision, short in SHORT.items() if short in self.written]
         types = f"--dtype {wanted}" if wanted in own or not own else f"--dtype {own[0]} --precisions {wanted}"
         return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME {types}`"
 
 
 def _largest_error(path: Path, precision: CpuPrecision) -> float:
-    """The scaled error that the certificate's budget for a precision allows; for float32 that of the certificate's own."""
+    """Return the scaled error that the certificate allows for a precision; for float32 that of its own precision."""
     certificate = _read(path)
     verdict = certificate if precision is CpuPrecision.FLOAT32 else _verdicts(certificate).get(precision, {})
     try:
@@ -180,14 +181,14 @@ class _Copy:
     """A copy of a model to load on the CPU.
 
     Attributes:
-        path: the model file.
-        interface: of the file.
-        placement: of the copy.
-        config: the model's, which gets what was measured.
-        in_half: loads it in a half precision.
-        in_float32: loads it in float32.
-        float32_runtime: that computes it in float32.
-        samples: recorded ones; None where there are none to use.
+        path: path of the model file.
+        interface: interface of the file.
+        placement: device and CPU settings of the copy.
+        config: configuration of the model, to which the measurements are added.
+        in_half: loads the model in a half precision.
+        in_float32: loads the model in float32.
+        float32_runtime: name of the runtime that computes it in float32.
+        samples: recorded samples; None if there are none to use.
     """
 
     path: Path
@@ -201,11 +202,11 @@ class _Copy:
 
     @cached_property
     def reference(self) -> Backend:
-        """The model in float32, to compare with."""
+        """The model in float32, for comparison."""
         return self.in_float32(self.scratch())
 
     def key(self, precision: CpuPrecision) -> str:
-        """Equal for trials with equal results."""
+        """Return a key that is equal for trials with equal results."""
         circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name(), self.float32_runtime]
         given = self.config.parameters.items()
         parameters = sorted((key, value.string_value) for key, value in given if not key.startswith(PREFIX))
@@ -213,7 +214,7 @@ class _Copy:
         return verdict_key(self.path, [*circumstances, *settings])
 
     def scratch(self) -> ModelConfig:
-        """A copy of the configuration, for a backend that may not be used."""
+        """Copy the configuration, for a backend that may not be used."""
         config = ModelConfig()
         config.CopyFrom(self.config)
         return config
@@ -221,16 +222,16 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Candidate:
-    """A half precision that a model may be computed in.
+    """A half precision in which a model may be computed.
 
     Attributes:
         precision: the precision.
-        config: that the backend is loaded with.
-        backend: the model in this precision; None where it is not loaded.
-        gain: the time in float32 divided by the time in this precision; 0 where nothing was measured.
-        said: what was measured, in words; "" where nothing could be.
-        refusal: why it is not computed in this precision; None where it may be.
-        level: of the refusal in the log.
+        config: the configuration with which the backend is loaded.
+        backend: the model in this precision; None if it is not loaded.
+        gain: the time in float32 divided by the time in this precision; 0 without a measurement.
+        said: the measurement in words; "" if nothing could be measured.
+        refusal: reason why it is not computed in this precision; None if it may be.
+        level: log level of the refusal.
     """
 
     precision: CpuPrecision
@@ -242,7 +243,7 @@ class _Candidate:
     level: int = logging.WARNING
 
     def load(self, copy: _Copy) -> Backend | None:
-        """Load the model; None where it is refused."""
+        """Load the model; None if it is refused."""
         try:
             self.backend = copy.in_half(self.config, self.precision)
         except ModelLoadError as error:
@@ -250,7 +251,7 @@ class _Candidate:
         return self.backend
 
     def judge(self, result: TrialResult, copy: _Copy, *, measure: bool) -> None:
-        """Take note of a trial. `measure`: whether float32 is wanted where it is faster."""
+        """Judge the precision by a trial. `measure`: whether float32 is preferred if it is faster."""
         self.gain = result.float32_ms / result.half_ms
         self.said = describe(result, self.precision, copy.config.max_batch_size, copy.float32_runtime)
         allowed = _largest_error(copy.path, self.precision) * (1 if result.recorded else TRIAL_FACTOR)
@@ -261,17 +262,17 @@ class _Candidate:
 
 
 def _gain(candidate: _Candidate) -> tuple[bool, float]:
-    """The order of candidates: refused ones first, then by their gain."""
+    """Return the sort key of candidates: refused ones come first, then the others by their gain."""
     return candidate.refusal is None, candidate.gain
 
 
 class OnnxModels:
-    """ONNX files, each in the runtime and precision that suit it."""
+    """Runs each ONNX file in the runtime and precision that suit it."""
 
     def __init__(self, onnx: OnnxRuntime, openvino: Callable[[Path], OnnxOnOpenVino], trials: TrialCache | None = None) -> None:
-        """`openvino` gives the second runtime for a model file, or raises a ModelLoadError where it is not installed.
+        """`openvino` returns the second runtime for a model file, or raises a ModelLoadError if it is not installed.
 
-        `trials` remembers what was measured; without it each load measures.
+        `trials` caches measurements; without it each load measures again.
         """
         self._onnx = onnx
         self._openvino = openvino
@@ -285,8 +286,7 @@ class OnnxModels:
         """Load one copy.
 
         Raises:
-            ModelLoadError: see the runtimes; or a precision is asked for that has no verdict, or that this machine cannot
-                compute.
+            ModelLoadError: see the runtimes; or the requested precision has no verdict, or this machine cannot compute it.
         """
         forced = config.backend == OPENVINO_BACKEND
         if not forced and (placement.require_gpu or (placement.use_gpu and why_no_device(placement) is None)):
@@ -326,14 +326,14 @@ class OnnxModels:
         return backend
 
     def _in_half(self, copy: _Copy, precisions: Sequence[CpuPrecision], *, measure: bool) -> Backend | None:
-        """The model in the fastest of these half precisions; None where a trial has shown that none is right and pays.
+        """Return the model in the fastest of these half precisions; None if no trial shows one that is right and pays.
 
-        The configuration's parameters get what was measured, in words. `measure`: whether float32 is wanted where it is faster.
+        The configuration's parameters get the measurements in words. `measure`: whether float32 is preferred if it is faster.
         """
         tried: list[_Candidate] = []
         for precision in precisions:
             tried.append(self._tried(copy, precision, measure=measure))
-            # The faster one so far is kept in memory.
+            # Only the fastest one so far is kept in memory.
             for slower in sorted(tried, key=_gain)[:-1]:
                 slower.backend = None
         best = max(tried, key=_gain, default=None)
@@ -355,7 +355,7 @@ class OnnxModels:
         return chosen.backend
 
     def _tried(self, copy: _Copy, precision: CpuPrecision, *, measure: bool) -> _Candidate:
-        """A half precision with its trial, which may have been made at an earlier load."""
+        """Return a half precision with its trial, which may be cached from an earlier load."""
         candidate = _Candidate(precision, copy.scratch())
         key = copy.key(precision)
         result = self._trials.find(key)
@@ -369,10 +369,10 @@ class OnnxModels:
 
 
 def _require_right(backend: Backend, copy: _Copy) -> None:
-    """Check OpenVINO's answers in float32 to recorded samples, where the configuration leaves no other runtime.
+    """Check OpenVINO's answers in float32 to recorded samples, if the configuration leaves no other runtime.
 
     Raises:
-        ModelLoadError: they are wrong.
+        ModelLoadError: the answers are wrong.
     """
     if copy.samples is None:
         return
@@ -386,7 +386,7 @@ def _require_right(backend: Backend, copy: _Copy) -> None:
 
 
 def _is_accelerated(config: ModelConfig, path: Path) -> bool:
-    """Whether OpenVINO shall compute the model, as Triton's accelerator of that name asks; warns of one that has no effect."""
+    """Return whether Triton's accelerator "openvino" is configured and can take effect; warns of one that has no effect."""
     found = False
     for accelerator in config.optimization.execution_accelerators.cpu_execution_accelerator:
         if accelerator.name != PACKAGE:
@@ -403,7 +403,7 @@ def _is_accelerated(config: ModelConfig, path: Path) -> bool:
 
 
 def _why_tied(config: ModelConfig, path: Path) -> str | None:
-    """Why only ONNX Runtime can honour a configuration; None where another runtime can too."""
+    """Return why only ONNX Runtime can follow a configuration; None if another runtime can too."""
     if config.model_operations.op_library_filename:
         return "its configuration names operators in model_operations"
     settings = read_settings(config, path)

@@ -1,4 +1,4 @@
-"""The samples that travel with a certificate: a few inputs with the answers that the model gave in float32."""
+"""The samples that accompany a certificate: a few inputs with the answers that the model gave in float32."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 24  # of the file; the converter writes a fourth of this at most
+MAX_BYTES = 1 << 24  # most bytes of the file; the converter writes at most a fourth of this
 
 
 @dataclass(frozen=True)
 class RecordedSamples:
-    """Inputs and answers by name, in the types of the float32 model, the batch dimension first where it has one."""
+    """Inputs and answers by name, in the types of the float32 model, batch dimension first if it has one."""
 
     inputs: Mapping[str, Array]
     answers: Mapping[str, Array]
 
 
 def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelInterface) -> RecordedSamples | None:
-    """The samples beside a model file; None where its certificate vouches for none, with a warning where they cannot be used.
+    """Read the samples beside a model file; None if its certificate vouches for none, and with a warning if they cannot be
+    used.
 
     Args:
-        model: the file.
-        certificate: that the model names; empty where it names none.
-        interface: of the model, whose inputs the samples have to fit; answers of further outputs are left out.
+        model: path of the model file.
+        certificate: the certificate that the model names; empty if it names none.
+        interface: the model's interface, whose inputs the samples must fit; answers of further outputs are left out.
     """
     files = certificate.get("files")
     digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
@@ -71,6 +72,6 @@ def _arrays(path: Path, digest: str) -> dict[str, Array]:
         raise ValueError("it is not the file that the certificate names")
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise ValueError("its arrays are compressed")  # and may be of any size
+            raise ValueError("its arrays are compressed")  # compressed arrays may be of any size
     with np.load(io.BytesIO(content), allow_pickle=False) as found:
         return {name: found[name] for name in found.files}

@@ -1,4 +1,4 @@
-"""One runtime for every kind of model file, chosen by the file's first bytes."""
+"""One runtime for all kinds of model file, which it identifies by their first bytes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 TRUST_OPTION = "--trust-torch-archives"
 TRUST_PYTHON_OPTION = "--trust-python-models"
 PYTHON_SUFFIX = ".py"
-GRAPH_BYTES = (b"<?xml", b"<net")  # what OpenVINO's ov.save_model writes
-ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
+GRAPH_BYTES = (b"<?xml", b"<net")  # first bytes of files that OpenVINO's ov.save_model writes
+ZIP = b"PK\x03\x04"  # first bytes of torch.export.save's files; ONNX files, protobuf messages, cannot begin so
 
 
 class Runtimes:
-    """ONNX files go to ONNX Runtime or OpenVINO, exported torch programs to torch, and OpenVINO's graphs to OpenVINO.
+    """Passes ONNX files to ONNX Runtime or OpenVINO, exported torch programs to torch, and OpenVINO graphs to OpenVINO.
 
     torch and OpenVINO are imported for the first model that needs them.
     """
 
     def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
-        """The runtimes.
+        """Make the runtimes.
 
         Args:
-            probe: loads ONNX models in another process first; None trusts them.
-            trust: which code of a repository may run.
-            trials: remembers which precision is faster on the CPU; None measures at each load.
+            probe: loads ONNX models in another process first; None loads them without a trial.
+            trust: permissions for code of a repository.
+            trials: caches which precision is faster on the CPU; None measures at each load.
         """
         self._probe = probe
         self._trust = trust
@@ -74,8 +74,7 @@ class Runtimes:
 
         Raises:
             ModelLoadError: the file is missing, is not a model, is an untrusted torch program, needs a package that is not
-            installed,
-                or has inputs without a wire type.
+                installed, or has inputs without a wire type.
         """
         return self._of(path).describe(path)
 
@@ -137,7 +136,7 @@ class Runtimes:
 
 
 def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
-    """All runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
+    """Make all runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
     folder = default_folder()
     trials = TrialCache(None if folder is None else folder.with_name("cpu_precision"))
     return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials)

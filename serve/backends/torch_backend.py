@@ -45,13 +45,13 @@ USER_INPUT = InputKind.USER_INPUT
 UNREADABLE_WARNINGS = ("Ran into the following error when deserializing", "Unable to load package")
 # torch's environment switches for `torch.load`.
 FORCE_WEIGHTS_ONLY, FORCE_ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-_environment = threading.Lock()  # the process has one: of two threads that change it, each would put back the other's change
+_environment = threading.Lock()  # else, of two threads that change the environment, each would restore the other's change
 
-_File: TypeAlias = tuple[Path, int, int, int]  # path, inode, mtime and size, to detect replacement
+_File: TypeAlias = tuple[Path, int, int, int]  # path, inode, modification time (ns) and size, to detect replacement
 
 
 class TorchRuntime:
-    """Loads files of torch.export.save. They are programs that name the functions they call: see Runtimes."""
+    """Loads files of torch.export.save, which are programs that name the functions they call: see `Runtimes`."""
 
     def __init__(self) -> None:
         self._described: tuple[_File | None, ExportedProgram] | None = None
@@ -82,7 +82,7 @@ class TorchRuntime:
         upcast = bool(halves) and device == CPU and can_upcast(program)
         asked = read_settings(config, path).intra_op_threads
         threads = (placement.threads if asked is None else asked) or fewer_cores()
-        if threads and device == CPU:  # one number for all models of the process
+        if threads and device == CPU:  # torch has one number of threads for all models of the process
             torch.set_num_threads(threads)
         if device != CPU:
             settle_thread(placement.device_id)
@@ -113,13 +113,13 @@ class TorchBackend:
     """One program with its weights."""
 
     provider: str  # "torch on cpu" or "torch on cuda:0"
-    precision: str  # of the computation, in words
+    precision: str  # precision of the computation, in words
     _program: torch.fx.GraphModule
-    _arguments: list[Any]  # weights and constants; None where an input goes
-    _changing: Sequence[int]  # places of those that the program writes into
-    _places: Mapping[str, int]  # of the inputs among them
+    _arguments: list[Any]  # weights and constants; None in the place of an input
+    _changing: Sequence[int]  # places in `_arguments` of tensors that the program writes to
+    _places: Mapping[str, int]  # places of the inputs in `_arguments`
     _dtypes: Mapping[str, np.dtype[Any]]
-    _skipped: int  # outputs before the user's: what the program would have written into its buffers
+    _skipped: int  # number of outputs before the user's, which the program would have written to its buffers
     _interface: ModelInterface
     _ranges: tuple[SizeRange, ...]
     _indices: Mapping[str, IndexRange]
@@ -127,7 +127,7 @@ class TorchBackend:
     _upcast: bool
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """The client's dtype: torch converts faster than NumPy."""
+        """Return the client's dtype, because torch converts faster than NumPy."""
         return self._dtypes[name]
 
     @torch.inference_mode()
@@ -141,7 +141,7 @@ class TorchBackend:
         if self._device != CPU:
             settle_thread(self._device.index)
         check_sizes(self._ranges, inputs)
-        if self._device != CPU:  # there, a wrong index costs the process its device
+        if self._device != CPU:  # on a device, a wrong index costs the process its device
             check_indices(self._indices, inputs)
         arguments = list(self._arguments)
         for place in self._changing:  # no state passes from one request to the next
@@ -160,10 +160,10 @@ class TorchBackend:
             raise BackendError(f"the model failed on this request: {reason}") from error
 
     def give_up(self) -> None:
-        """Nothing: torch cannot interrupt a run."""
+        """Do nothing: torch cannot interrupt a run."""
 
     def _tensor(self, array: Array) -> torch.Tensor:
-        # A copy: the array is a view on a request's bytes, and a program may write into its inputs.
+        # The array is copied because it is a view of a request's bytes, and a program may write to its inputs.
         tensor = torch.from_numpy(_torch_view(array).copy())
         if array.dtype.name == "bfloat16":
             tensor = tensor.view(torch.bfloat16)
@@ -208,7 +208,7 @@ def _read(path: Path) -> ExportedProgram:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Let every `torch.load` of this process read tensors only: `torch.export.load` allows any pickle."""
+    """Let every `torch.load` of this process read only tensors in this context: `torch.export.load` allows any pickle."""
     with _environment:
         before = {name: os.environ.pop(name, None) for name in (FORCE_WEIGHTS_ONLY, FORCE_ANYTHING)}
         os.environ[FORCE_WEIGHTS_ONLY] = "1"

@@ -1,4 +1,4 @@
-"""Exported torch programs: their interface, the buffers that they write, and their conversion to fp32."""
+"""Exported torch programs: their interface, the buffers that they write to, and their conversion to fp32."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WIRE: Mapping[torch.dtype, str] = {
 }
 OpOverload = torch._ops.OpOverload  # noqa: SLF001  (torch has no public name for the class)
 HigherOrderOperator = torch._ops.HigherOrderOperator  # noqa: SLF001  (see above)
-# Written by normalizations in training mode, which their schemas do not declare.
+# Buffers to which normalizations in training mode write without declaring it in their schemas.
 STATISTICS, TRAINING = frozenset({"running_mean", "running_var"}), frozenset({"training", "use_input_stats"})
 HALF_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Asserts a tensor's dtype and device at export.
+# Asserts a tensor's dtype and device, as they were at export.
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default  # noqa: SLF001  (an operator's public name)
-# Their results have all elements of their first argument, and no others.
+# Operators whose results have exactly the elements of their first argument.
 SAME_ELEMENTS = frozenset(
     {
         *(torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.contiguous.default),  # noqa: SLF001  (see above)
@@ -44,17 +44,17 @@ SAME_ELEMENTS = frozenset(
         *(torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.flatten.using_ints),
     }
 )
-# Reads bits, which differ in fp32.
+# Reinterprets bits, which differ in fp32.
 REINTERPRETATION = torch.ops.aten.view.dtype
 
 
 @dataclass(frozen=True)
 class SizeRange:
-    """The sizes that one dimension was exported for."""
+    """The sizes that one dimension of an input was exported for."""
 
-    input: str  # its name
+    input: str  # name of the input
     dimension: int  # counted from 0
-    symbol: str  # of a number shared by related dimensions
+    symbol: str  # name of a number that related dimensions share
     least: int  # smallest size
     most: int | None  # largest size; None for any
     factor: int = 1  # the size is factor times the symbol's number plus offset
@@ -62,8 +62,8 @@ class SizeRange:
 
 
 def program_interface(program: ExportedProgram, path: Path) -> ModelInterface:
-    """Inputs under the names of `forward`'s parameters; outputs under the keys of the returned dict, as `output`, or as
-    `output_0`, `output_1`, ...
+    """Return the interface: inputs have the names of `forward`'s parameters; outputs have the keys of the returned dict, or are
+    called `output`, or `output_0`, `output_1`, ...
 
     Raises:
         ModelLoadError: an input or output is not a tensor, or has no wire type.
@@ -97,7 +97,7 @@ def program_interface(program: ExportedProgram, path: Path) -> ModelInterface:
 
 
 def size_ranges(program: ExportedProgram) -> tuple[SizeRange, ...]:
-    """The variable dimensions of the inputs, with their exported bounds."""
+    """Return the variable dimensions of the inputs, with their exported bounds."""
     return tuple(_size_ranges(program))
 
 
@@ -124,7 +124,7 @@ def check_sizes(ranges: tuple[SizeRange, ...], inputs: Tensors) -> None:
 
 
 def index_ranges(program: ExportedProgram) -> dict[str, IndexRange]:
-    """The range of each input that an embedding takes its indices from, by the input's name."""
+    """Return the range of each input from which an embedding takes its indices, by the input's name."""
     inputs = frozenset(program.graph_signature.user_inputs)
     found: dict[str, IndexRange] = {}
     for node in program.graph.nodes:
@@ -143,7 +143,7 @@ def index_ranges(program: ExportedProgram) -> dict[str, IndexRange]:
 
 
 def _taken(program: ExportedProgram) -> list[str]:
-    """Names of the inputs; arguments fixed at export are none."""
+    """Return the names of the inputs, without arguments that are fixed at export."""
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     return [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
 
@@ -164,7 +164,7 @@ def _size_ranges(program: ExportedProgram) -> Iterator[SizeRange]:
 
 
 def _linear(expression: Any) -> tuple[str, int, int]:
-    """A derived size such as 2*s+1 as (symbol, factor, offset): ("s", 2, 1)."""
+    """Return a derived size such as 2*s+1 as (symbol, factor, offset): ("s", 2, 1)."""
     if len(expression.free_symbols) == 1:
         (symbol,) = expression.free_symbols
         factor = expression.coeff(symbol)
@@ -205,9 +205,9 @@ def _named(tree: Any, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def written(module: GraphModule) -> frozenset[str]:
-    """Names of the placeholders whose tensors a graph may write, directly, through views, or in a subgraph.
+    """Return the names of placeholders to whose tensors a graph may write, directly, through views, or in a subgraph.
 
-    torch.export keeps `self.last.copy_(x)` unless the program is made functional (`run_decompositions`): a written buffer would
+    torch.export keeps `self.last.copy_(x)` unless the program is made functional (`run_decompositions`): such a buffer would
     pass state from one request to the next.
     """
     targets = (target for node in module.graph.nodes for target in _targets(module, node))
@@ -215,7 +215,7 @@ def written(module: GraphModule) -> frozenset[str]:
 
 
 def _targets(module: GraphModule, node: Node) -> Iterator[Node]:
-    """The nodes that one node writes."""
+    """Yield the nodes to which one node writes."""
     if isinstance(node.target, OpOverload):
         arguments = node.target._schema.arguments  # noqa: SLF001  (the only place where it says what it writes)
         given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | node.kwargs
@@ -229,7 +229,7 @@ def _targets(module: GraphModule, node: Node) -> Iterator[Node]:
         inner = dict(module.named_modules())
         graphs = (inner.get(str(one.target)) for one in taken if one.op == "get_attr")
         if any(isinstance(graph, GraphModule) and written(graph) for graph in graphs):
-            yield from taken  # the operators do not declare uniformly which
+            yield from taken  # the operators do not declare uniformly which of them
 
 
 def _node_arguments(given: Any) -> list[Node]:
@@ -239,7 +239,7 @@ def _node_arguments(given: Any) -> list[Node]:
 
 
 def _roots(node: Node) -> Iterator[str]:
-    """The placeholders that a node's tensor may be a view of."""
+    """Yield the placeholders of which a node's tensor may be a view."""
     pending, seen = [node], set[Node]()
     while pending:
         one = pending.pop()
@@ -259,7 +259,7 @@ def _may_be_view(target: Any) -> bool:
 
 
 def half_dtypes(program: ExportedProgram) -> str:
-    """The half-precision types of the computation, in words: "fp16", "fp16 and bf16", or "" for none."""
+    """Return the half-precision types of the computation, in words: "fp16", "fp16 and bf16", or "" for none."""
     tensors = [*program.state_dict.values(), *program.constants.values()]
     tensors += [node.meta.get("val") for node in _nodes(program.graph_module)]
     found = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)}
@@ -267,7 +267,7 @@ def half_dtypes(program: ExportedProgram) -> str:
 
 
 def can_upcast(program: ExportedProgram) -> bool:
-    """Whether the program keeps its meaning in fp32: not if it reinterprets bits or calls custom operators."""
+    """Return whether the program keeps its meaning in fp32: not if it reinterprets bits or calls custom operators."""
     calls = [node.target for node in _nodes(program.graph_module) if node.op == "call_function"]
     return not any(target is REINTERPRETATION or _is_foreign(target) for target in calls)
 
@@ -287,7 +287,7 @@ def upcast_graph(graph_module: GraphModule) -> None:
 
 
 def upcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """fp16 and bf16 to fp32; other tensors unchanged."""
+    """Convert fp16 and bf16 to fp32; other tensors are unchanged."""
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 

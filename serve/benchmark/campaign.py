@@ -1,4 +1,4 @@
-"""The measurements of one `halfserve bench`: a sweep, a search for the highest load, or a comparison."""
+"""Runs the measurements of one `halfserve bench`: a sweep, a search for the highest load, or a comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfserve.serve.benchmark.report import BenchmarkReport, Differences
 from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
-CPUS_PER_PROCESS = 4  # the others are for a server on this machine
+CPUS_PER_PROCESS = 4  # one load process per this many CPUs; the other CPUs are left to a server on this machine
 Ending = BenchmarkError | ClientError | KeyboardInterrupt | None
 
 
@@ -32,7 +32,7 @@ class ProgressListener(Protocol):
         """Show the statistics of the last window."""
 
     def done(self, level: Level) -> None:
-        """A load has been measured."""
+        """Record that a load has been measured."""
 
     def note(self, line: str) -> None:
         """Show a line of text."""
@@ -40,18 +40,18 @@ class ProgressListener(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """What is to be measured.
+    """Measurements of one `halfserve bench`.
 
     Attributes:
         address: HOST:PORT of the server.
-        models: that the requests are for, in turn.
+        models: names of the models; requests go to them in turn.
         against: (address, model) of each load target to compare with.
-        loads: one after the other; of a search, its lowest and highest load.
-        how: each is measured.
-        options: of the requests.
-        batch_sizes: rows per request; the loads are measured with each.
-        goal: to search for the highest load that keeps it; None to measure the loads as they are.
-        rounds: of a comparison.
+        loads: loads to measure in order; for a search, its lowest and highest load.
+        how: settings of each measurement.
+        options: contents and transport of the requests.
+        batch_sizes: rows per request; every load is measured with each.
+        goal: latency limit of a search for the highest load; None to measure the loads as they are.
+        rounds: rounds of a comparison.
         command: the command line.
     """
 
@@ -68,7 +68,7 @@ class Campaign:
 
 
 def carry_out(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
-    """Measure; return the report, and what ended the campaign early: the levels measured before are kept.
+    """Measure; return the report, and the error that ended the campaign early: the levels measured before are kept.
 
     Raises:
         BenchmarkArgumentError: the options do not fit the model; nothing was measured.
@@ -154,7 +154,7 @@ def _compared_load(
 
 
 def _names(places: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Distinct names: the model, the address before it where there are several, a number where all agree."""
+    """Distinct names: the model, preceded by the address if the addresses differ, or numbered if all are equal."""
     several = len({address for address, _ in places}) > 1
     plain = [f"{address}/{'+'.join(models)}" if several else "+".join(models) for address, models in places]
     return [name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)]

@@ -35,7 +35,7 @@ from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials, tak
 from halfserve.serve.client.connection import CLUSTER
 from halfserve.serve.client.errors import ClientError
 
-LARGEST = 1e8  # of seconds and milliseconds; JSON and clocks cannot hold infinity
+LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cannot represent infinity
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
 EXIT_CODES: dict[type[Exception], int] = {
     BenchmarkArgumentError: 2,
@@ -44,7 +44,7 @@ EXIT_CODES: dict[type[Exception], int] = {
     ClientError: 1,
     OSError: 1,
 }
-SETUP_TIMEOUT_S = 10.0  # at least, of the calls beside the load
+SETUP_TIMEOUT_S = 10.0  # least time limit of the calls that prepare the load
 TERMINATED_EXIT_CODE = 143  # 128 + SIGTERM, as shells report it
 SAME_S = 0.5
 
@@ -128,7 +128,7 @@ class BenchArguments:
     as_json: AsJson = False
 
     def campaign(self, models: Sequence[str]) -> Campaign:
-        """What is to be measured.
+        """Build the measurements that the options describe.
 
         Raises:
             BenchmarkArgumentError: an option is malformed, or options exclude each other.
@@ -185,7 +185,7 @@ class BenchArguments:
         return [Load(concurrency=number) for number in parse_concurrencies(text)]
 
     def _data(self) -> tuple[dict[str, object], bool]:
-        """The inputs given by name, and whether the others are zeros."""
+        """The inputs given by name, and whether all other inputs are zeros."""
         inputs, data = self.inputs or [], self.data
         if data in ("random", "zeros"):
             return read_inputs(inputs), data == "zeros"
@@ -243,7 +243,7 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _against(text: str, address: str) -> tuple[str, str]:
-    """(address, model) of an --against."""
+    """(address, model) from an --against option."""
     scheme = CLUSTER if text.startswith(CLUSTER) else ""
     place, slash, model = text.removeprefix(scheme).partition("/")
     if not slash and text:
@@ -290,12 +290,12 @@ def _show(report: BenchmarkReport, *, as_json: bool) -> None:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block at SIGTERM, and once for a signal that comes twice. To be used in the main thread.
+    """Raise KeyboardInterrupt in the block at SIGTERM, but only once if the signal comes twice. Use it in the main thread only.
 
-    `timeout` signals its child and then the whole group, which includes the child: the second signal is no second request.
+    `timeout` signals its child and then the whole group, which includes the child, so the second signal is not a new request.
 
     Raises:
-        SystemExit: the block was ended by SIGTERM (143).
+        SystemExit: SIGTERM ended the block (143).
     """
     terminated, raised_s = False, -SAME_S
 

@@ -1,4 +1,4 @@
-"""Servers or models side by side: interleaved rounds, and differences between their answers."""
+"""Compares servers or models: interleaved rounds, and differences between their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALLEST = 1e-30
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A figure over the rounds: median, smallest and largest."""
+    """A value over several rounds: median, smallest and largest."""
 
     median: float
     low: float
@@ -41,17 +41,17 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLevel:
-    """What one load target did under one load.
+    """Results of one load target under one load.
 
     Attributes:
-        name: the target's.
-        load: what was asked for.
+        name: name of the target.
+        load: requested load.
         rounds: one level per round.
-        per_second: requests answered with success per second.
-        p50_ms: median latency.
-        p99_ms: 99th percentile of the latency.
-        rate_ratio: requests per second over those of the base in the same round.
-        p99_ratio: p99 over that of the base in the same round.
+        per_second: successful requests per second.
+        p50_ms: median latency in milliseconds.
+        p99_ms: 99th percentile of the latency in milliseconds.
+        rate_ratio: requests per second, relative to the base in the same round.
+        p99_ratio: p99, relative to the base in the same round.
     """
 
     name: str
@@ -91,14 +91,14 @@ class ComparedLevel:
 
 
 def compare(names: Sequence[str], load: Load, rounds: int, measure: MeasureOne, *, base: int = 0) -> Iterator[ComparedLevel]:
-    """Measure all targets under one load, one at a time in turn (A B A B ...): a drift in the machine's speed affects all.
+    """Measure all targets under one load, in turn (A B A B ...), so that a drift in the machine's speed affects all of them.
 
     Args:
-        names: of the targets.
-        load: of all targets.
-        rounds: how often each is measured.
-        measure: measures the target of a number.
-        base: the number of the target that the others are compared with.
+        names: names of the targets.
+        load: load for every target.
+        rounds: measurements of each target.
+        measure: measures the target of the given index.
+        base: index of the target that the others are compared with.
 
     Raises:
         BaseException: raised by `measure`; the complete rounds before it are yielded first.
@@ -120,7 +120,7 @@ def _over_rounds(names: Sequence[str], complete: Sequence[Sequence[Level]], base
 
 
 def compared(name: str, levels: Sequence[Level], base: Sequence[Level]) -> ComparedLevel:
-    """One target's rounds beside those of the base."""
+    """Summarize one target's rounds, relative to those of the base."""
     pairs = list(zip(levels, base, strict=True))
     return ComparedLevel(
         name=name,
@@ -139,11 +139,12 @@ class Difference:
     """Differences in one output, over all requests compared.
 
     Attributes:
-        output: its name.
-        max_abs: the largest absolute difference of two elements.
-        scaled: max_abs over the largest magnitude in the reference's answer to the same request, at most over all requests.
-        mismatched: elements that are finite on one side only, and differing elements that are no numbers.
-        agreement: share of rows [..., classes] with the same argmax; None for outputs without classes.
+        output: name of the output.
+        max_abs: largest absolute difference of two elements.
+        scaled: max_abs divided by the largest magnitude in the reference's answer to the same request; the maximum over
+            requests.
+        mismatched: elements that are finite on one side only, and differing elements that are not numbers.
+        agreement: fraction of rows [..., classes] with the same argmax; None for outputs without classes.
     """
 
     output: str
@@ -165,10 +166,10 @@ def differences(
     """Send the same inputs to two models and compare the answers.
 
     Args:
-        client: of the first model.
-        requests: to it.
-        reference: of the model that it is compared with.
-        reference_requests: the same inputs in that model's datatypes.
+        client: client of the first model's server.
+        requests: requests to the first model.
+        reference: client of the reference model's server.
+        reference_requests: requests with the same inputs in the reference model's datatypes.
 
     Returns:
         One difference per output that both have, and the names of the outputs that only one side has.
@@ -197,7 +198,7 @@ def _answers(client: Client, request: ModelInferRequest) -> Mapping[str, Array]:
 
 
 def _from_bf16(array: Array) -> Array:
-    """Float32 from bit patterns, which are its upper halves; other arrays unchanged."""
+    """Convert BF16 bit patterns, which are the upper halves of float32, to float32; other arrays are returned unchanged."""
     return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
 
 
@@ -219,7 +220,7 @@ def _difference(name: str, pairs: Sequence[tuple[Array, Array]]) -> Difference:
             largest = float(np.abs(a[finite] - b[finite]).max())
             max_abs = max(max_abs, largest)
             scaled = max(scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
-        if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty where a detector found nothing
+        if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty if a detector found nothing
             agreements.append(float((a.argmax(-1) == b.argmax(-1)).mean()))
     agreement = sum(agreements) / len(agreements) if agreements else None
     return Difference(output=name, max_abs=max_abs, scaled=scaled, mismatched=mismatched, agreement=agreement)

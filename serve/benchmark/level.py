@@ -1,4 +1,4 @@
-"""A load and its outcome: requested load, latency percentiles, and the server's own counters."""
+"""A load and its results: requested load, latency percentiles, and the server's own counters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MAX_LEVELS = 1000
 EXPECTED = "expected numbers above 0 with commas between, such as 1,4,16, or a range such as 1:64:x2 or 10:50:10"
 NANOSECONDS_PER_MS = 1e6
 PERCENTS = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
-BUSY = 0.95  # share of time above which a load process is the limit
+BUSY = 0.95  # share of busy time above which the load process itself is the limit
 LATE_MS = 1.0
 LATE_SHARE = 0.25
-KEPT_UP = 0.95  # of the requests of a rate
+KEPT_UP = 0.95  # a generator that sent at least this fraction of a rate's requests kept up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Load:
 
     @property
     def text(self) -> str:
-        """Such as "16 in flight"."""
+        """The load as text, such as "16 in flight"."""
         return f"{self.concurrency} in flight" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
@@ -48,7 +48,7 @@ def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
     """Read whole numbers and ranges of them.
 
     Raises:
-        BenchmarkArgumentError: it is malformed, or a number is below 1.
+        BenchmarkArgumentError: the text is malformed, or a number is below 1.
     """
     numbers = list(_numbers(text, option))
     if not all(number >= 1 and number.is_integer() for number in numbers):
@@ -60,7 +60,7 @@ def parse_rates(text: str) -> list[float]:
     """Read numbers and ranges of them.
 
     Raises:
-        BenchmarkArgumentError: it is malformed, or a number is 0.
+        BenchmarkArgumentError: the text is malformed, or a number is 0.
     """
     numbers = list(_numbers(text, "--rate"))
     if not all(0 < number < math.inf for number in numbers):
@@ -94,19 +94,19 @@ def _range(match: re.Match[str], given: str) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTotals:
-    """Server counters since the model was loaded, or between two moments.
+    """Server counters since the model was loaded, or between two times.
 
     Attributes:
-        requests: answered with success.
-        failed: answered with an error.
+        requests: successful requests.
+        failed: failed requests.
         rows: rows computed (`inference_count`).
         executions: batches computed.
-        queued: requests whose queueing time is in queue_ns.
-        queue_ns: nanoseconds in the queue, in all.
-        computed: requests whose computing times are in the next three.
-        compute_input_ns: nanoseconds for assembling their batches.
-        compute_infer_ns: nanoseconds for running the model.
-        compute_output_ns: nanoseconds for splitting the batches.
+        queued: requests counted in `queue_ns`.
+        queue_ns: total queue time in nanoseconds.
+        computed: requests counted in the following three times.
+        compute_input_ns: time for assembling the requests' batches, in nanoseconds.
+        compute_infer_ns: time for running the model, in nanoseconds.
+        compute_output_ns: time for splitting the batches, in nanoseconds.
     """
 
     requests: int = 0
@@ -144,28 +144,28 @@ class ServerTotals:
         return ServerTotals(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def since(self, before: ServerTotals) -> ServerTotals | None:
-        """The counts since an earlier moment; None where the counters were reset in between."""
+        """The counts since an earlier time; None if the counters were reset in between."""
         counts = {name: value - getattr(before, name) for name, value in vars(self).items()}
         return None if min(counts.values()) < 0 else ServerTotals(**counts)
 
     @property
     def mean_batch_size(self) -> float | None:
-        """Rows per batch; None when nothing was computed."""
+        """Mean number of rows per batch; None if nothing was computed."""
         return self.rows / self.executions if self.executions else None
 
     @property
     def queue_ms(self) -> float | None:
-        """Mean milliseconds of a request in the queue; None when none was queued."""
+        """Mean queue time of a request in milliseconds; None if none was queued."""
         return self.queue_ns / self.queued / NANOSECONDS_PER_MS if self.queued else None
 
     @property
     def compute_ms(self) -> float | None:
-        """Mean milliseconds of a request's batch in all compute stages; None when nothing was computed."""
+        """Mean compute time of a request's batch over all stages, in milliseconds; None if nothing was computed."""
         return self._mean_ms(self.compute_input_ns + self.compute_infer_ns + self.compute_output_ns)
 
     @property
     def split_ms(self) -> dict[str, float | None]:
-        """Mean milliseconds per request, stage by stage in the order they come."""
+        """Mean time per request in milliseconds by stage, in the order of the stages."""
         return {
             "queue": self.queue_ms,
             "compute_input": self._mean_ms(self.compute_input_ns),
@@ -179,7 +179,7 @@ class ServerTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Milliseconds; percentiles by nearest rank, within 0.05 %."""
+    """Latencies in milliseconds; percentiles by nearest rank, accurate to 0.05 %."""
 
     min: float
     mean: float
@@ -202,18 +202,18 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A load and its outcome.
+    """Results of one load.
 
     Attributes:
-        load: what was asked for.
+        load: requested load.
         batch_size: rows per request.
-        tally: what was measured.
-        server: the server's counters over this load; None from a server that keeps none, or was restarted meanwhile.
-        models: the names of the models that the requests were for.
+        tally: statistics of the whole load.
+        server: the server's counters over this load; None if the server keeps none, or was restarted meanwhile.
+        models: names of the models that the requests were for.
         windows: consecutive slices of the tally, for as long as requests were started.
-        goodput_ms: the latency up to which an answer is of use; None for any.
+        goodput_ms: latency limit of a useful answer in milliseconds; None for no limit.
         stable: whether the last windows agreed; None if this was not required.
-        ended_early: why the load stopped before its end; None where it did not.
+        ended_early: reason why the load ended early; None if it did not.
 
     Raises:
         BenchmarkError: no request succeeded; the text has the server's message.
@@ -248,34 +248,34 @@ class Level:
 
     @property
     def requests(self) -> int:
-        """Answered with success."""
+        """Number of successful requests."""
         return self.histogram.total
 
     @property
     def failed(self) -> int:
-        """Answered with an error, or not at all."""
+        """Number of failed or unanswered requests."""
         return self.tally.failed
 
     @property
     def requests_per_second(self) -> float:
-        """Requests answered with success per second."""
+        """Successful requests per second."""
         return self.requests / self.tally.seconds
 
     @property
     def goodput_per_second(self) -> float | None:
-        """Requests answered with success within `goodput_ms` per second."""
+        """Requests per second that succeeded within `goodput_ms`."""
         return None if self.goodput_ms is None else self.histogram.within(self.goodput_ms) / self.tally.seconds
 
     @property
     def late_ms(self) -> float | None:
-        """How late requests of a rate were sent (p99); None in a closed loop."""
+        """Delay with which requests of a rate were sent (p99), in milliseconds; None in a closed loop."""
         return self.tally.lateness.percentiles_ms([99])[0] if self.tally.lateness.total else None
 
     def percentile_ms(self, percent: float) -> float:
         return self.histogram.percentiles_ms([percent])[0]
 
     def doubts(self) -> list[str]:
-        """Reasons to doubt these figures, a sentence each."""
+        """Reasons to doubt these figures, one sentence each."""
         lines = [self._generator_doubt(), self._stability_doubt(), self._foreign_doubt()]
         if self.ended_early is not None:
             lines.append(f"ended early ({self.ended_early}); the figures are of what was measured until then")
@@ -287,7 +287,7 @@ class Level:
         return [f"at {self.load.text}: {count} {code}: {self.tally.messages.get(code, '')}" for code, count in counts]
 
     def to_json(self) -> dict[str, Any]:
-        """The level as bench.json holds it; see serve/benchmark/report.py."""
+        """The level as a JSON object of bench.json; see serve/benchmark/report.py."""
         server, tally = self.server, self.tally
         return {
             "concurrency": self.load.concurrency,

@@ -1,4 +1,4 @@
-"""A server under test, with the requests for it and the processes that send them."""
+"""A server under test, with the requests and the processes that load it."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
     from halfserve.protos.inference_pb2 import ModelInferRequest
 
-ALIGNMENT = 64  # of a tensor's first byte; the width of a vector register
+ALIGNMENT = 64  # alignment of each tensor in bytes; the width of a vector register
 SharedMemory: TypeAlias = Literal["system", "cuda"]
 
 
 class _Places:
-    """Allocates parts of a region; `end` bytes are taken."""
+    """Allocates parts of a region; `end` is the number of allocated bytes."""
 
     def __init__(self) -> None:
         self.end = 0
 
     def take(self, size: int) -> int:
-        """The offset of a new part."""
+        """Allocate a part of `size` bytes and return its offset."""
         offset = -(-self.end // ALIGNMENT) * ALIGNMENT
         self.end = offset + size
         return offset
@@ -60,20 +60,20 @@ def shared_requests(
     kind: SharedMemory,
     stack: ExitStack,
 ) -> list[pb.ModelInferRequest]:
-    """Requests whose tensors lie in shared memory, inputs and outputs.
+    """Requests whose inputs and outputs are in shared memory.
 
-    Inputs and outputs have a place per distinct request. Requests in flight at the same time may share a place for outputs: the
-    answers are not read.
+    Each distinct request has its own places for inputs and outputs. Requests in flight at the same time may share a place for
+    outputs, because the answers are not read.
 
     Args:
-        client: of the server, which must be on this machine.
-        requests: with raw inputs.
-        answers: to each of them; they give the outputs and their sizes.
-        kind: of memory: the system's, or the first CUDA device's.
-        stack: keeps the memory open.
+        client: client of the server, which must be on this machine.
+        requests: requests with raw inputs.
+        answers: the answer to each of them; it determines the outputs and their sizes.
+        kind: the system's memory, or that of the first CUDA device.
+        stack: keeps the memory open until it is closed.
 
     Raises:
-        ClientError: the server does not take shared memory, is not on this machine, or there is not enough of it.
+        ClientError: the server does not support shared memory, is not on this machine, or there is too little of it.
         BenchmarkError: this process has no CUDA device, or too little memory on it.
     """
     places = _Places()
@@ -89,7 +89,7 @@ def shared_requests(
 
 @contextmanager
 def _in_system_memory(client: Client, contents: Array) -> Iterator[str]:
-    """The name of a region with these bytes."""
+    """Name of a registered region with these bytes."""
     with client.shared_region(contents.nbytes) as region:
         region.array(contents.shape, np.uint8)[:] = contents
         yield region.name
@@ -112,7 +112,7 @@ def _in_cuda_memory(client: Client, contents: Array) -> Iterator[str]:
     finally:
         with suppress(ClientError):  # the server may be gone
             client.unregister_cuda_region(name)
-        del memory  # not before
+        del memory  # only after it is unregistered
 
 
 def _rewritten(
@@ -135,18 +135,18 @@ class RequestSettings:
 
     Attributes:
         batch_size: rows per request.
-        shapes: of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
-        given: by input, arrays or parsed JSON.
-        zeros: other inputs are zeros instead of random.
-        parameters: of every request.
-        version: of the model; empty for the server's choice.
-        streaming: over ModelStreamInfer instead of ModelInfer.
-        shared_memory: in which tensors travel; None sends them.
-        processes: that send them.
-        timeout_s: of the calls that prepare the load.
-        tls: for an encrypted connection; None for a plain one.
-        token: of every call; only over TLS, or to this machine.
-        metadata: of every call.
+        shapes: shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
+        given: input name -> array or parsed JSON.
+        zeros: whether other inputs are zeros instead of random.
+        parameters: parameters of every request.
+        version: version of the model; empty for the server's choice.
+        streaming: whether to use ModelStreamInfer instead of ModelInfer.
+        shared_memory: kind of memory that holds the tensors; None sends them.
+        processes: number of load processes.
+        timeout_s: time limit of the calls that prepare the load, in seconds.
+        tls: certificates for an encrypted connection; None for no encryption.
+        token: bearer token of every call; only over TLS, or to this machine.
+        metadata: gRPC metadata of every call.
     """
 
     batch_size: int = 1
@@ -165,20 +165,20 @@ class RequestSettings:
 
 
 class LoadTarget:
-    """A server or a cluster, ready to be loaded: it has answered one request for each model.
+    """A server or cluster that is ready to be loaded: it has answered one request for each model.
 
     Args:
         address: HOST:PORT of its gRPC port, or cluster://HOST:PORT,...: then all members that serve the models are loaded.
-        models: the requests are for these, in turn.
-        options: of the requests.
+        models: names of the models; requests go to them in turn.
+        options: contents and transport of the requests.
 
     Attributes:
-        models: their names.
-        versions: the versions that answered, by model.
-        provider: the execution provider of the first model; None if the server does not say.
-        requests: (number of the model, request) for every distinct request, the models in turn.
-        plain_requests: those of the first model with their tensors inside.
-        notes: what was changed about the given inputs, a line each.
+        models: names of the models.
+        versions: version that answered, by model.
+        provider: execution provider of the first model; None if the server does not say.
+        requests: (index of the model, request) for every distinct request, the models in turn.
+        plain_requests: requests to the first model with their tensors in the message.
+        notes: one line for each change made to the given inputs.
 
     Raises:
         BenchmarkArgumentError: the options do not fit a model.
@@ -191,7 +191,7 @@ class LoadTarget:
         self.provider: str | None = None
         self.notes: list[str] = []
         self.plain_requests: list[ModelInferRequest] = []
-        self._names: set[str] = set()  # of the models, by request and by the server's own metadata
+        self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
         self._stack = ExitStack()
         if address.startswith(CLUSTER) and options.shared_memory:
@@ -217,7 +217,7 @@ class LoadTarget:
         )
 
     def totals(self) -> ServerTotals | None:
-        """The server's counters for these models; None from a server that keeps none."""
+        """The server's counters for these models; None if the server keeps none."""
         try:
             found = [one for model in self.models for one in self.client.statistics(model, self._options.version)]
         except ClientError as error:
@@ -277,7 +277,7 @@ class LoadTarget:
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
 
     def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
-        """The plan's requests; the server's error about one of them is raised before any load."""
+        """The plan's requests, after one was sent, so that the server's error is raised before any load."""
         requests = plan.requests()
         self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
@@ -285,8 +285,8 @@ class LoadTarget:
         kind = self._options.shared_memory
         if kind is None:
             return requests
-        # Other requests may have longer answers than the first.
-        sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch size, which is equal in all requests
+        # Answers to other requests may be longer than the first.
+        sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch size, which is the same in all requests
         varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in plan.metadata.outputs)
         others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
         shared = shared_requests(self.client, requests, [answer, *others], kind, self._stack)

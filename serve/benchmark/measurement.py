@@ -1,4 +1,4 @@
-"""Measure one load on one server, for a fixed time or until three windows agree."""
+"""Measures one load on one server, for a fixed time or until three windows agree."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAX_WINDOWS = 10
 ReadTotals = Callable[[], ServerTotals | None]
 OnWindow = Callable[[LoadStatistics], None]
 Measure = Callable[[Load], Level]
-RESOLUTION = 0.05  # of a rate; numbers of requests in flight are found exactly
+RESOLUTION = 0.05  # relative resolution of a rate; concurrencies are searched exactly
 MAX_DOUBLINGS = 20
 ATTEMPTS = 2
-NEARLY = 0.99  # slices end a little before or after their time
+NEARLY = 0.99  # slices may end slightly before or after their time
 
 
 def is_stable(windows: Sequence[LoadStatistics], percent: float) -> bool:
-    """Whether throughput and latency of the last three windows each lie within 10 % of their mean.
+    """Whether throughput and latency of the last three windows are each within 10 % of their mean.
 
     Args:
-        windows: in their order.
-        percent: which percentile of the latency must agree.
+        windows: windows in order of time.
+        percent: percentile of the latency that must agree.
     """
     last = windows[-WINDOWS:]
     if len(last) < WINDOWS or not all(window.latency.total for window in last):
@@ -46,18 +46,18 @@ def _agree(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How loads are measured.
+    """Settings of a measurement.
 
     Attributes:
-        seconds: length of a load, or of one window of it when `until_stable`; None to let `requests` end it.
-        requests: of a load; None to let `seconds` end it.
-        until_stable: measure window after window until three agree.
-        warmup_s: unmeasured load before.
-        timeout_s: the deadline of each request.
-        arrivals: how the requests of a rate follow each other.
-        connections: to the server, from all processes together.
-        percent: the latency percentile that has to be stable.
-        goodput_ms: the latency up to which an answer is of use; None for any.
+        seconds: length of a load, or of one window if `until_stable`; None if `requests` limits it.
+        requests: number of requests of a load; None if `seconds` limits it.
+        until_stable: measure further windows until three agree.
+        warmup_s: unmeasured load before the measurement, in seconds.
+        timeout_s: deadline of each request, in seconds.
+        arrivals: distribution of the requests of a rate.
+        connections: connections to the server, over all processes.
+        percent: latency percentile that must be stable.
+        goodput_ms: latency limit of a useful answer in milliseconds; None for no limit.
     """
 
     seconds: float | None = 2.0
@@ -76,10 +76,10 @@ class Bench:
     """A server under load.
 
     Attributes:
-        generator: has the requests and is connected to the server.
-        read_totals: reads the server's counters; None from a server that keeps none.
+        generator: load generator with the requests, connected to the server.
+        read_totals: reads the server's counters; returns None if the server keeps none.
         batch_size: rows per request.
-        models: the names of the models that the requests are for.
+        models: names of the models that the requests are for.
     """
 
     generator: LoadGenerator
@@ -89,17 +89,17 @@ class Bench:
 
 
 def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = lambda _: None) -> Level:
-    """Load the server and return the outcome.
+    """Load the server and return the results.
 
     Args:
         bench: the server and its load generator.
-        load: what to do.
-        how: for how long, and so on.
+        load: load to apply.
+        how: settings of the measurement.
         on_window: called several times a second with the statistics since the last call.
 
     Raises:
-        BenchmarkError: no request succeeded, the server stopped in the warm-up, or a load process died.
-        KeyboardInterrupt: Ctrl-C in the warm-up; Ctrl-C during the measurement ends it early instead.
+        BenchmarkError: no request succeeded, the server stopped during the warm-up, or a load process died.
+        KeyboardInterrupt: Ctrl-C during the warm-up; during the measurement, Ctrl-C ends it early instead.
     """
     spec = LoadSpec(
         concurrency=load.concurrency,
@@ -118,7 +118,7 @@ def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = la
             raise BenchmarkError(f"the server stopped in the warm-up of {load.text}: {warm.ended_early}")
     if how.until_stable:
         return _until_stable(bench, load, how, spec, on_window)
-    # The counters are read while nothing is in flight, so they cover exactly the requests that are measured.
+    # The counters are read while nothing is in flight, so they cover exactly the measured requests.
     before = _totals(bench)
     outcome = bench.generator.run(spec, lambda tally: _shown(tally, on_window))
     after = None if outcome.ended_early else _totals(bench)
@@ -127,7 +127,7 @@ def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = la
 
 
 class _Windows:
-    """Slices of a load combined into windows, with the server's counters at their edges."""
+    """Combines slices of a load into windows, with the server's counters at their edges."""
 
     def __init__(self, bench: Bench, how: Measurement) -> None:
         self._bench = bench
@@ -163,7 +163,7 @@ def _until_stable(bench: Bench, load: Load, how: Measurement, spec: LoadSpec, on
         found.take(part)
         return not found.enough
 
-    # Slices are at most as long as windows: a load ends, and shows progress, at the end of a slice.
+    # Slices are at most as long as windows: a load can end, and show progress, only at the end of a slice.
     slice_s = min(spec.window_s, how.seconds or spec.window_s)
     outcome = bench.generator.run(replace(spec, seconds=None, requests=None, window_s=slice_s), go_on)
     last = found.windows[-WINDOWS:]
@@ -181,7 +181,7 @@ def _until_stable(bench: Bench, load: Load, how: Measurement, spec: LoadSpec, on
 
 
 def _totals(bench: Bench) -> ServerTotals | None:
-    """The counters; None from a server that is too busy to answer: the measurement is valid without them."""
+    """The counters; None if the server is too busy to answer: the measurement is valid without them."""
     try:
         return bench.read_totals()
     except ClientError:
@@ -202,15 +202,15 @@ class Goal:
     """A latency limit.
 
     Attributes:
-        percent: of the requests that have to keep it.
-        max_ms: the latency.
+        percent: percentage of requests that must be within the limit.
+        max_ms: latency limit in milliseconds.
     """
 
     percent: float
     max_ms: float
 
     def kept_by(self, level: Level) -> bool:
-        """Whether the level keeps it: also, no request may have failed, and the load must not have ended early."""
+        """Whether the level meets the goal; it does not if a request failed or the load ended early."""
         return level.failed == 0 and level.ended_early is None and level.percentile_ms(self.percent) <= self.max_ms
 
     @property
@@ -219,14 +219,14 @@ class Goal:
 
 
 def search(loads: Sequence[Load], goal: Goal, measure: Measure) -> Iterator[Level]:
-    """Search for the highest load that keeps a goal, from the lowest to the highest of `loads`.
+    """Search for the highest load that meets a goal, from the lowest to the highest of `loads`.
 
-    The search starts at a single load and doubles it until it fails. Then it halves the gap between the highest load that keeps
-    the goal and the lowest that does not, down to one request in flight or a twentieth of the rate. Yields every level as it is
-    measured.
+    From a single load, the search doubles it until the goal fails. Then it halves the gap between the highest load that meets
+    the goal and the lowest that does not, down to one request in flight or a twentieth of the rate. It yields every level as
+    soon as it is measured.
 
     Raises:
-        BenchmarkError: the lowest load does not keep the goal.
+        BenchmarkError: the lowest load does not meet the goal.
     """
     lowest = min(loads, key=lambda load: load.amount)
     highest = max(loads, key=lambda load: load.amount)
@@ -246,7 +246,7 @@ def search(loads: Sequence[Load], goal: Goal, measure: Measure) -> Iterator[Leve
 
 
 def _tried(load: Load, goal: Goal, measure: Measure) -> Generator[Level, None, bool]:
-    """Whether a load keeps the goal in one of two attempts, since a pause of the machine is no limit of the server."""
+    """Whether a load meets the goal in one of two attempts; a pause of the machine must not count as the server's limit."""
     for _ in range(ATTEMPTS):
         level = measure(load)
         yield level
@@ -256,7 +256,7 @@ def _tried(load: Load, goal: Goal, measure: Measure) -> Generator[Level, None, b
 
 
 def best_of(levels: Sequence[Level], goal: Goal) -> Level | None:
-    """The level with the highest load that keeps the goal; None where none does."""
+    """The level with the highest load that meets the goal; None if none does."""
     keeping = [level for level in levels if goal.kept_by(level)]
     return max(keeping, key=lambda level: level.load.amount, default=None)
 

@@ -1,4 +1,4 @@
-"""Plots of a report, and one HTML page with inline SVG that loads nothing else."""
+"""Plots of a report, and a self-contained HTML page with inline SVG."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LoadStatistics
 from halfserve.serve.benchmark.report import BenchmarkReport
 from halfserve.serve.benchmark.tables import percentiles_table, tables
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Palette of Okabe and Ito, which is distinguishable for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, ORANGE, GREY = PALETTE[0], PALETTE[1], "#555555"
 DOTS_PER_INCH = 150
 STAGES = {"queue": "#999999", "compute_input": "#56B4E9", "compute_infer": "#0072B2", "compute_output": "#009E73"}
 POINTS = 400
 MIN_WINDOWS = 3
-ID_SALT = "halfserve"  # makes element names, and so the file, reproducible
+ID_SALT = "halfserve"  # makes element names, and thus the file, reproducible
 Curves = Mapping[str, Sequence[Level]]
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 56rem; margin: 2rem auto; padding: 0 1rem }
@@ -101,7 +101,7 @@ def _subtitle(report: BenchmarkReport) -> str:
 
 
 def curves_of(report: BenchmarkReport) -> dict[str, list[Level]]:
-    """The levels to draw, by load target: of a comparison those of the round with the median throughput."""
+    """The levels to draw, by load target; for a comparison, those of the round with the median throughput."""
     if not report.comparison:
         return {report.model: list(report.levels)}
     curves: dict[str, list[Level]] = {}
@@ -112,7 +112,7 @@ def curves_of(report: BenchmarkReport) -> dict[str, list[Level]]:
 
 
 def throughput_latency(curves: Curves) -> str:
-    """Latencies p50 and p99 against the throughput reached, a point per load."""
+    """Plot the latencies p50 and p99 against the throughput reached, with one point per load."""
     figure, axes = _figure("throughput [requests/s]; the numbers are the loads", "latency [ms]")
     for (name, levels), color in zip(curves.items(), cycle(PALETTE), strict=False):
         rates = [level.requests_per_second for level in levels]
@@ -127,7 +127,7 @@ def throughput_latency(curves: Curves) -> str:
 
 
 def latency_percentiles(curves: Curves) -> str:
-    """Latency over the percentile, drawn as 1 - percentile on a log axis: each decade is one more nine."""
+    """Plot latency against the percentile, as 1 - percentile on a log axis: each decade is one more nine."""
     figure, axes = _figure("percentile", "latency [ms]")
     lines = [(f"{name}, {level.load.text}", level) for name, levels in curves.items() for level in levels]
     most = max(level.requests for _, level in lines)
@@ -144,7 +144,7 @@ def latency_percentiles(curves: Curves) -> str:
 
 
 def over_time(curves: Curves) -> str | None:
-    """Requests answered per second over the time of each load; None where there are too few slices."""
+    """Plot requests answered per second against the time of each load; None if there are too few slices."""
     lines = [
         (f"{name}, {level.load.text}", windows)
         for name, levels in curves.items()
@@ -164,13 +164,13 @@ def over_time(curves: Curves) -> str | None:
 
 
 def _whole(windows: Sequence[LoadStatistics]) -> list[LoadStatistics]:
-    """The slices without the short ones, in which the last requests were waited for: these have no rate."""
+    """The slices without the short ones at the end, which only wait for the last requests and so have no rate."""
     longest = max((window.seconds for window in windows), default=0.0)
     return [window for window in windows if window.seconds > longest / 2]
 
 
 def server_split(curves: Curves) -> str | None:
-    """A bar per load: a request's mean time in the server by stage; None where no server has statistics."""
+    """Plot a bar per load: a request's mean time in the server by stage; None if no server has statistics."""
     lines = [
         (f"{name}\n{level.load.amount:g}" if len(curves) > 1 else f"{level.load.amount:g}", level.server.split_ms)
         for name, levels in curves.items()
@@ -204,7 +204,7 @@ def _svg(figure: Figure, axes: Axes) -> str:
     text = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": ID_SALT, "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
-    # The XML prolog before the element does not belong in a page.
+    # The XML prolog before the element is not allowed in an HTML page.
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 

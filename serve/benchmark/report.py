@@ -1,25 +1,25 @@
-"""A measurement as one object, as a table in a terminal and as bench.json.
+"""A benchmark report: as one object, and as bench.json.
 
 bench.json holds one object:
 
 - "model", "version", "address"; "provider": the execution provider, null if the server does not say
 - "batch_size": rows per request of the first level; "date": ISO 8601, UTC; "command"
 - "machine": {"platform", "cpus", "python"} of the load generator
-- "goal", "best": of a search: the latency limit, and the index in "levels" of the highest load that kept it; else null
+- "goal", "best": for a search, the latency limit, and the index in "levels" of the highest load that met it; else null
 - "levels": one per load, in the order measured:
     - "concurrency": requests in flight, or "rate": requests per second; the other is null. "batch_size": rows per request
-    - "requests": answered with success; "errors": failed; "errors_by_status": {gRPC status: count}; "error_messages": one each
-    - "seconds", "requests_per_second", "rows_per_second"
-    - "goodput_per_second": answered with success within the bound given, null without one
-    - "latency_ms": {"min", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"} of the answered ones; at a rate it counts from
-      when a request was to be sent, whether or not it could be
+    - "requests": successful requests; "errors": failed ones; "errors_by_status": {gRPC status: count}; "error_messages": one
+    each - "seconds", "requests_per_second", "rows_per_second"
+    - "goodput_per_second": requests answered within the given latency limit, null without one
+    - "latency_ms": {"min", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"} of the successful ones; at a rate it counts
+      from the intended sending time
     - "mean_batch_size": rows per batch in the server
     - "server_ms": {"queue", "compute", "compute_input", "compute_infer", "compute_output"}: means per request; "compute" is
       the sum of the last three
     - "models": [{"model", "requests", "latency_ms"}]
-    - "generator": {"sent", "busy": share of its time, "late_p99_ms": its own delay at a rate, "held_back"}
+    - "generator": {"sent", "busy": fraction of its time, "late_p99_ms": its own delay at a rate, "held_back"}
     - "windows": [{"seconds", "requests", "errors", "p99_ms"}]: slices of the time, in their order
-    - "stable": whether the last windows agreed, null if not required; "ended_early": why, or null
+    - "stable": whether the last windows agreed, null if not required; "ended_early": the reason, or null
 - "comparison": one object per load and target: "name", "concurrency" or "rate", "requests_per_second", "p50_ms", "p99_ms",
   "rate_ratio", "p99_ratio" (each {"median", "low", "high"} over the rounds; the ratios are to the first target),
   "mean_batch_size", "errors", "rounds": [level]
@@ -40,7 +40,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.benchmark.comparison import ComparedLevel, Difference
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.measurement import Goal, best_of
@@ -51,9 +51,9 @@ class Differences:
     """Differences between the answers of one load target and those of the first.
 
     Attributes:
-        name: the target's.
+        name: name of the target.
         outputs: one difference per output that both have.
-        not_compared: outputs that only one has, or in another shape.
+        not_compared: outputs that only one target has, or whose shapes differ.
     """
 
     name: str
@@ -67,19 +67,19 @@ class Differences:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkReport:
-    """What was measured, where and how.
+    """Results of a benchmark, and the conditions of the measurement.
 
     Attributes:
-        model: the model's name, or several with "+" between.
-        version: the version that answered, or several.
-        address: the server's.
-        provider: the model's execution provider, such as "CUDAExecutionProvider"; None if the server does not say.
-        command: the command line.
-        levels: one per load, in the order measured; of a comparison those of the first target's first round.
-        goal: of a search; None without one.
-        comparison: of the load targets; empty without one.
-        differences: between their answers.
-        date: of the measurement.
+        model: name of the model, or several joined by "+".
+        version: version that answered, or several.
+        address: address of the server.
+        provider: execution provider of the model, such as "CUDAExecutionProvider"; None if the server does not say.
+        command: command line.
+        levels: one level per load, in the order measured; for a comparison, those of the first target's first round.
+        goal: latency limit of a search; None without one.
+        comparison: results of the compared load targets; empty without a comparison.
+        differences: differences between their answers.
+        date: time of the measurement, in UTC.
     """
 
     model: str
@@ -95,7 +95,7 @@ class BenchmarkReport:
 
     @property
     def best(self) -> Level | None:
-        """Of a search: the highest load that keeps the goal."""
+        """The level with the highest load that meets the goal of a search; None without a search."""
         return None if self.goal is None else best_of(self.levels, self.goal)
 
     @property
@@ -125,11 +125,11 @@ class BenchmarkReport:
 
     @property
     def measured(self) -> list[Level]:
-        """All levels, with those of every round of a comparison."""
+        """All levels, including every round of a comparison."""
         return [level for compared in self.comparison for level in compared.rounds] or list(self.levels)
 
     def doubts(self) -> list[str]:
-        """Reasons to doubt figures of this report, a line each with the loads that they concern."""
+        """Reasons to doubt figures of this report, one line each with the loads that they concern."""
         loads: dict[str, dict[str, None]] = {}
         for level in self.measured:
             for doubt in level.doubts():
@@ -137,7 +137,7 @@ class BenchmarkReport:
         return [f"warning: at {', '.join(texts)}: {doubt}" for doubt, texts in loads.items()]
 
     def failures(self) -> list[str]:
-        """A line per load and gRPC status of failed requests."""
+        """One line per load and gRPC status of failed requests."""
         return list(dict.fromkeys(line for level in self.measured for line in level.failures()))
 
 

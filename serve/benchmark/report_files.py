@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfserve.protos.atomic_files import atomic_file, checked_output
+from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.serve.benchmark import BenchmarkArgumentError
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LatencyHistogram
@@ -24,7 +24,7 @@ WriteFile = Callable[[Path, BenchmarkReport], None]
 
 
 def write_csv(path: Path, report: BenchmarkReport) -> None:
-    """Write a table of the levels with one header line; times are in milliseconds, figures that the server lacks are empty.
+    """Write a table of the levels with a header line; times are in milliseconds, and values that the server lacks are empty.
 
     Raises:
         OSError: the file cannot be written; an existing file stays unchanged.
@@ -61,9 +61,9 @@ def _line(name: str, number: int, level: Level) -> dict[str, Any]:
 
 
 def level_paths(path: Path, report: BenchmarkReport) -> list[tuple[Path, Level]]:
-    """The file of each level: `path` itself where there is one, else NAME-16.hgrm, NAME-64.hgrm and so on.
+    """Path of each level's file: `path` itself for a single level, else NAME-16.hgrm, NAME-64.hgrm and so on.
 
-    A load that was measured several times has NAME-16-1.hgrm, NAME-16-2.hgrm.
+    The files of a load that was measured several times are NAME-16-1.hgrm, NAME-16-2.hgrm.
     """
     if len(report.levels) == 1:
         return [(path, report.levels[0])]
@@ -92,7 +92,7 @@ def write_percentiles(path: Path, report: BenchmarkReport) -> None:
 
 
 def percentile_text(latencies: LatencyHistogram) -> bytes:
-    """Value, percentile, count and 1/(1-percentile), a line each, then mean, deviation, maximum and total, in milliseconds."""
+    """Lines of value, percentile, count and 1/(1-percentile), then mean, deviation, maximum and total, in milliseconds."""
     histogram = hdr_histogram(latencies)
     lines = [f"{'Value':>12} {'Percentile':>14} {'TotalCount':>10} {'1/(1-Percentile)':>14}", ""]
     for point in histogram.get_percentile_iterator(TICKS_PER_HALF_DISTANCE):
@@ -112,7 +112,7 @@ def _ms(nanoseconds: float) -> float:
 
 
 def hdr_histogram(latencies: LatencyHistogram) -> Any:
-    """The histogram as an hdrh.histogram.HdrHistogram, in nanoseconds."""
+    """Convert to an hdrh.histogram.HdrHistogram in nanoseconds."""
     from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]  # noqa: PLC0415  (an extra)
 
     histogram = HdrHistogram(1, max(2, latencies.max_ns), SIGNIFICANT_DIGITS)
@@ -122,13 +122,13 @@ def hdr_histogram(latencies: LatencyHistogram) -> Any:
 
 
 def report_writers(outputs: Mapping[str, Path | None]) -> list[Writer]:
-    """One function per file; everything that would stop it is found now, before the measurement.
+    """One function per file to write; anything that would prevent the writing is found here, before the measurement.
 
     Args:
-        outputs: by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
+        outputs: path by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
 
     Raises:
-        BenchmarkArgumentError: two options name one file.
+        BenchmarkArgumentError: two options name the same file.
         OSError: a file cannot be written; the text names the option.
         ModuleNotFoundError: an optional package is missing.
     """

@@ -1,4 +1,4 @@
-"""The requests that a load is made of: random values in the model's shape, or the rows of given files."""
+"""Requests of a load: random values in the model's shape, or the rows of given files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 
 SEED = 2024
-DISTINCT_RANDOM = 8  # enough that caches do not answer for the model
+DISTINCT_RANDOM = 8  # enough that caches cannot answer instead of the model
 DISTINCT_GIVEN = 64
-MAX_BYTES = 64 * 2**20  # of all distinct requests together; they are copied to every process
+MAX_BYTES = 64 * 2**20  # limit for all distinct requests together, as they are copied to every process
 RANDOM_STRING_BYTES = 8
 
 
@@ -30,10 +30,10 @@ def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
     """Read `--shape NAME:D1,D2,...`.
 
     Returns:
-        The shapes of the requests, in turn: as many as the most frequent name has.
+        The shapes of the requests in turn; their number is that of the input given most often.
 
     Raises:
-        BenchmarkArgumentError: it is malformed, or a size is below 1.
+        BenchmarkArgumentError: an argument is malformed, or a size is below 1.
     """
     shapes: dict[str, list[list[int]]] = {}
     for argument in arguments:
@@ -47,10 +47,10 @@ def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
-    """Read `--parameter NAME=VALUE`: a value that is a JSON number, true or false is one, any other is text.
+    """Read `--parameter NAME=VALUE`: a value that is a JSON number, true or false has that type, any other is text.
 
     Raises:
-        BenchmarkArgumentError: it is malformed.
+        BenchmarkArgumentError: an argument is malformed.
     """
     parameters: dict[str, Parameter] = {}
     for argument in arguments:
@@ -67,17 +67,17 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPlan:
-    """How the requests of a load are made.
+    """Contents of a load's requests.
 
     Attributes:
-        metadata: the model's.
-        max_batch_size: from the model's configuration; 0 for a model that has no batch dimension.
+        metadata: metadata of the model.
+        max_batch_size: largest batch size in the model's configuration; 0 for a model without a batch dimension.
         batch_size: rows per request.
-        shapes: sizes for inputs that have variable ones, by name, without the batch dimension.
+        shapes: shapes of inputs with variable sizes, by name, without the batch dimension.
         given: arrays that fit the model (see `fitted_inputs`); inputs missing here are random.
-        version: the model's version; empty for the server's choice.
-        zeros: inputs that are not given are zeros (empty strings) instead of random.
-        parameters: of every request.
+        version: version of the model; empty for the server's choice.
+        zeros: whether inputs that are not given are zeros (empty strings) instead of random.
+        parameters: parameters of every request.
     """
 
     metadata: ModelMetadataResponse
@@ -90,13 +90,14 @@ class RequestPlan:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def requests(self) -> list[ModelInferRequest]:
-        """Distinct requests to be sent in turn: equal at every call, and for models of the same shapes in another datatype.
+        """Distinct requests to send in turn; they have the same values at every call, and for models with other datatypes.
 
-        Given rows are taken in order, from the start again after the last, so that a file of a hundred images makes a hundred
-        different requests of one row.
+        Given rows are taken in order, cyclically, so that a file of a hundred images makes a hundred different requests of one
+        row.
 
         Raises:
-            BenchmarkArgumentError: the batch size or a shape does not fit the model, or a variable dimension was not chosen.
+            BenchmarkArgumentError: the batch size or a shape does not fit the model, or the size of a variable dimension is
+                missing.
         """
         self._check()
         count = self._distinct()
@@ -124,7 +125,7 @@ class RequestPlan:
             raise BenchmarkArgumentError(f"--shape {wrong}: model {model!r} has the inputs {', '.join(sorted(known))}")
 
     def _row_shape(self, name: str) -> list[int]:
-        """The sizes of one row of an input; of the whole input for a model without a batch dimension."""
+        """The shape of one row of an input; of the whole input for a model without a batch dimension."""
         declared = next(list(tensor.shape) for tensor in self.metadata.inputs if tensor.name == name)
         if self.max_batch_size:
             declared = declared[1:]
@@ -137,7 +138,7 @@ class RequestPlan:
         return chosen
 
     def _distinct(self) -> int:
-        """The number of different requests that are worth having."""
+        """Number of distinct requests to make."""
         size = sum(self._request_bytes(tensor.name, datatype_named(tensor.datatype)) for tensor in self.metadata.inputs)
         rows = max((len(array) for array in self.given.values()), default=0)
         wanted = min(DISTINCT_GIVEN, math.ceil(rows / self.batch_size)) if self.max_batch_size else 1
@@ -150,13 +151,14 @@ class RequestPlan:
         return self.batch_size * math.prod(self._row_shape(name)) * (datatype.itemsize or RANDOM_STRING_BYTES)
 
     def _pool(self, name: str, wire: str, count: int) -> Array:
-        """The rows that requests take from: [rows, *row shape]."""
+        """The rows from which requests are made: [rows, *row shape]."""
         if name in self.given:
             return self.given[name] if self.max_batch_size else self.given[name][np.newaxis]
         shape = [count * self.batch_size, *self._row_shape(name)]
         if self.zeros:
             return zero_values(datatype_named(wire), shape)
-        # A generator per input: with one for all, fewer requests of a wider datatype would shift the values of the next inputs.
+        # One generator per input: with one for all, fewer requests of a wider datatype would shift the values of the next
+        # inputs.
         return random_values(datatype_named(wire), shape, np.random.default_rng([SEED, *name.encode()]))
 
     def _take(self, pool: Array, index: int) -> Array:
@@ -174,7 +176,7 @@ def zero_values(datatype: Datatype, shape: Sequence[int]) -> Array:
 
 
 def random_values(datatype: Datatype, shape: Sequence[int], generator: np.random.Generator) -> Array:
-    """Finite values that most models accept: standard normal for floats; 0 and 1 for whole numbers (valid as token,
+    """Finite values that most models accept: standard normal for floats; 0 and 1 for integers (valid as token,
     class and mask); short strings for BYTES.
     """
     if datatype.wire == "BYTES":

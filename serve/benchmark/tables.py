@@ -1,4 +1,4 @@
-"""A report as terminal tables, and the progress bar while it is measured."""
+"""Terminal tables of a report, and the progress bar during a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LATENCY_HEADINGS = ("p50\nms", "p99\nms", "max\nms")
-LONGEST_NAME = 16  # of a target in a comparison
+LONGEST_NAME = 16  # longest name of a target in a comparison table
 SERVER_HEADINGS = ("mean\nbatch", "queue\nms", "compute\nms")
 
 
@@ -67,7 +67,7 @@ def percentiles_table(name: str, levels: Sequence[Level]) -> Table:
 
 
 def models_table(levels: Sequence[Level]) -> Table:
-    """Figures of each model of a mixed load."""
+    """Results of each model of a mixed load."""
     table = Table(title="by model", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("load")
     for heading in ("model", "requests\n/s", "p50\nms", "p99\nms"):
@@ -102,7 +102,7 @@ def comparison_table(report: BenchmarkReport) -> Table:
 
 
 def _short_names(table: Table, names: Iterable[str]) -> dict[str, str]:
-    """What stands for each name in a table: a number in place of a long one, which goes below the table."""
+    """Short form of each name for a table: long names become numbers, which the caption explains."""
     distinct = dict.fromkeys(names)
     shown = {name: name if len(name) <= LONGEST_NAME else f"target {number}" for number, name in enumerate(distinct, 1)}
     table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
@@ -114,7 +114,7 @@ def _ratio(spread: Spread) -> str:
 
 
 def differences_table(report: BenchmarkReport) -> Table:
-    """How far the targets' answers differ."""
+    """Table of the differences between the targets' answers."""
     table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("target", "output", "largest\nerror", "of the\nlargest value", "argmax\nagrees", "mismatched"):
         table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
@@ -138,15 +138,15 @@ def _shared_cells(level: Level) -> list[str]:
 
 
 def _ms(value: float) -> str:
-    """Two digits after the point below 100, none above."""
+    """Format with two decimals below 100, none above."""
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 class ProgressBar:
-    """A line on standard error from `begin` on: the load, the last window's figures, and the number of loads done."""
+    """Progress line on standard error: the load, the last window's figures, and the number of loads done."""
 
     def __init__(self) -> None:
-        what = TextColumn("{task.description}", markup=False)  # a model may be named "[/a]"
+        what = TextColumn("{task.description}", markup=False)  # a model's name may look like markup, such as "[/a]"
         columns = (SpinnerColumn(), what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("connecting", total=None)
@@ -167,7 +167,7 @@ class ProgressBar:
         self._progress.update(self._task, advance=1, description=text)
 
     def note(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Self:

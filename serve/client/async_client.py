@@ -39,12 +39,12 @@ class AsyncClient(ClientBase, AsyncRunner):
 
     async def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice does no harm."""
-        self._closed = True  # first: other tasks would register again what is unregistered here
+        self._closed = True  # set first, so that other tasks do not register again what is unregistered here
         if self._loop is asyncio.get_running_loop():
             self._over.set()
         if self._must_unregister:
             if self._loop is asyncio.get_running_loop():
-                await self._channel.close()  # the server does not unregister what a call under way uses
+                await self._channel.close()  # close first: the server does not unregister memory that a call in flight uses
             if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
                 self._channel, self._loop = None, None
                 self._rpcs.clear()

@@ -1,6 +1,6 @@
-"""What both clients share: settings, and every operation that is one exchange, declared once.
+"""Base of both clients: their settings, and each unary operation, declared once.
 
-`Client` returns what an operation answers; `AsyncClient` returns a coroutine of it (see `ClientMethod`).
+`Client` returns an operation's answer; `AsyncClient` returns a coroutine that gives it (see `ClientMethod`).
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """What the RPCs of one operation are sent with.
+    """Settings for the RPCs of one operation.
 
     Attributes:
-        deadline: of all of them together.
+        deadline: deadline of the whole operation.
         headers: gRPC metadata.
-        compression: grpc's value; None for the channel's.
-        closing: whether the client is being closed, which other operations refuse.
+        compression: compression as a grpc value; None for the channel's.
+        closing: whether the client is being closed, in which case other operations are refused.
     """
 
     deadline: Deadline
@@ -88,21 +88,21 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class ClientOperation(Generic[Answer]):
-    """An exchange, with the client's retries, and what its RPCs are sent with."""
+    """An exchange with the client's retries applied, and the settings of its RPCs."""
 
     exchange: Exchange[Answer]
     settings: CallSettings
 
 
 class SyncRunner(ABC):
-    """Carries operations out and returns their answers."""
+    """Executes operations and returns their answers."""
 
     @abstractmethod
     def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer: ...
 
 
 class AsyncRunner(ABC):
-    """Carries operations out on an event loop."""
+    """Executes operations on an event loop."""
 
     @abstractmethod
     async def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer: ...
@@ -132,25 +132,25 @@ class ClientMethod(Generic[P, R]):
 
 
 class ClientBase(ABC):
-    """Settings of a client, and its operations.
+    """Settings and operations that both clients share.
 
     Args:
-        address: HOST:PORT of the server's gRPC port, where a name may stand for several replicas; "unix:/path" of a socket;
+        address: HOST:PORT of the server's gRPC port, where a DNS name may stand for several replicas; "unix:/path" of a socket;
             several IP:PORT; or "cluster://HOST:PORT,..." of one or more members of a cluster, from which it learns all others.
-        timeout_s: seconds that each call may take when it does not say otherwise, repetitions included, sent to the server as
-            the gRPC deadline; None for no limit.
-        retries: how many times a call is made again where that is safe, 0 to 10, or a RetryPolicy. None for 0, and for 3 in a
+        timeout_s: default time limit of each call in seconds, retries included, sent to the server as the gRPC deadline; None
+            for no limit.
+        retries: most repetitions of a call, where repeating is safe, 0 to 10, or a RetryPolicy. None for 0, and for 3 in a
             cluster, where members may end at any time and another one answers.
-        tls: certificates, for an encrypted connection.
-        token: sent as "authorization: Bearer ..." with each call, or a callable that gives it. Only over TLS, or to this
-            machine.
+        tls: certificates for an encrypted connection; None for no encryption.
+        token: bearer token sent in the "authorization" header of each call, or a callable that returns it. Only over TLS, or to
+            this machine.
         metadata: gRPC metadata for each call.
-        compression: of requests, "gzip" or "deflate": for slow networks; it costs much CPU.
-        balancing: over several replicas: "pick_first" asks the first that answers, "round_robin" all in turn.
-        shared_memory: put large tensors into shared memory instead of messages, where the server is on this machine and takes
-            them; where not, they are sent. See also `shared_region`.
-        keepalive_s: ping a silent server while calls wait for it. Servers may close connections that ping too often (gRPC's
-            own do below 300).
+        compression: compression of requests, "gzip" or "deflate"; for slow networks, as it costs much CPU.
+        balancing: choice among several replicas: "pick_first" uses the first that answers, "round_robin" all in turn.
+        shared_memory: pass large tensors in shared memory instead of messages, if the server is on this machine and supports
+            it; otherwise they are sent. See also `shared_region`.
+        keepalive_s: seconds of silence after which the server is pinged while calls wait for it; None for no pings. Servers
+            may close connections that ping too often (gRPC's own do below 300).
 
     Raises:
         InvalidRequest: an argument is out of range.
@@ -201,7 +201,7 @@ class ClientBase(ABC):
         """Run a model.
 
         Args:
-            model: its name.
+            model: name of the model.
             inputs: name -> array, with the batch dimension where the model has one. An array must have the model's dtype or one
                 that casts to it without loss (or pass cast=True); lists and numbers are converted if they fit. Tensors of torch
                 and everything that numpy reads as an array are accepted. BF16 is given as `ml_dtypes.bfloat16` or as uint16 bit
@@ -215,7 +215,7 @@ class ClientBase(ABC):
             InvalidRequest: an input is unknown, or its dtype, shape or values do not fit the model.
             ModelNotFound: the server has no such model.
             Overloaded: the server's queue is full.
-            DeadlineExceeded: no answer in time.
+            DeadlineExceeded: there was no answer in time.
             ServerUnavailable: no server answers at the address.
         """
         return self._inference(_outputs_of(infer(self._state, model, inputs, **without_sending(options))), options)
@@ -231,33 +231,33 @@ class ClientBase(ABC):
     def infer_message(
         self, request: pb.ModelInferRequest, **options: Unpack[SendOptions]
     ) -> ClientOperation[pb.ModelInferResponse]:
-        """Send a request that the caller has built and return the response as it comes."""
+        """Send a request that the caller has built, and return the response unchanged."""
         return self._operation(infer_message(request), self._sent_with(options))
 
     @ClientMethod
     def shared_regions(self) -> ClientOperation[dict[str, pb.SystemSharedMemoryStatusResponse.RegionStatus]]:
-        """The shared memory that is registered at the server, by name."""
+        """Shared memory regions that are registered at the server, by name."""
         return self._operation(management.regions())
 
     @ClientMethod
     def register_cuda_region(self, name: str, handle: bytes, byte_size: int, *, device_id: int = 0) -> ClientOperation[None]:
-        """Let a server on this machine reach memory of this process on a CUDA device, for requests of `infer_message`.
+        """Give a server on this machine access to memory of this process on a CUDA device, for requests of `infer_message`.
 
         Args:
-            name: by which requests mean it, in the parameter `shared_memory_region` of a tensor.
+            name: name of the region, used as the parameter `shared_memory_region` of a tensor.
             handle: the 64 bytes of the memory's cudaIpcMemHandle_t.
-            byte_size: of the memory. Keep it until `unregister_cuda_region`.
-            device_id: of the device.
+            byte_size: size of the memory in bytes. Keep the memory allocated until `unregister_cuda_region`.
+            device_id: number of the CUDA device.
 
         Raises:
-            Unsupported: the server does not take shared memory, or has no CUDA device.
-            InvalidRequest: an argument is of another type, or the server cannot open the memory.
+            Unsupported: the server does not support shared memory, or has no CUDA device.
+            InvalidRequest: an argument has the wrong type, or the server cannot open the memory.
         """
         return self._operation(management.register_cuda_region(name, handle, byte_size, device_id))
 
     @ClientMethod
     def unregister_cuda_region(self, name: str) -> ClientOperation[None]:
-        """Undo `register_cuda_region`. An unknown name is no error; an empty one means all regions, those of others too."""
+        """Undo `register_cuda_region`. Unknown names are ignored; an empty name means all regions, also other clients'."""
         return self._operation(management.unregister_cuda_region(name))
 
     @ClientMethod
@@ -289,19 +289,20 @@ class ClientBase(ABC):
         files: Mapping[str, bytes] | None = None,
         timeout_s: float | None = None,
     ) -> ClientOperation[None]:
-        """Load or reload a model from the server's repository; returns when it serves.
+        """Load or reload a model from the server's repository; returns once the model is ready.
 
         Args:
-            name: the model's.
-            config: overrides its config.pbtxt: ModelConfig's JSON form, as text or as a mapping.
-            files: override its files: path in the model's folder, such as "1/model.onnx" -> content. They need a config.
-            timeout_s: seconds; None for the client's own.
+            name: name of the model.
+            config: replaces the model's config.pbtxt: ModelConfig's JSON form, as text or as a mapping.
+            files: replace the model's files: path in the model's folder, such as "1/model.onnx" -> content. They require
+                `config`.
+            timeout_s: time limit in seconds; None for the client's own.
         """
         return self._operation(management.load_model(name, config, files), self._call_settings(timeout_s))
 
     @ClientMethod
     def unload_model(self, name: str, *, dependents: bool = False, timeout_s: float | None = None) -> ClientOperation[None]:
-        """Stop serving a model once its accepted requests are answered; `dependents`: also the models that compose it."""
+        """Stop serving a model once its accepted requests are answered; `dependents` also unloads the steps of an ensemble."""
         return self._operation(management.unload_model(name, dependents=dependents), self._call_settings(timeout_s))
 
     @ClientMethod
@@ -314,8 +315,8 @@ class ClientBase(ABC):
         """Change settings of the server's tracing, such as trace_rate=100, and return all; None clears one.
 
         Args:
-            model: whose; empty for all models'.
-            changes: name -> value or values.
+            model: name of the model; empty for the settings of all models.
+            changes: setting -> value or values.
         """
         return self._operation(management.trace_settings(model, changes))
 
@@ -336,7 +337,7 @@ class ClientBase(ABC):
         """Wait until the server, or one model, takes requests.
 
         Raises:
-            DeadlineExceeded: it does not within `timeout_s` (None for the client's own); the text says what it lacks.
+            DeadlineExceeded: it was not ready within `timeout_s` (None for the client's own); the text gives the reason.
         """
         settings = self._call_settings(timeout_s)
         return self._operation(management.wait_until_ready(model, version, settings.deadline), settings, retry=False)
@@ -352,7 +353,7 @@ class ClientBase(ABC):
     def _new_channel(self, library: Any, in_cluster: type[ClusterChannel]) -> Any:
         if not self._channel_settings.target.members:
             return self._channel_settings.open(library)
-        # No method of the client, which must be free to end although the directory is watched.
+        # Not a method of the client: the directory's thread would keep the client from being garbage-collected.
         headers = partial(_with_token, self._headers, self._token)
         return in_cluster(self._channel_settings, headers, has_token=self._token is not None)
 
@@ -365,14 +366,14 @@ class ClientBase(ABC):
         return ClientOperation(exchange, settings)
 
     def _inference(self, exchange: Exchange[Answer], options: Mapping[str, Any]) -> ClientOperation[Answer]:
-        self._check_usable()  # before the exchange takes shared memory, which a forked child has in common with its parent
+        self._check_usable()  # before the exchange takes shared memory, which a forked child shares with its parent
         return self._operation(exchange, self._sent_with(options))
 
     def _closing(self, exchange: Exchange[None]) -> ClientOperation[None]:
         return self._operation(exchange, self._call_settings(CLOSING_S), retry=False)
 
     def _unregistering(self) -> ClientOperation[None]:
-        """Unregister all shared memory, from a client that is closed already: other threads may register no more."""
+        """Operation that unregisters all shared memory of a closed client, when other threads can no longer register any."""
         return ClientOperation(unregister_everything(self._state), replace(self._call_settings(CLOSING_S), closing=True))
 
     @property
@@ -382,7 +383,7 @@ class ClientBase(ABC):
         return shares and not self._unregistered and self._channel is not None
 
     def _streaming(self, timeout_s: float | None) -> tuple[CallSettings, float | None]:
-        """What a stream is sent with, which has no deadline as a whole, and the seconds that an answer may take."""
+        """Settings of a stream, which has no deadline as a whole, and the time limit for an answer in seconds."""
         self._check_usable()
         settings = self._call_settings(timeout_s)
         return replace(settings, deadline=Deadline.after(None)), settings.deadline.limit_s
@@ -418,11 +419,11 @@ class ClientBase(ABC):
         )
 
     def _check_usable(self, *, closing: bool = False) -> None:
-        """Refuse what would hang.
+        """Refuse a call that would hang.
 
         Raises:
             Cancelled: the client is closed.
-            ClientError: this process is a fork of the one that has connected, or this event loop is another.
+            ClientError: this process is a fork of the one that connected, or the client belongs to another event loop.
         """
         if self._closed and not closing:
             raise Cancelled("this client is closed; make a new one")
@@ -442,7 +443,7 @@ class ClientBase(ABC):
         return Cancelled(f"this client was closed during the call ({error}); make a new one")
 
     def _whole(self, answer: Any, method: str) -> Any:
-        """The answer; grpc has None for a call that ends with OK without a message, or with part of one.
+        """Return the answer; grpc gives None for a call that ended with OK but without a complete message.
 
         Raises:
             ClientError: the answer is None (code "INTERNAL").

@@ -32,10 +32,10 @@ class Client(ClientBase, SyncRunner):
 
     def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice does no harm."""
-        self._closed = True  # first: other threads would register again what is unregistered here
+        self._closed = True  # set first, so that other threads do not register again what is unregistered here
         self._ended.set()
         if self._must_unregister:
-            self._channel.close()  # the server does not unregister what a call under way uses
+            self._channel.close()  # close first: the server does not unregister memory that a call in flight uses
             self._rpcs.clear()
             self._channel = self._new_channel(grpc, SyncClusterChannel)
             self._run(self._unregistering)
@@ -61,23 +61,23 @@ class Client(ClientBase, SyncRunner):
     ) -> Iterator[StreamAnswer]:
         """Run a model on many requests over one call, and yield the answers in the requests' order.
 
-        A request that fails gets an answer that has its error; the others go on. Leaving the loop early ends the call. A
+        A failed request gets an answer that contains its error; the others continue. Leaving the loop early ends the call. A
         request to a decoupled model gets any number of answers, until one that `is_final`.
 
         Args:
-            model: its name.
-            requests: the inputs of each request, as `infer` takes them. Another thread iterates over it, as fast as answers are
-                taken; an exception that it raises is raised here, after the answers to the requests before.
-            version: empty for the one that the model's policy chooses.
-            in_flight: how many requests may be under way at once.
-            timeout_s: seconds that the server may keep requests waiting without answering any, or leave the stream open when
-                all are answered; None for the client's own. The stream as a whole has no limit.
-            options: for all requests; see `serve.client.inference.RequestOptions`. The stream sets `request_id` itself.
+            model: name of the model.
+            requests: the inputs of each request, as for `infer`. Another thread iterates over it, as fast as answers are taken;
+                an exception that it raises is raised here, after the answers to the requests before.
+            version: version of the model; empty for the one that the model's policy chooses.
+            in_flight: most requests in flight at a time.
+            timeout_s: longest time in seconds without any answer while requests wait, and between the last answer and the end
+                of the stream; None for the client's own. The stream as a whole has no limit.
+            options: options of all requests; see `serve.client.inference.RequestOptions`. The stream sets `request_id` itself.
 
         Raises:
             ServerUnavailable: the connection broke; requests without an answer must be sent again.
-            DeadlineExceeded: no answer in time.
-            ClientError: as for `infer`, where the error concerns the stream and not one request.
+            DeadlineExceeded: there was no answer in time.
+            ClientError: an error of `infer` that concerns the whole stream instead of one request.
         """
         prepared = prepare_stream(self._state, model, version, in_flight, options, self.address)
         session = self._run(lambda: self._operation(prepared))
@@ -92,19 +92,19 @@ class Client(ClientBase, SyncRunner):
             raise self._failure(error, METHOD, settings) from None
 
     def model(self, name: str, version: str = "") -> ModelHandle:
-        """A handle on one model, which knows its inputs and outputs."""
+        """A handle for one model, which knows its inputs and outputs."""
         return ModelHandle(self, self._run(lambda: self._operation(bind(self._state, name, version))))
 
     @contextmanager
     def shared_region(self, byte_size: int) -> Iterator[SharedRegion]:
         """Shared memory for arrays that a server on this machine reads and writes in place.
 
-        Inputs that lie in it are not sent, and `infer(..., into={"y": region.array(shape, dtype)})` has outputs written there.
-        At the end of the block it is unregistered and its name removed; arrays in it stay usable.
+        Inputs in the region are not sent, and `infer(..., into={"y": region.array(shape, dtype)})` has outputs written there.
+        At the end of the block the region is unregistered and its name removed; its arrays stay usable.
 
         Raises:
-            Unsupported: the server does not take shared memory.
-            InvalidRequest: the server cannot open it, as it runs on another machine or as another user.
+            Unsupported: the server does not support shared memory.
+            InvalidRequest: the server cannot open it, because it runs on another machine or as another user.
         """
         region = self._run(lambda: self._operation(open_region(self._state, byte_size)))
         try:
@@ -124,9 +124,9 @@ class Client(ClientBase, SyncRunner):
                 return result
 
     def _perform(self, step: UnaryRpc | Pause, settings: CallSettings) -> Any:
-        """Carry out one step; return its answer, or the ClientError that it ended with."""
+        """Execute one step; return its answer, or the ClientError that it raised."""
         if isinstance(step, Pause):
-            self._ended.wait(step.seconds)  # returns early where another thread closes the client
+            self._ended.wait(step.seconds)  # returns early if another thread closes the client
             return None
         try:
             return self._ask(step, settings)
@@ -146,11 +146,11 @@ class Client(ClientBase, SyncRunner):
         return self._whole(answer, rpc.method)
 
     def _open_channel(self) -> Any:
-        # Not in the constructor: a client that has not connected may be taken into a forked process.
+        # Not in the constructor: an unconnected client may be inherited by a forked process.
         with self._opening:
             if self._channel is None:
                 self._channel = self._new_channel(grpc, SyncClusterChannel)
-                if self._closed:  # by another thread, which may have found nothing to close
+                if self._closed:  # another thread may have closed the client before there was a channel to close
                     self._channel.close()
             return self._channel
 

@@ -1,4 +1,4 @@
-"""How a client reaches a server: address, TLS, metadata and the channel's options."""
+"""Connection of a client to a server: address, TLS, metadata and the channel's options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BALANCINGS = ("pick_first", "round_robin")
 UNIX = "unix:"
 CLUSTER = "cluster://"
 PEM = b"-----BEGIN "
-GRPC_ROOTS = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"  # the file that gRPC reads itself
+GRPC_ROOTS = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"  # environment variable with the CA file that gRPC reads itself
 HeaderValue = str | bytes
 Headers = tuple[tuple[str, HeaderValue], ...]
 Token = str | Callable[[], str]
@@ -31,7 +31,7 @@ _TEXT = re.compile(r"[\x20-\x7e]*")
 _RESERVED = "grpc-"
 _BINARY = "-bin"
 SERVICE = "inference.GRPCInferenceService"
-CONNECTING_S = 5.0  # a supervised server that restarts lets connections wait
+CONNECTING_S = 5.0  # time limit of a connection attempt; long enough for a supervised server to restart
 MAX_MESSAGE_BYTES = 2**31 - 1  # protobuf's own limit; grpc's default of 4 MiB is less than a batch of 32 images
 Compression = Literal["gzip", "deflate"]
 _COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
@@ -39,13 +39,13 @@ _COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Defl
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """What gRPC connects to.
+    """Target of a gRPC channel.
 
     Attributes:
-        uri: in gRPC's notation.
-        shown: for error texts.
-        is_local: whether no byte leaves this machine.
-        members: HOST:PORT of some members of a cluster, which tell the others; empty for a server.
+        uri: address in gRPC's notation.
+        shown: address as given, for error texts.
+        is_local: whether the server is on this machine, so that nothing crosses a network.
+        members: HOST:PORT of some members of a cluster, from which the others are learned; empty for a single server.
     """
 
     uri: str
@@ -55,7 +55,7 @@ class ServerAddress:
 
 
 def checked_balancing(balancing: Balancing) -> Balancing:
-    """The policy itself.
+    """Return the balancing policy if it is valid.
 
     Raises:
         InvalidRequest: it is not one of BALANCINGS.
@@ -68,8 +68,8 @@ def checked_balancing(balancing: Balancing) -> Balancing:
 def parse_address(address: str | Sequence[str]) -> ServerAddress:
     """The server's address from HOST:PORT, "unix:/path", "cluster://HOST:PORT,..." or a sequence of IP:PORT.
 
-    A name may stand for several replicas (a headless service): its addresses are found by DNS. A sequence lists replicas
-    itself; gRPC takes only IP addresses there.
+    A host name may stand for several replicas (a headless service), whose addresses DNS gives. A sequence lists the
+    replicas; gRPC takes only IP addresses there.
 
     Raises:
         InvalidRequest: an address has a scheme, or no host, or no port between 1 and 65535, or is not UTF-8, or is IPv6 without
@@ -103,10 +103,10 @@ def parse_address(address: str | Sequence[str]) -> ServerAddress:
 
 
 def check_encrypted(server: ServerAddress, tls: Tls | None) -> None:
-    """Refuse to send a token that others could read.
+    """Refuse to send a token where others could read it.
 
     Raises:
-        InvalidRequest: the server is on another machine, and the connection unencrypted.
+        InvalidRequest: the server is on another machine, and the connection is not encrypted.
     """
     if tls is None and not server.is_local:
         raise InvalidRequest(
@@ -147,13 +147,13 @@ class Tls:
     """Certificates for an encrypted connection.
 
     Attributes:
-        authorities: PEM file with the certificates that may have signed the server's; None for the system's own list.
-        certificate: PEM file with this client's certificate, where the server asks for one (mTLS).
+        authorities: PEM file with the CA certificates to verify the server's with; None for the system's.
+        certificate: PEM file with this client's certificate, if the server requests one (mTLS).
         key: PEM file with the certificate's private key.
-        server_name: the name in the server's certificate, where it differs from the address.
+        server_name: the name in the server's certificate, if it differs from the address.
 
     Raises:
-        InvalidRequest: a file is missing or no PEM file, or one of certificate and key stands without the other.
+        InvalidRequest: a file is missing or not a PEM file, or only one of certificate and key is given.
     """
 
     authorities: Path | str | None = None
@@ -178,7 +178,7 @@ class Tls:
 
 
 def _trusted_by_system() -> bytes | None:
-    """The system's authorities, which gRPC for Python does not read; None to use the list that gRPC ships."""
+    """The system's CA certificates, which gRPC for Python does not read; None to use the list that gRPC ships."""
     if os.environ.get(GRPC_ROOTS):
         return None
     import ssl  # noqa: PLC0415  (few clients encrypt)
@@ -219,7 +219,7 @@ def bearer(token: Token) -> tuple[tuple[str, str], ...]:
         InvalidRequest: the token is empty or has characters that are not allowed.
     """
     text = token if isinstance(token, str) else token()
-    # The token stays out of the error's text: errors end up in logs.
+    # The token stays out of the error's text, because errors end up in logs.
     if not text or not re.fullmatch(r"[\x21-\x7e]+", text):
         raise InvalidRequest(
             "the token must be printable ASCII without spaces, and not empty; is there a line end in its file?"
@@ -297,7 +297,7 @@ class ChannelSettings:
         target: the server or servers.
         tls: certificates; None for an unencrypted connection.
         balancing: how calls are spread over the target's addresses.
-        compression: of messages, where a call does not say otherwise.
+        compression: compression of messages, unless a call sets its own; None for none.
         keepalive_s, connecting_s: see `channel_options`.
     """
 
@@ -311,8 +311,8 @@ class ChannelSettings:
     def open(self, library: Any) -> Any:
         """A channel of `library`, which is grpc or grpc.aio; it connects at the first call."""
         options = channel_options(balancing=self.balancing, keepalive_s=self.keepalive_s, connecting_s=self.connecting_s)
-        # Of clients whose servers were gone, 6 % waited for ever in a stream that had failed, with the queue that the calls of
-        # a channel share otherwise (grpcio 1.82.3). grpc.aio has no such queue.
+        # With grpcio 1.82.3, 6 % of the clients whose server was gone waited forever in a failed stream, because the calls of a
+        # channel share a completion queue by default. grpc.aio has no such queue.
         options.append((ChannelOptions.SingleThreadedUnaryStream, 1))
         compression = compression_named(self.compression)
         if self.tls is None:

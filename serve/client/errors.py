@@ -1,4 +1,4 @@
-"""Exceptions of the client, and how a gRPC status becomes one."""
+"""Exceptions of the client, and their mapping from gRPC statuses."""
 
 # ruff: noqa: N818  (the names read as what happened in `except ServerUnavailable`)
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-RETRY_HINT_KEY = "grpc-retry-pushback-ms"  # gRPC's own trailer for "come back in a number of milliseconds"
-LONGEST_HINT = 10  # digits, 115 days: gRPC's own clients accept no longer hint
-# Texts of grpc itself, without a server.
+RETRY_HINT_KEY = "grpc-retry-pushback-ms"  # gRPC's own trailer for a retry delay in milliseconds
+LONGEST_HINT = 10  # digits of the longest accepted delay, 115 days, as in gRPC's own clients
+# Status texts that grpc generates itself, without a server.
 NO_CONNECTION = (
     "failed to connect",
     "connections to all backends failing",
@@ -20,18 +20,18 @@ NO_CONNECTION = (
     "address lookup failed",
 )
 CANCELLED_HERE = ("Channel closed!", "Channel closed", "Locally cancelled by application!", "Cancelled by application")
-# The second text where the server has begun to answer.
+# The second text occurs if the server has begun to answer.
 TIME_IS_UP = ("Deadline Exceeded", "Stream removed (Deadline Exceeded)")
 # grpc.aio loses the server's status if it fails to write before it has read the status.
 WRITE_FAILED = "Internal error from Core"
 CLOSED = "{} closed the connection; is the server still running, is this its gRPC port (8001 by default), and does it want TLS?"
-REFUSALS = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # statuses of a request that the server has not begun
+REFUSALS = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # statuses of a request that the server has not started to process
 TLS_TROUBLE = ("SSL", "CERTIFICATE", "Peer name", "erification check", "andshak")
 LOST_CONNECTION = ("Socket closed", "Connection reset", "recvmsg:", "GOAWAY", "Stream removed")
 
 
 def hinted_s(hint: str) -> float | None:
-    """Seconds of a retry hint; None for any value but a number of milliseconds, which means "do not retry"."""
+    """Seconds of a retry hint; None for any other value than a number of milliseconds, which means "do not retry"."""
     return int(hint) / 1000 if hint.isdecimal() and hint.isascii() and len(hint) <= LONGEST_HINT else None
 
 
@@ -39,9 +39,9 @@ class Repeat(Enum):
     """Whether a call that failed may be made again.
 
     Attributes:
-        SAFE: the server has not begun with it.
+        SAFE: the server has not started to process the call.
         IF_IDEMPOTENT: it is unknown how far the server got.
-        NO: it would fail again, or the server refuses a repetition.
+        NO: the call would fail again, or the server forbids a repetition.
     """
 
     SAFE = "safe"
@@ -50,13 +50,13 @@ class Repeat(Enum):
 
 
 class ClientError(Exception):
-    """A request that was not answered; base class of every error of this package.
+    """A request was not answered; base class of every error of this package.
 
     Attributes:
-        code: the gRPC status by name, such as "INTERNAL"; errors found before anything is sent have the status that a server
+        code: name of the gRPC status, such as "INTERNAL"; errors found before anything is sent have the status that a server
             would have given.
-        retry_after_s: seconds after which the server asks to be tried again; None when it gave no hint.
-        repeat: whether the call may be made again.
+        retry_after_s: delay in seconds that the server asks for before a retry; None if it gave no hint.
+        repeat: whether the call may be repeated.
         elsewhere: whether another member of a cluster may answer at once, so that a repetition need not wait.
     """
 
@@ -109,7 +109,7 @@ class Unsupported(ClientError):
 
 
 class AlreadyExists(ClientError):
-    """The object to be made exists already."""
+    """The object to be created exists already."""
 
     code = "ALREADY_EXISTS"
 
@@ -145,7 +145,7 @@ def check_text(value: object, what: str) -> None:
     """Refuse a value that the protocol cannot carry as text.
 
     Raises:
-        InvalidRequest: it is no str, or holds half of a surrogate pair, which UTF-8 cannot encode.
+        InvalidRequest: it is not a str, or contains an unpaired surrogate, which UTF-8 cannot encode.
     """
     if not isinstance(value, str):
         raise InvalidRequest(f"{what} must be text, not {value!r}")
@@ -156,7 +156,7 @@ def check_text(value: object, what: str) -> None:
 
 
 def is_above_0(value: object) -> bool:
-    """Whether it is a number above 0; True and False are not numbers here."""
+    """Whether `value` is a number above 0; True and False do not count as numbers."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool) and bool(value > 0)
 
 
@@ -166,8 +166,8 @@ def from_rpc_error(error: Any, *, method: str, address: str, timeout_s: float | 
     Args:
         error: a grpc.RpcError that is also a grpc.Call, as both grpc and grpc.aio raise it.
         method: the RPC's name, such as "ModelInfer".
-        address: the server's.
-        timeout_s: the deadline that the call had.
+        address: address of the server.
+        timeout_s: time limit of the call in seconds; None for none.
 
     Returns:
         The exception to raise. Its text is the server's own; for a failure that grpc reports itself, one line of advice.
@@ -188,7 +188,7 @@ def _local_failure(code: str, details: str, *, method: str, address: str, timeou
     if code == "UNIMPLEMENTED" and details in ("", "Method not found!"):
         return Unsupported(f"the server at {address} does not offer {method}")
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
-        # grpc has one status for "too many" and "too big"; only the first goes away by waiting.
+        # grpc has one status for "too many" and "too big"; waiting helps only against the first.
         return InvalidRequest(f"the message is too big for the server at {address}: {details}", code=code)
     if code == "CANCELLED" and details in CANCELLED_HERE:
         return Cancelled(f"{method} was cancelled before {address} answered: the call was cancelled, or the client closed")
@@ -200,12 +200,12 @@ def _connection_trouble(code: str, details: str, address: str) -> ServerUnavaila
         return None
     has_none = any(text in details for text in NO_CONNECTION)
     if details == WRITE_FAILED or any(text in details for text in LOST_CONNECTION):
-        # With a text of NO_CONNECTION the connection was lost earlier: this call has not been sent.
+        # A text of NO_CONNECTION means that the connection was lost earlier, so this call was not sent.
         return ServerUnavailable(CLOSED.format(address), repeat=Repeat.SAFE if has_none else Repeat.IF_IDEMPOTENT)
     if "http1" in details:
         text = f"{address} answers in HTTP/1, not gRPC; is it the HTTP port? The gRPC port is 8001 unless chosen otherwise"
         return ServerUnavailable(text)
-    # grpc's "tcp handshaker" is its step before TLS: it is shut down where a connection is not there in time.
+    # grpc's "tcp handshaker" runs before TLS; it is shut down if a connection takes too long.
     if any(text in details.replace("tcp handshaker", "") for text in TLS_TROUBLE):
         return ServerUnavailable(_tls_trouble(details, address))
     if has_none:
@@ -231,5 +231,5 @@ def _retry_hint(trailers: Any, code: str) -> tuple[float | None, Repeat]:
     hints = [str(value) for key, value in trailers or () if key == RETRY_HINT_KEY]
     if hints and (wait_s := hinted_s(hints[0])) is not None:
         return wait_s, Repeat.SAFE if code in REFUSALS else Repeat.NO
-    # UNAVAILABLE without a hint may come from a proxy that lost the server half-way.
+    # UNAVAILABLE without a hint may come from a proxy that lost the server during the call.
     return None, Repeat.IF_IDEMPOTENT if code == "UNAVAILABLE" and not hints else Repeat.NO

@@ -1,8 +1,9 @@
 """An exchange with a server as a generator of RPCs and pauses, without input or output.
 
-An exchange yields steps, is sent each RPC's answer (or has its ClientError thrown in) and returns the result. The synchronous
-and the asyncio client only carry out the steps, so both behave alike. Deadlines and retries wrap exchanges. The retries of
-gRPC's service config cannot replace them: they know no idempotence per call, no waiting for a server, and at most 5 attempts.
+An exchange yields steps, receives each RPC's answer (or has its ClientError thrown in) and returns the result. The
+synchronous and the asyncio client only execute the steps, so both behave alike. Deadlines and retries wrap exchanges. The
+retries of gRPC's service config cannot replace them: these know no idempotence per call, cannot wait for a server, and
+stop after 5 attempts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.errors import ClientError, InvalidRequest, Repeat, ServerUnavailable, deadline_exceeded, is_above_0
 
 DEFAULT_TIMEOUT_S = 30.0
-LONGEST_S = 1e8  # three years; the protocol has eight digits for it, and longer ones overflow on the way
+LONGEST_S = 1e8  # seconds, about three years; the protocol has eight digits, and longer limits overflow
 MAX_RETRIES = 10
 BUDGET_TOKENS = 100.0
 TOKENS_PER_SUCCESS = 0.1
@@ -32,9 +33,9 @@ class UnaryRpc:
     """One unary RPC to make.
 
     Attributes:
-        request: the message to send; the RPC and its answer are named after it.
-        idempotent: whether making it twice does no more than making it once; then it may be repeated when it is unknown whether
-            the server has received it.
+        request: message to send; its class determines the RPC and the class of the answer.
+        idempotent: whether making the call twice has the same effect as making it once; such a call may be repeated when it is
+            unknown whether the server received it.
     """
 
     request: Message
@@ -64,7 +65,7 @@ Exchange = Generator[UnaryRpc | Pause, Any, Answer]
 
 
 def advance(exchange: Exchange[Answer], outcome: Any) -> UnaryRpc | Pause:
-    """The next step, given the last one's outcome: an answer, a ClientError to throw in, or None (at the start, after a pause).
+    """Return the next step after the last one's outcome: an answer, a ClientError to throw in, or None (start, pause).
 
     Raises:
         StopIteration: the exchange is over; its value is the result.
@@ -73,10 +74,10 @@ def advance(exchange: Exchange[Answer], outcome: Any) -> UnaryRpc | Pause:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """The limit in seconds, at most what gRPC can count; None for no limit, which infinity means too.
+    """The limit in seconds, capped at what gRPC supports; None for no limit, also if the limit is infinite.
 
     Raises:
-        InvalidRequest: it is neither None nor a number above 0.
+        InvalidRequest: the limit is neither None nor a number above 0.
     """
     if timeout_s is None or timeout_s == math.inf:
         return None
@@ -87,7 +88,7 @@ def checked_timeout(timeout_s: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """When an exchange must be over: `limit_s` after its start, which is `end_s` on the monotonic clock; None for no limit."""
+    """Time limit of an exchange: `limit_s` after its start, at `end_s` on the monotonic clock; both None for no limit."""
 
     limit_s: float | None
     end_s: float | None
@@ -100,7 +101,7 @@ class Deadline:
         """Seconds left for the next call; None for no limit.
 
         Raises:
-            DeadlineExceeded: none are left. grpc rounds to milliseconds and would send the call all the same.
+            DeadlineExceeded: no time is left. grpc rounds to milliseconds and would still send the call.
         """
         if self.end_s is None:
             return None
@@ -110,22 +111,23 @@ class Deadline:
         return remaining_s
 
     def allows(self, pause_s: float) -> bool:
-        """Whether there is time left after a pause."""
+        """Whether the deadline is later than the end of a pause of `pause_s` seconds."""
         return self.end_s is None or time.monotonic() + pause_s < self.end_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How a failed call is repeated, always within its deadline.
+    """Rules for repeating a failed call, always within its deadline.
 
-    A call is repeated only where that is safe: when the server was not reached or refused the call before it began; when the
-    server is overloaded and says when to come back; and, if the call is idempotent, when the connection broke and it is unknown
-    how far the server got. The pause before the n-th repetition is drawn evenly between 0 and `initial_backoff_s` *
-    `multiplier`^n, at most `max_backoff_s` (full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/);
-    the server's own hint is waited for in addition. In a cluster another member is asked, without a pause if there is one.
+    A call is repeated only where that is safe: when the server was not reached or refused the call before it started to
+    process it; when the server is overloaded and gives a retry delay; and, if the call is idempotent, when the connection
+    broke and it is unknown how far the server got. The pause before the n-th repetition is drawn uniformly between 0 and
+    `initial_backoff_s` * `multiplier`^n, at most `max_backoff_s` (full jitter:
+    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/); the server's own delay is added. In a cluster
+    another member is tried, without a pause if there is one.
 
     Attributes:
-        retries: repetitions of one call, 0 to 10; waiting for a server takes none of them.
+        retries: most repetitions of one call, 0 to 10; waiting for a server does not count.
         initial_backoff_s: bound of the first pause, in seconds.
         max_backoff_s: bound of every pause, in seconds.
         multiplier: growth of the bound from one pause to the next, 1 or more.
@@ -152,7 +154,7 @@ class RetryPolicy:
             )
 
     def spends(self, error: ClientError) -> int:
-        """How many of the `retries` a repetition after this error takes: 0 or 1."""
+        """Number of `retries` that a repetition after this error uses up: 0 or 1."""
         return 0 if self.wait_for_server and _not_reached(error) else 1
 
     def pause_s(self, attempt: int, hint_s: float | None) -> float:
@@ -164,8 +166,8 @@ class RetryPolicy:
 class RetryBudget:
     """Token bucket that keeps a client's repetitions below a tenth of its calls, so that retries cannot overload a server.
 
-    It starts with a hundred tokens, so that all calls under way can be repeated when a server is lost. A repetition takes one
-    token, a successful call gives a tenth of one. Attempts that reach no server are not counted. Thread-safe.
+    It starts with a hundred tokens, so that all calls in flight can be repeated when a server is lost. A repetition takes one
+    token, a successful call adds a tenth of one. Attempts that reach no server are not counted. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -185,7 +187,7 @@ class RetryBudget:
 
 
 def retried(exchange: Exchange[Answer], policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> Exchange[Answer]:
-    """The exchange with each of its calls repeated where that is safe; it sees the error of the last attempt."""
+    """The exchange, with each of its calls repeated where that is safe; the exchange sees only the last attempt's error."""
     outcome: Any = None
     try:
         while True:

@@ -38,11 +38,11 @@ ModelKey = tuple[str, str]  # name and version; the version is empty for the ser
 
 
 class SendOptions(TypedDict, total=False):
-    """How a call is sent.
+    """Options for sending a call.
 
     Attributes:
-        timeout_s: seconds for the whole of it, repetitions included; None (the default) for the client's own.
-        compression: of the request, "gzip" or "deflate"; None (the default) for the client's own.
+        timeout_s: time limit of the whole call in seconds, retries included; None (the default) for the client's own.
+        compression: compression of the request, "gzip" or "deflate"; None (the default) for the client's own.
         metadata: gRPC metadata for this call, beside the client's own.
     """
 
@@ -55,15 +55,15 @@ SEND_OPTIONS = frozenset(SendOptions.__annotations__)
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request asks for.
+    """Options of an inference request.
 
     Attributes:
-        outputs: the names wanted; None (the default) for all.
-        request_id: comes back in the response and stands in the server's log.
-        parameters: request parameters of the model's own, such as {"temperature": 0.5}.
+        outputs: names of the outputs to return; None (the default) for all.
+        request_id: id returned in the response and written to the server's log.
+        parameters: request parameters that the model defines, such as {"temperature": 0.5}.
         priority: 1 is the most urgent; 0 (the default) is the model's default level.
-        queue_timeout_s: seconds that the request may wait in the server's queue, where the model allows to choose.
-        top_k: ask for the names of the best classes instead of the numbers: how many, for all outputs or by output name. Such
+        queue_timeout_s: longest time in the server's queue in seconds, where the model allows requests to set it.
+        top_k: number of best classes to name instead of returning all values, for all outputs or by output name. Such
             an output comes as BYTES "value:index[:label]"; `halfserve.serve.client.classes_of` reads it.
         cast: convert arrays of another dtype to the model's, such as float32 to FP16; a value that would overflow is an error.
     """
@@ -78,11 +78,11 @@ class RequestOptions(TypedDict, total=False):
 
 
 class BoundInferOptions(RequestOptions, SendOptions, total=False):
-    """What `infer` of a model handle takes beside the inputs.
+    """Options of `infer` of a model handle, besides the inputs.
 
     Attributes:
-        into: output name -> an array from `shared_region` of the output's dtype; the server writes the output there, and no
-            byte of it is sent.
+        into: output name -> an array from `shared_region` of the output's dtype; the server writes the output there instead of
+            sending it.
         idempotent: whether computing the request twice does no harm (the default: a model is a function of its inputs). Pass
             False for models that keep state between requests; requests with a "sequence_id" never count as idempotent.
     """
@@ -92,10 +92,10 @@ class BoundInferOptions(RequestOptions, SendOptions, total=False):
 
 
 class InferOptions(BoundInferOptions, total=False):
-    """What `infer` of a client takes beside the model and its inputs.
+    """Options of `infer` of a client, besides the model and its inputs.
 
     Attributes:
-        version: the model's; empty (the default) for the one that the model's policy chooses.
+        version: version of the model; empty (the default) for the one that the model's policy chooses.
     """
 
     version: str
@@ -106,14 +106,14 @@ def without_sending(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class InferState:
-    """What a client remembers from one inference to the next.
+    """State that a client keeps between inferences.
 
     Attributes:
-        metadata: of each model that was used.
-        batching: whether an output of the model has as many rows as its inputs.
-        regions: shared memory that the caller has open.
-        left: names of regions that are closed here and may still be registered at the server.
-        pool: shared memory for large tensors; None where the client does not use it on its own.
+        metadata: metadata of each model that was used.
+        batching: whether the outputs have as many rows as the inputs, by model.
+        regions: shared memory regions that the caller has open.
+        left: names of closed regions that may still be registered at the server.
+        pool: shared memory for large tensors; None if the client does not use shared memory by itself.
     """
 
     def __init__(self, *, shared_memory: bool = False) -> None:
@@ -133,18 +133,18 @@ class InferState:
             self.regions = tuple(one for one in self.regions if one is not region)
 
     def leave(self, *names: str) -> None:
-        """Note regions whose unregistration the server has not confirmed."""
+        """Record regions whose unregistration the server has not confirmed."""
         with self._lock:
             self.left = (*self.left, *names)
 
     def take_left(self) -> tuple[str, ...]:
-        """Hand the names to be unregistered over to the caller."""
+        """Return the names to unregister, and forget them."""
         with self._lock:
             names, self.left = self.left, ()
         return names
 
     def sharing(self) -> SharedTensors | None:
-        """For the tensors of one request; None where nothing can lie in shared memory."""
+        """Make the shared-memory placement for one request; None where no tensor can be in shared memory."""
         pool = self.pool if self.pool is not None and self.pool.is_on else None
         return SharedTensors(self.regions, pool) if self.regions or pool is not None else None
 
@@ -169,19 +169,19 @@ def infer(
     idempotent: bool = True,
     **options: Any,
 ) -> Exchange[InferAnswer]:
-    """Ask for the metadata once per model, then for the inference.
+    """Read the metadata once per model, then run the inference.
 
-    A model can be replaced while the client lives, so cached metadata never decides alone: a request that does not fit it is
-    checked against fresh metadata, and one that the server refuses makes the client forget it.
+    A model can be replaced while the client lives, so cached metadata alone never decides: a request that does not fit it is
+    checked against fresh metadata, and a request that the server refuses clears the cache.
 
     Args:
-        state: the client's.
-        model: its name.
+        state: state of the client.
+        model: name of the model.
         inputs: name -> array.
-        version: empty for the one that the model's policy chooses.
-        into: arrays in shared memory for outputs, by name.
+        version: version of the model; empty for the one that the model's policy chooses.
+        into: arrays in shared memory for outputs, by output name.
         idempotent: whether the request may be made twice.
-        options: those of `halfserve.serve.client.messages.infer_request`.
+        options: arguments of `halfserve.serve.client.messages.infer_request`.
     """
     check_named(inputs)
     key = (model, version)
@@ -205,7 +205,7 @@ def infer(
 
 
 class _DoesNotFit(Exception):  # noqa: N818  (never leaves this file)
-    """An error that this client has found before it sent the request."""
+    """An error that this client found before it sent the request."""
 
     def __init__(self, error: InvalidRequest) -> None:
         super().__init__(str(error))
@@ -260,7 +260,7 @@ def _attempt(
 
 
 def _batching(state: InferState, metadata: pb.ModelMetadataResponse, version: str) -> Exchange[bool]:
-    """Whether outputs have as many rows as inputs: metadata has the same -1 for a batch as for any other size."""
+    """Whether outputs have as many rows as inputs; metadata has -1 both for a batch and for any other variable size."""
     key, depends = (metadata.name, version), any(tensor.shape[:1] == [-1] for tensor in metadata.outputs)
     if not depends or state.pool is None or not state.pool.is_on:
         return False
@@ -292,7 +292,7 @@ def _sharing_request(
 
 
 def open_region(state: InferState, byte_size: int) -> Exchange[SharedRegion]:
-    """Make a region and register it; if the server refuses it, its name is removed again."""
+    """Create a region and register it; if the server refuses it, its name is removed again."""
     yield from _unregister_left(state)
     region = SharedRegion(byte_size)
     try:
@@ -315,22 +315,22 @@ def close_region(state: InferState, region: SharedRegion) -> Exchange[None]:
 
 
 def unregister_everything(state: InferState) -> Exchange[None]:
-    """Unregister all memory of this client that the server may have registered, as far as it answers."""
+    """Unregister all memory of this client that the server may have registered, while the server answers."""
     if state.pool is not None:
         yield from unregister_all(state.pool)
-    state.leave(*(region.name for region in state.regions))  # their blocks may end after the client is closed
+    state.leave(*(region.name for region in state.regions))  # the caller's `with` blocks may end after the client is closed
     yield from _unregister_left(state)
 
 
 def _unregister_left(state: InferState) -> Exchange[None]:
-    """The server keeps a region mapped until it is unregistered; a cancelled attempt leaves that to the next one."""
+    """Unregister closed regions, which the server keeps mapped until then; a cancelled attempt leaves the rest to the next."""
     names = state.take_left()
     try:
         while names:
             yield from unregister_region(names[0])
             names = names[1:]
     except ClientError:
-        return  # a server that stops releases its regions
+        return  # the server releases its regions when it stops
     except BaseException:
         state.leave(*names)
         raise

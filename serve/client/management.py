@@ -31,7 +31,7 @@ def wait_until_ready(model: str | None, version: str, deadline: Deadline) -> Exc
     """Poll until the server, or one model, takes requests.
 
     Raises:
-        DeadlineExceeded: it did not before the deadline; the text says what it lacked at last.
+        DeadlineExceeded: it was not ready before the deadline; the text gives the last reason.
     """
     call = _ready_call(model, version)
     pause_s, longest_s = READY_POLL_S
@@ -45,7 +45,7 @@ def wait_until_ready(model: str | None, version: str, deadline: Deadline) -> Exc
         except (ServerUnavailable, ModelNotFound) as error:
             lacking = str(error)
         except DeadlineExceeded as error:
-            lacking = lacking or str(error)  # the reason before the time ran out is more specific
+            lacking = lacking or str(error)  # an earlier reason is more specific than the time limit
         if not deadline.allows(pause_s):
             what = "the server" if model is None else f"model {model!r}"
             raise DeadlineExceeded(f"{what} was not ready within {deadline.limit_s:.4g} s: {lacking}")
@@ -108,9 +108,9 @@ def load_model(name: str, config: Mapping[str, Any] | str | None, files: Mapping
     """Load or reload a model.
 
     Args:
-        name: the model's.
-        config: overrides its config.pbtxt: the JSON form of ModelConfig, as text or as a mapping.
-        files: override the model's files: path in the model's folder, such as "1/model.onnx" -> content. They need a config.
+        name: name of the model.
+        config: replaces the model's config.pbtxt: the JSON form of ModelConfig, as text or as a mapping.
+        files: replace the model's files: path in the model's folder, such as "1/model.onnx" -> content. They require `config`.
     """
     if files and config is None:
         raise InvalidRequest("files of a model to load need a config beside them; give both, or neither")

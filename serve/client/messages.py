@@ -1,4 +1,4 @@
-"""ModelInferRequest from named arrays, named arrays from ModelInferResponse."""
+"""Conversion of named arrays to ModelInferRequest, and of ModelInferResponse to named arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_parameters(
     """Write a request's parameters.
 
     Raises:
-        InvalidRequest: the protocol cannot carry a value, or it is out of its range.
+        InvalidRequest: the protocol cannot carry a value, or a value is out of range.
     """
     for key, value in (parameters or {}).items():
         check_text(key, "a parameter's name")
@@ -79,12 +79,12 @@ def _integer_parameter(key: str, value: int) -> InferParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSlice:
-    """Where the bytes of one tensor lie in shared memory.
+    """Location of one tensor's bytes in shared memory.
 
     Attributes:
-        region: the name that the region is registered by.
-        offset: from the region's start, in bytes.
-        byte_size: of the tensor, or of the room for it.
+        region: name under which the region is registered.
+        offset: offset from the region's start in bytes.
+        byte_size: size of the tensor, or of the space for it.
     """
 
     region: str
@@ -92,28 +92,28 @@ class SharedSlice:
     byte_size: int
 
     def write_to(self, parameters: Any) -> None:
-        """Set it in a tensor's map of InferParameter."""
+        """Write this location to a tensor's map of InferParameter."""
         parameters[REGION].string_param = self.region
         parameters[SIZE].int64_param = self.byte_size
         if self.offset:
             parameters[OFFSET].int64_param = self.offset
 
 
-# Finds the place of an input that lies in shared memory; None for one that is to be sent.
+# Finds the location of an input in shared memory; returns None for an input that is sent.
 FindPlace = Callable[[str, Array], SharedSlice | None]
 
 
 def check_named(inputs: object) -> None:
-    """Refuse inputs that are no mapping."""
+    """Refuse inputs that are not a mapping."""
     if not isinstance(inputs, Mapping):
         raise InvalidRequest(f"inputs must be arrays by name, such as {{'x': array}}, not {type(inputs).__name__}")
 
 
 def check_outputs(metadata: ModelMetadataResponse, names: Iterable[str]) -> None:
-    """Refuse names that are no outputs of the model.
+    """Refuse names that are not outputs of the model.
 
     Raises:
-        InvalidRequest: with the first such name, and the model's outputs.
+        InvalidRequest: a name is not an output; the text lists the model's outputs.
     """
     known = [tensor.name for tensor in metadata.outputs]
     for name in names:
@@ -139,22 +139,22 @@ def infer_request(
     """Build a request whose tensors travel as raw bytes.
 
     Args:
-        metadata: the model's, for the names, datatypes and shapes of its inputs.
+        metadata: metadata of the model, for the names, datatypes and shapes of its inputs.
         inputs: name -> array, list, number or string; see `halfserve.serve.client.tensors.as_input`.
-        version: empty for the one that the model's policy chooses.
-        outputs: see `halfserve.serve.client.inference.RequestOptions`, also for the next ones up to `cast`.
-        request_id: returned by the server unchanged.
+        version: version of the model; empty for the one that the model's policy chooses.
+        outputs: see `halfserve.serve.client.inference.RequestOptions`, also for the following arguments up to `cast`.
+        request_id: id that the server returns unchanged.
         parameters: request parameters.
         priority: 1 is the most urgent.
-        queue_timeout_s: seconds.
-        top_k: how many classes to name.
+        queue_timeout_s: longest time in the queue in seconds.
+        top_k: number of classes to name.
         cast: whether arrays of another dtype are converted.
-        find_place: the place in shared memory of an input; None for one that is sent.
-        into: places in shared memory for outputs, by name.
+        find_place: finds the location of an input in shared memory; None sends all inputs.
+        into: locations in shared memory for outputs, by output name.
 
     Raises:
         InvalidRequest: an input or output is unknown, an input does not fit, the protocol cannot carry a parameter, or
-            the message would pass protobuf's limit of 2^31 - 1 bytes.
+            the message would exceed protobuf's limit of 2^31 - 1 bytes.
     """
     check_named(inputs)
     check_text(request_id, "request_id")
@@ -184,9 +184,9 @@ def check_answer(response: ModelInferResponse, wanted: Collection[str], request_
     """Refuse an answer that does not belong to the request.
 
     Args:
-        response: the server's.
+        response: response of the server.
         wanted: names of requested outputs; the answer may have others.
-        request_id: of the request, empty for none. Not every server repeats it.
+        request_id: id of the request, empty for none. Some servers do not return it.
 
     Raises:
         ClientError: it has another id, lacks an output, or has one twice (code "INTERNAL").
@@ -205,8 +205,8 @@ def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ())
     """The outputs by name, in the server's order.
 
     Args:
-        response: the server's.
-        elsewhere: names of outputs requested in shared memory. Not every server repeats that they lie there.
+        response: response of the server.
+        elsewhere: names of outputs requested in shared memory. Some servers do not say in the response that they are there.
 
     Returns:
         Writeable arrays that belong to the caller. BF16 comes as `ml_dtypes.bfloat16`, BYTES as an object array of
@@ -227,10 +227,10 @@ def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ())
 
 
 def array_of(tensor: ModelInferResponse.InferOutputTensor, raw: bytes | memoryview) -> Array:
-    """A view of one output's bytes.
+    """View one output's bytes as an array.
 
     Raises:
-        ClientError: they do not fit the shape (code "INTERNAL").
+        ClientError: the bytes do not fit the shape (code "INTERNAL").
     """
     datatype = datatype_named(tensor.datatype)
     try:
@@ -268,13 +268,13 @@ def _add_outputs(
 
 @dataclass(frozen=True, kw_only=True)
 class InferAnswer:
-    """What `Client.infer_detailed` returns.
+    """Result of `Client.infer_detailed`.
 
     Attributes:
-        model: that has answered.
-        version: of it.
-        request_id: as it was given.
-        parameters: of the response, such as what the precision guard has done.
+        model: name of the model that answered.
+        version: version of the model that answered.
+        request_id: id of the request.
+        parameters: parameters of the response, such as the actions of the precision guard.
         outputs: name -> array, as `Client.infer` returns them.
     """
 

@@ -1,4 +1,4 @@
-"""The description of a model, and a handle (`client.model`) that checks requests against it before it sends them."""
+"""Description of a model, and a handle (`client.model`) that checks requests against it before sending them."""
 # ruff: noqa: SLF001  (a handle is a part of its client)
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class TensorInfo:
     """One input or output.
 
     Attributes:
-        name: its name.
-        datatype: on the wire, such as "FP16".
-        dtype: of its arrays; object for BYTES, `ml_dtypes.bfloat16` for BF16.
-        shape: with the batch dimension where the model has one; -1 for any size.
+        name: name of the tensor.
+        datatype: datatype in the protocol, such as "FP16".
+        dtype: numpy dtype of its arrays; object for BYTES, `ml_dtypes.bfloat16` for BF16.
+        shape: shape with the batch dimension, if the model has one; -1 for any size.
         optional: whether a request may leave it out.
     """
 
@@ -45,12 +45,12 @@ class ModelDescription:
     """The interface of a model.
 
     Attributes:
-        name: the model's.
-        version: that was asked for; empty for the server's choice.
-        versions: that are served.
-        max_batch_size: rows that one request may have; 0 for a model without a batch dimension.
-        inputs: by name.
-        outputs: by name.
+        name: name of the model.
+        version: requested version; empty for the server's choice.
+        versions: versions that are served.
+        max_batch_size: most rows of one request; 0 for a model without a batch dimension.
+        inputs: inputs by name.
+        outputs: outputs by name.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ModelDescription:
     outputs: Mapping[str, TensorInfo]
 
     def named(self, inputs: Any) -> Mapping[str, Any]:
-        """The inputs by name; a value that is no mapping is the value of the only input.
+        """The inputs by name; a value that is not a mapping is the value of the only input.
 
         Raises:
             InvalidRequest: the model has several inputs.
@@ -76,10 +76,10 @@ class ModelDescription:
         return {next(iter(self.inputs)): inputs}
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse what the server would refuse, as far as it can be seen from names and shapes.
+        """Refuse a request that the server would refuse, as far as names and shapes show it.
 
         Raises:
-            InvalidRequest: an input is missing or unknown, or has another shape, or more rows than others or than are allowed.
+            InvalidRequest: an input is missing, unknown or of a wrong shape, or the numbers of rows differ or are too large.
         """
         missing = [name for name, tensor in self.inputs.items() if name not in inputs and not tensor.optional]
         unknown = [name for name in inputs if name not in self.inputs]
@@ -112,7 +112,7 @@ class BoundModel:
     """One model of a server, its interface, and the operations on it.
 
     Attributes:
-        description: as the server gave it last.
+        description: latest description that the server gave.
     """
 
     def __init__(self, client: ClientBase, description: ModelDescription) -> None:
@@ -121,27 +121,27 @@ class BoundModel:
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """Name of the model."""
         return self.description.name
 
     @property
     def version(self) -> str:
-        """That was asked for; empty for the server's choice."""
+        """Requested version; empty for the server's choice."""
         return self.description.version
 
     @property
     def inputs(self) -> Mapping[str, TensorInfo]:
-        """By name."""
+        """Inputs by name."""
         return self.description.inputs
 
     @property
     def outputs(self) -> Mapping[str, TensorInfo]:
-        """By name."""
+        """Outputs by name."""
         return self.description.outputs
 
     @property
     def max_batch_size(self) -> int:
-        """Rows that one request may have; 0 for a model without a batch dimension."""
+        """Most rows of one request; 0 for a model without a batch dimension."""
         return self.description.max_batch_size
 
     @ClientMethod
@@ -149,7 +149,7 @@ class BoundModel:
         """Run the model; names, shapes and rows are checked before anything is sent. See `Client.infer`.
 
         Args:
-            inputs: name -> array, or just the array where the model has one input.
+            inputs: name -> array, or a single array if the model has one input.
             options: see `halfserve.serve.client.inference.BoundInferOptions`.
         """
         asked = bound_infer(self._client._state, self, inputs, without_sending(options))
@@ -168,7 +168,7 @@ class BoundModel:
 
 
 def bind(state: InferState, name: str, version: str) -> Exchange[ModelDescription]:
-    """Ask for a model's description, and remember its metadata."""
+    """Read a model's description, and cache its metadata."""
     metadata = yield from model_metadata(name, version)
     config: ModelConfig = yield from model_config(name, version)
     optional = {tensor.name for tensor in config.input if tensor.optional}
@@ -194,10 +194,10 @@ def _info(tensor: ModelMetadataResponse.TensorMetadata, *, optional: bool = Fals
 
 
 def bound_infer(state: InferState, model: BoundModel, inputs: Any, options: Mapping[str, Any]) -> Exchange[dict[str, Array]]:
-    """Check a request, then send it; where it does not fit, the model may have been replaced: it is described again.
+    """Check a request, then send it; if it does not fit, the model may have been replaced, so its description is read again.
 
     Raises:
-        InvalidRequest: the request does not fit the model as it is now.
+        InvalidRequest: the request does not fit the model's current description.
     """
     try:
         named = model.description.named(inputs)

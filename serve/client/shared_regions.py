@@ -1,4 +1,4 @@
-"""A shared memory region in which a client makes arrays that are not sent to a server on the same machine."""
+"""Shared memory region for arrays that are not sent to a server on the same machine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class SharedRegion:
     of them. The server must run as the same user, or as root.
 
     Attributes:
-        name: that the server knows it by.
-        key: of the shared memory object, as in shm_open(3).
-        byte_size: of the whole: a page or two more than asked for, so that arrays of as many bytes fit although each of them
+        name: name under which the server registers it.
+        key: name of the shared memory object, as in shm_open(3).
+        byte_size: size of the region: a page or two more than requested, so that arrays of that many bytes fit although each
             begins at a multiple of 64.
 
     Raises:
-        InvalidRequest: the size is no whole number of 1 or more.
-        ClientError: there is no shared memory here, or too little (code "RESOURCE_EXHAUSTED").
+        InvalidRequest: the size is not a whole number of 1 or more.
+        ClientError: this system has no shared memory, or too little (code "RESOURCE_EXHAUSTED").
     """
 
     def __init__(self, byte_size: int) -> None:
@@ -54,14 +54,14 @@ class SharedRegion:
         self._unlink = weakref.finalize(self, _unlink, path, os.getpid())
 
     def array(self, shape: int | Sequence[int], dtype: np.typing.DTypeLike) -> Array:
-        """A new array in the region, filled with zeros where nothing lay before.
+        """Allocate an array in the region; memory not used before is zero.
 
         Args:
-            shape: its sizes.
-            dtype: of its elements: any of fixed size, such as np.float16 or ml_dtypes.bfloat16.
+            shape: shape of the array.
+            dtype: dtype of its elements, of fixed size, such as np.float16 or ml_dtypes.bfloat16.
 
         Raises:
-            InvalidRequest: there is no room left for it, its sizes are none, or its elements have no fixed size.
+            InvalidRequest: there is no space left for it, the shape is invalid, or the dtype has no fixed size.
         """
         sizes, element = _sizes_of(shape), np.dtype(dtype)
         if element.hasobject or not element.itemsize:
@@ -78,28 +78,28 @@ class SharedRegion:
         return self._memory[start : start + needed].view(element).reshape(sizes)
 
     def clear(self) -> None:
-        """Place the next arrays at the start again, over the existing ones."""
+        """Free the whole region: the next arrays are placed at the start again, over the existing ones."""
         with self._lock:
             self._used = 0
 
     def place_of(self, array: Array) -> SharedSlice | None:
-        """Where an array lies in the region; None outside of it, and for arrays that are not contiguous and row-major."""
+        """Location of an array in the region; None for an array outside of it, or one that is not C-contiguous."""
         offset = _address_of(array) - self._address
         if not 0 <= offset <= self.byte_size - array.nbytes or not array.flags.c_contiguous or not array.nbytes:
             return None
         return SharedSlice(region=self.name, offset=offset, byte_size=array.nbytes)
 
     def bytes_at(self, offset: int, byte_size: int) -> memoryview:
-        """A view of the bytes."""
+        """View bytes of the region."""
         return self._memory.data[offset : offset + byte_size]
 
     def unlink(self) -> None:
-        """Remove the object's name; further calls do nothing."""
+        """Remove the name of the shared memory object; further calls do nothing."""
         self._unlink()
 
 
 def _sizes_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """The checked shape: a negative size would stand for the rest of the region, where other arrays lie."""
+    """Check and normalize the shape; a negative size would mean the rest of the region, where other arrays are."""
     try:
         sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
     except TypeError:
@@ -117,7 +117,7 @@ def _map_new(path: str, byte_size: int) -> mmap.mmap:
             f"cannot make shared memory in {FOLDER}: {error.strerror}; send the tensors in the message", code="UNIMPLEMENTED"
         ) from None
     try:
-        # Pages are allocated now: later, a full /dev/shm would kill this process with SIGBUS at the first write.
+        # Allocate the pages now: later, a full /dev/shm would kill this process with SIGBUS at the first write.
         os.posix_fallocate(descriptor, 0, byte_size)
         return mmap.mmap(descriptor, byte_size)
     except BaseException as error:  # Ctrl-C too: allocating many pages takes long

@@ -1,4 +1,4 @@
-"""Tensors of a request in shared memory: the slab pool, placement, registration and release."""
+"""Places a request's tensors in shared memory: the slab pool, placement, registration and release."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from halfserve.serve.client.tensors import Array, datatype_named
 if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
-WORTH_SHARING_BYTES = 128 * 1024  # measured: up to here a message costs no more; at 512 KiB it costs twice as much
+WORTH_SHARING_BYTES = 128 * 1024  # measured: below, sending costs no more; at 512 KiB it costs twice as much
 SMALLEST_SLAB_BYTES = 256 * 1024
-KEPT_BYTES = 256 * 2**20  # of free regions
+KEPT_BYTES = 256 * 2**20  # most bytes of free regions that are kept
 # After these statuses the server may still read and write the request's memory.
 MAY_STILL_RUN = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE", "UNKNOWN", "INTERNAL")
 
 
 class SlabPool:
-    """Shared memory regions that are reused, one tensor at a time. Thread-safe.
+    """Reusable shared memory regions, each for one tensor at a time. Thread-safe.
 
     Attributes:
-        is_on: whether the server takes shared memory, as far as is known.
+        is_on: whether the server supports shared memory, as far as is known.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class SlabPool:
         self.abandon(surplus)
 
     def abandon(self, slabs: Iterable[SharedRegion]) -> None:
-        """Give regions up, into which the server may still write; note their names for unregistration."""
+        """Give up regions that the server may still write to; their names are kept for unregistration."""
         for slab in slabs:
             slab.unlink()
             with self._lock:
@@ -74,7 +74,7 @@ class SlabPool:
                     self._abandoned.append(slab.name)
 
     def take_abandoned(self) -> list[str]:
-        """Hand the names to be unregistered over to the caller."""
+        """Return the names to unregister, and forget them."""
         if not self._abandoned:
             return []
         with self._lock:
@@ -82,7 +82,7 @@ class SlabPool:
         return names
 
     def not_unregistered(self, names: Iterable[str]) -> None:
-        """Take names back whose unregistration failed."""
+        """Keep names whose unregistration failed."""
         with self._lock:
             self._abandoned += names
 
@@ -99,7 +99,7 @@ class SlabPool:
             self._registered.discard(slab.name)
 
     def take_all(self) -> list[str]:
-        """Abandon all regions, even those in use; return the names to be unregistered."""
+        """Abandon all regions, even those in use; return the names to unregister."""
         with self._lock:
             slabs, self._free = self._free, []
         self.abandon(slabs)
@@ -110,16 +110,16 @@ class SlabPool:
 
 
 class SharedTensors:
-    """The tensors of one request that lie in shared memory.
+    """The tensors of one request that are in shared memory.
 
     Args:
-        own: the regions that the caller has open.
-        pool: where large tensors are put that lie in no region of the caller; None sends them.
+        own: regions that the caller has open.
+        pool: regions for large tensors that are in none of the caller's; None if such tensors are sent.
 
     Attributes:
-        regions: of the request, by name.
-        into: places for outputs, by the outputs' names.
-        own: the dtypes of the caller's arrays among them.
+        regions: regions that the request uses, by name.
+        into: locations for outputs, by output name.
+        own: dtypes of the caller's arrays for outputs, by output name.
     """
 
     def __init__(self, own: Iterable[SharedRegion], pool: SlabPool | None) -> None:
@@ -131,7 +131,7 @@ class SharedTensors:
         self.own: dict[str, np.dtype[Any]] = {}
 
     def find_place(self, _: str, array: Array) -> SharedSlice | None:
-        """The place of an input: where it is, or where it is copied to; None if it is to be sent."""
+        """Location of an input in shared memory, where it is or where it was copied to; None if it must be sent."""
         if array.dtype.hasobject:
             return None
         place = self._in_own(array)
@@ -144,7 +144,7 @@ class SharedTensors:
         return SharedSlice(region=slab.name, offset=0, byte_size=array.nbytes)
 
     def place_outputs(self, metadata: ModelMetadataResponse, into: Mapping[str, Array]) -> None:
-        """Have outputs written into arrays of the caller.
+        """Have outputs written to arrays of the caller.
 
         Raises:
             InvalidRequest: an array does not lie in a region of this client, or has another dtype than the output.
@@ -164,12 +164,12 @@ class SharedTensors:
     def reserve_outputs(
         self, metadata: ModelMetadataResponse, inputs: Mapping[str, Any], wanted: Collection[str] | None, *, batching: bool
     ) -> None:
-        """Have large outputs of known size written into regions of the pool.
+        """Have large outputs of known size written to regions of the pool.
 
         Args:
-            metadata: the model's.
+            metadata: metadata of the model.
             inputs: name -> array.
-            wanted: names of outputs; None for all.
+            wanted: names of the requested outputs; None for all.
             batching: whether outputs have as many rows as the inputs.
         """
         if self._pool is None:
@@ -191,17 +191,17 @@ class SharedTensors:
         return self.regions[place.region].bytes_at(place.offset, min(byte_size, place.byte_size))
 
     def check_own(self, name: str, datatype: Datatype) -> None:
-        """Refuse an output of another dtype than the caller's array.
+        """Refuse an output whose dtype differs from that of the caller's array.
 
         Raises:
-            ClientError: they are of another dtype (code "INTERNAL").
+            ClientError: the dtypes differ (code "INTERNAL").
         """
         if datatype.array_dtype != self.own[name]:
             text = f"output {name!r} of the server's answer is {datatype.wire}, but the array for it has the dtype"
             raise ClientError(f"{text} {self.own[name]}", code="INTERNAL")
 
     def write_own(self, name: str, raw: bytes) -> None:
-        """Copy an output that came in the message into the caller's array.
+        """Copy an output that came in the message to the caller's array.
 
         Raises:
             ClientError: it is longer than the array (code "INTERNAL").
@@ -237,7 +237,7 @@ def _rows(metadata: ModelMetadataResponse, inputs: Mapping[str, Any]) -> int | N
 
 
 class SharingRefused(Exception):  # noqa: N818  (leads to a second attempt, not to the caller)
-    """The server takes no shared memory from this client; the tensors must be sent."""
+    """The server does not accept shared memory from this client; the tensors must be sent."""
 
 
 def ask_sharing(
@@ -246,17 +246,17 @@ def ask_sharing(
     """Make a ModelInfer call with some tensors in shared memory.
 
     Args:
-        pool: the client's; None where it has none.
+        pool: pool of the client; None if it has none.
         sharing: the tensors in shared memory.
-        call: to make.
-        check: raises for an answer to another request.
+        call: ModelInfer call to make.
+        check: raises if the response answers another request.
 
     Returns:
-        The answer. Outputs in arrays of the caller are views of them, the others are the caller's own.
+        The answer. Outputs in the caller's arrays are views of these; the caller owns the others.
 
     Raises:
-        SharingRefused: the server cannot reach the memory that the pool has given.
-        ClientError: as any inference.
+        SharingRefused: the server cannot open the memory of the pool.
+        ClientError: any error of an inference.
     """
     if pool is not None:
         yield from _unregister(pool, pool.take_abandoned())
@@ -266,7 +266,7 @@ def ask_sharing(
     try:
         response = yield call
     except ModelNotFound:
-        # A restarted server knows no regions; another request may have registered them again meanwhile.
+        # A restarted server has no regions registered; another request may have registered them again meanwhile.
         if not sharing.regions:
             raise
         yield from _register_again(sharing)
@@ -281,7 +281,7 @@ def ask_sharing(
 
 
 def settle(pool: SlabPool | None, sharing: SharedTensors, failure: BaseException | None) -> None:
-    """Return the request's regions to the pool, or abandon them where the server may still write into them."""
+    """Return the request's regions to the pool, or abandon them if the server may still write to them."""
     if pool is None:
         return
     ended = failure is None or (isinstance(failure, ClientError) and failure.code not in MAY_STILL_RUN)
@@ -289,7 +289,7 @@ def settle(pool: SlabPool | None, sharing: SharedTensors, failure: BaseException
 
 
 def _register_slab(pool: SlabPool, slab: SharedRegion) -> Exchange[None]:
-    pool.mark_registered(slab)  # first: the server may receive a call that is given up here
+    pool.mark_registered(slab)  # first, because the server may have received a call that is given up here
     try:
         yield from register_region(slab.name, slab.key, slab.byte_size)
     except AlreadyExists:
@@ -311,7 +311,7 @@ def _register_again(sharing: SharedTensors) -> Exchange[None]:
 
 
 def unregister_all(pool: SlabPool) -> Exchange[None]:
-    """Unregister every region of the pool, as far as the server answers."""
+    """Unregister every region of the pool, while the server answers."""
     yield from _unregister(pool, pool.take_all())
 
 

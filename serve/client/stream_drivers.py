@@ -1,4 +1,4 @@
-"""A stream over a blocking channel (threads) and over an asyncio channel (tasks)."""
+"""Runs a stream over a blocking channel (threads) or an asyncio channel (tasks)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.streaming import StreamAnswer, StreamSession
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
-# Events beside answers and errors: a request was answered without being sent; the call has ended.
+# Events besides answers and errors: a request was answered without being sent; the call has ended.
 ANSWERED_HERE, END = object(), object()
-UNREADABLE = "an answer of the stream is no message that can be read"  # for which grpc.aio has None
+UNREADABLE = "an answer of the stream is no message that can be read"  # grpc.aio gives None for such an answer
 
 
 class SyncStream:
     """One stream: gRPC's thread takes requests from the caller, a thread of its own takes answers from the server.
 
     Args:
-        session: of requests and answers.
+        session: requests and answers of the stream.
         source: the inputs of each request; gRPC's thread iterates over it.
-        in_flight: how many requests may wait for their answers to be taken.
+        in_flight: most requests whose answers the caller has not taken.
     """
 
     def __init__(self, session: StreamSession, source: Iterable[Mapping[str, Any]], in_flight: int) -> None:
@@ -42,13 +42,13 @@ class SyncStream:
         """Send the requests and yield their answers.
 
         Args:
-            call: opens the RPC on an iterator of requests.
-            timeout_s: seconds that the server may let requests wait without answering any; None for no limit.
+            call: opens the RPC for an iterator of requests.
+            timeout_s: longest time in seconds without any answer while requests wait; None for no limit.
 
         Raises:
             grpc.RpcError: the call ended with an error.
             ClientError: the server broke the protocol, or is too slow.
-            BaseException: raised by the source; it comes after the answers to the requests before.
+            BaseException: an exception of the source; raised after the answers to the requests before it.
         """
         process, responses = os.getpid(), call(self._requests())
         reader = threading.Thread(target=self._read, args=(responses,), name="stream answers", daemon=True)
@@ -68,7 +68,7 @@ class SyncStream:
                 raise self._source_error
             self._session.check_complete()
         finally:
-            if os.getpid() == process:  # a fork has neither the threads nor the call
+            if os.getpid() == process:  # a forked child has neither the threads nor the call
                 self._stopped = True
                 self._slots.release()
                 responses.cancel()
@@ -77,13 +77,13 @@ class SyncStream:
     def _next_event(self, timeout_s: float | None) -> Any:
         while True:
             try:
-                # An event in the queue is not late, however long the caller took to ask for it.
+                # An event in the queue is never late, however long the caller took to ask for it.
                 waits = self._events.empty()
                 if waits and self._session.is_over(timeout_s):
                     return END
                 return self._events.get(waits, self._session.patience_s(timeout_s) if waits else None)
             except queue.Empty:
-                continue  # patience_s raises where an answer is late
+                continue  # patience_s raises if an answer is late
 
     def _requests(self) -> Iterator[ModelInferRequest]:
         try:
@@ -122,9 +122,9 @@ class AsyncStream:
     """One stream: one task takes requests from the caller, one takes answers from the server.
 
     Args:
-        session: of requests and answers.
+        session: requests and answers of the stream.
         source: the inputs of each request.
-        in_flight: how many requests may wait for their answers to be taken.
+        in_flight: most requests whose answers the caller has not taken.
     """
 
     def __init__(self, session: StreamSession, source: Source, in_flight: int) -> None:
@@ -140,17 +140,17 @@ class AsyncStream:
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
 
     async def answer(self, timeout_s: float | None) -> StreamAnswer | None:
-        """The next answer; None after the last one.
+        """Wait for the next answer; None after the last one.
 
-        It is no generator: asyncio would close one at the loop's end while a caller that left it closes it too.
+        This is not a generator: asyncio would close a generator at the loop's end while a caller that left it closes it too.
 
         Args:
-            timeout_s: seconds that the server may let requests wait without answering any; None for no limit.
+            timeout_s: longest time in seconds without any answer while requests wait; None for no limit.
 
         Raises:
             grpc.RpcError: the call ended with an error.
             ClientError: the server broke the protocol, or is too slow.
-            BaseException: raised by the source; it comes after the answers to the requests before.
+            BaseException: an exception of the source; raised after the answers to the requests before it.
         """
         while (answer := next(self._session.ready(), None)) is None:
             event = await self._next_event(timeout_s)
@@ -170,7 +170,7 @@ class AsyncStream:
         return answer
 
     async def end(self) -> None:
-        """End the call, if it has not ended."""
+        """End the call if it is still running."""
         self._call.cancel()
         for task in self._tasks:
             task.cancel()
@@ -179,14 +179,14 @@ class AsyncStream:
     async def _next_event(self, timeout_s: float | None) -> Any:
         while True:
             if not self._events.empty():
-                return self._events.get_nowait()  # not late, however long the caller took to ask for it
+                return self._events.get_nowait()  # never late, however long the caller took to ask for it
             if self._session.is_over(timeout_s):
                 return END
             try:
                 async with asyncio.timeout(self._session.patience_s(timeout_s)):
                     return await self._events.get()
             except TimeoutError:
-                continue  # patience_s raises where an answer is late
+                continue  # patience_s raises if an answer is late
 
     async def _write(self, call: Any) -> None:
         requests = self._requests()
@@ -217,8 +217,8 @@ class AsyncStream:
             raise  # the call has ended
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
-                raise  # by the stream, not by its source
-            self._source_error = error  # raised again where the caller waits
+                raise  # the stream was cancelled, not its source
+            self._source_error = error  # raised again in the caller's task
         finally:
             self._session.complete()
 
@@ -233,19 +233,19 @@ class AsyncStream:
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            self._events.put_nowait(await _error_of(call))  # grpc raises this for a call whose client is closed
+            self._events.put_nowait(await _error_of(call))  # raised by grpc for a call whose client is closed
         finally:
             self._events.put_nowait(END)
 
 
 def is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, not only the call that it awaits: asyncio has one exception for both."""
+    """Whether the running task itself was cancelled, not only the call that it awaits; asyncio has one exception for both."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def _error_of(call: Any) -> grpc.RpcError:
-    # Not initial_metadata(): a call that was cancelled before any came raises instead.
+    # Not initial_metadata(): it raises for a call that was cancelled before any arrived.
     return grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), await call.trailing_metadata(), await call.details())
 
 

@@ -28,21 +28,21 @@ from halfserve.serve.client.tensors import Array
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
 MAX_IN_FLIGHT = 65536
-LONGEST_NUMBER = 20  # digits of a request's number; Python refuses to read 5,000
-# The protocol has only a text for a failed request; this project's server adds the status and the retry hint as parameters.
+LONGEST_NUMBER = 20  # most digits of a request's number; Python refuses to read 5,000
+# The protocol gives only a text for a failed request; this project's server adds the status and the retry hint as parameters.
 STATUS = "grpc-status"
-# As Triton names them: a request that wants to know its last answer, and the answer that says so. Ordinary answers may not.
+# Triton's parameters: a request asks for a marked last answer, and an answer is marked as the last.
 EMPTY_FINAL, IS_FINAL = "triton_enable_empty_final_response", "triton_final_response"
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class StreamAnswer:
-    """An answer to one request of a stream: the only one, but from a decoupled model.
+    """Answer to one request of a stream; only a decoupled model gives several per request.
 
     Attributes:
-        index: of the request, counted from 0.
-        error: why it was not answered; None if it was. The other requests of the stream are answered all the same.
-        is_final: no other answer to this request follows. The final one of a decoupled model may have no outputs.
+        index: number of the request, counted from 0.
+        error: reason why it was not answered; None if it was. Other requests of the stream are not affected.
+        is_final: whether this is the last answer to the request. The last one of a decoupled model may have no outputs.
     """
 
     __slots__ = ("_outputs", "error", "index", "is_final")
@@ -74,12 +74,12 @@ class StreamAnswer:
 class StreamSession:
     """The requests of one stream and their answers, in the requests' order.
 
-    One thread makes requests and another takes answers.
+    One thread makes requests while another takes answers.
 
     Args:
-        metadata: the model's.
-        options: those of `halfserve.serve.client.messages.infer_request`.
-        address: for error texts.
+        metadata: metadata of the model.
+        options: arguments of `halfserve.serve.client.messages.infer_request`.
+        address: address of the server, for error texts.
     """
 
     def __init__(self, metadata: ModelMetadataResponse, options: Mapping[str, Any], *, address: str) -> None:
@@ -90,8 +90,8 @@ class StreamSession:
         self._made = 0
         self._taken = 0
         self._arrived: dict[int, deque[StreamAnswer]] = {}
-        self._answered: set[int] = set()  # requests whose final answer has arrived and is not taken yet
-        self._many: set[int] = set()  # requests that are not done, and have an answer that is not their final one
+        self._answered: set[int] = set()  # requests whose final answer has arrived but is not taken yet
+        self._many: set[int] = set()  # unfinished requests that already have an answer which is not final
         self._complete = False
         self._progress_s = time.monotonic()
 
@@ -100,7 +100,7 @@ class StreamSession:
         return self._made - self._taken - len(self._answered)
 
     def request(self, inputs: Mapping[str, Any]) -> ModelInferRequest | None:
-        """The next request's message; None if it does not fit the model: its answer is then the error."""
+        """Make the next request's message; None if it does not fit the model, in which case the error is its answer."""
         index, request, misfit = self._made, None, None
         try:
             request = infer_request(self._metadata, inputs, **{**self._options, "request_id": str(index)})
@@ -116,13 +116,13 @@ class StreamSession:
         return request
 
     def complete(self) -> None:
-        """Note that no further request follows."""
+        """Record that no further request follows."""
         with self._lock:
             self._complete = True
             self._progress_s = time.monotonic()
 
     def accept(self, response: ModelStreamInferResponse) -> None:
-        """Take an answer of the server.
+        """Take in an answer of the server.
 
         Raises:
             ClientError: it belongs to no request (code "INTERNAL").
@@ -149,14 +149,14 @@ class StreamSession:
             self._answered.add(answer.index)
 
     def _index(self, request_id: str) -> int:
-        """The number of the request that an answer is for; -1 for none of this stream."""
+        """The number of the request that an answer belongs to; -1 if it belongs to none of this stream."""
         if not request_id:  # some servers answer an error without the request's id; they keep the order
             return next(index for index in range(self._taken, self._made + 1) if index not in self._answered)
         is_number = request_id.isdecimal() and request_id.isascii() and len(request_id) < LONGEST_NUMBER
         return int(request_id) if is_number else -1
 
     def ready(self) -> Iterator[StreamAnswer]:
-        """The next answers in order that have arrived; each is given once."""
+        """Yield the answers that have arrived and are next in order; each is yielded once."""
         while answers := self._arrived.get(self._taken):
             with self._lock:
                 answer = answers.popleft()
@@ -168,7 +168,7 @@ class StreamSession:
             yield answer
 
     def patience_s(self, timeout_s: float | None) -> float | None:
-        """Seconds to wait for an event before asking again; None for no limit.
+        """Seconds to wait for an event before calling this again; None for no limit.
 
         Raises:
             DeadlineExceeded: requests have waited for `timeout_s` without any answer.
@@ -189,7 +189,7 @@ class StreamSession:
         return over and timeout_s is not None and time.monotonic() >= self._progress_s + timeout_s
 
     def check_complete(self) -> None:
-        """Check, when the server has ended the stream, that nothing is missing.
+        """Check, when the server has ended the stream, that no answer is missing.
 
         Raises:
             ServerUnavailable: requests are left without an answer.
@@ -203,14 +203,14 @@ class StreamSession:
 def prepare_stream(
     state: InferState, model: str, version: str, in_flight: int, options: Mapping[str, Any], address: str
 ) -> Exchange[StreamSession]:
-    """Ask for the model's metadata and check the arguments.
+    """Read the model's metadata and check the arguments.
 
     Raises:
         InvalidRequest: in_flight is out of range.
     """
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 0 < in_flight <= MAX_IN_FLIGHT:
         raise InvalidRequest(f"in_flight must be 1 to {MAX_IN_FLIGHT} requests, not {in_flight!r}")
-    # Fresh metadata: a stream may last, and cannot ask again in between.
+    # Read the metadata now: a stream may last long, and cannot refresh it later.
     metadata = yield from fresh_metadata(state, (model, version))
     return StreamSession(metadata, {**options, "version": version}, address=address)
 

@@ -26,7 +26,7 @@ def as_numpy(value: Any) -> Array:
         ValueError, TypeError, RuntimeError or BufferError: it cannot be read as an array, or has masked values.
     """
     if isinstance(value, np.ma.MaskedArray) and (masked := np.count_nonzero(value.mask)):
-        # numpy would expose the values below the mask.
+        # numpy would expose the values under the mask.
         raise ValueError(f"{masked} of its values are masked; fill them, with .filled(VALUE)")
     torch = sys.modules.get("torch")  # imported already if the value is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
@@ -54,7 +54,7 @@ def check_shape(given: Sequence[int], expected: Sequence[int], where: str) -> No
     """Refuse a shape that the model does not take.
 
     Raises:
-        InvalidRequest: it is another; the text gives both, and says so if only the batch dimension is missing.
+        InvalidRequest: it does; the text gives both shapes, and says so if only the batch dimension is missing.
     """
     if fits(given, expected):
         return
@@ -64,7 +64,7 @@ def check_shape(given: Sequence[int], expected: Sequence[int], where: str) -> No
 
 
 def datatype_named(wire: str) -> Datatype:
-    """The row of the dtype table.
+    """The datatype of this name in the protocol.
 
     Raises:
         ClientError: this client does not know the datatype.
@@ -84,13 +84,13 @@ def as_input(value: Any, datatype: Datatype, where: str) -> Array:
     Args:
         value: an array or an array-like (a tensor of torch or jax, a data frame); a list, number or string.
         datatype: the model's.
-        where: opens the error's text, such as "input 'x' of model 'mlp'".
+        where: start of the error's text, such as "input 'x' of model 'mlp'".
 
     Returns:
-        An array whose dtype is the datatype's; for BF16 uint16 bit patterns, for BYTES an object array of `bytes` and `str`.
+        Array of the datatype's dtype; for BF16 uint16 bit patterns, for BYTES an object array of `bytes` and `str`.
 
     Raises:
-        InvalidRequest: the dtype differs and the cast could lose something, or a value does not fit.
+        InvalidRequest: the dtype differs and the cast could lose information, or a value does not fit.
     """
     if isinstance(value, list | tuple | bool | int | float | str | bytes):
         return converted(value, datatype, where)
@@ -110,19 +110,19 @@ def as_input(value: Any, datatype: Datatype, where: str) -> Array:
 
 
 def converted(value: Any, datatype: Datatype, where: str) -> Array:
-    """Convert to the datatype, rounding fractions to the nearest value that it has but never leaving its range.
+    """Convert to the datatype, rounding fractions to the nearest representable value without leaving its range.
 
     Args:
         value: an array or (nested) list of numbers, booleans or strings.
-        datatype: the model's.
-        where: opens the error's text.
+        datatype: datatype of the model's input.
+        where: start of the error's text.
 
     Returns:
-        As `as_input`.
+        Array as returned by `as_input`.
 
     Raises:
-        InvalidRequest: ragged or not numbers; a finite number beyond the datatype's range; a fraction for an integer datatype.
-            The text gives the first such value and its place.
+        InvalidRequest: the value is ragged or not numeric, a finite number is out of the datatype's range, or a fraction is
+            given for an integer datatype. The text gives the first such value and its position.
     """
     if datatype.wire == "BYTES":
         return _strings(value, where)
@@ -163,7 +163,7 @@ def _as_array(value: Any, where: str) -> Array:
     try:
         array = as_numpy(value)
         if array.dtype == np.float64 and not isinstance(value, np.ndarray):
-            # Whole numbers on both sides of 2**63 have no common integer dtype: numpy rounds them to float64.
+            # Integers on both sides of 2**63 have no common integer dtype: numpy rounds them to float64.
             exact = np.array(value, dtype=object)
             if all(isinstance(number, int) and 0 <= number < 2**64 for number in exact.flat):
                 return exact.astype(np.uint64)
@@ -207,7 +207,7 @@ def _strings(value: Any, where: str) -> Array:
 
 
 def _can_be_sent(element: object) -> bool:
-    """Whether it is bytes, or a str without half of a surrogate pair. None, a missing value, is neither."""
+    """Whether it is bytes, or a str without unpaired surrogates. None, a missing value, is neither."""
     if not isinstance(element, str):
         return isinstance(element, bytes)
     try:
@@ -217,7 +217,7 @@ def _can_be_sent(element: object) -> bool:
 
 
 def _unequal(source: Array, target: Array) -> Array:
-    """Where a conversion to whole numbers or booleans has changed a value."""
+    """Mask of the values that a conversion to integers or booleans has changed."""
     if source.dtype.kind != "f":
         return np.asarray(source != target)
     if target.dtype.kind == "b":
@@ -240,7 +240,7 @@ def _range(datatype: Datatype) -> str:
 
 
 def _bfloat16_bits(values: Array) -> Array:
-    """The upper halves of float32 patterns, rounded to nearest, ties to even; a NaN keeps being one."""
+    """The upper halves of float32 patterns, rounded to nearest, ties to even; a NaN stays a NaN."""
     bits = values.view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
@@ -248,12 +248,12 @@ def _bfloat16_bits(values: Array) -> Array:
 
 @dataclass(frozen=True)
 class Class:
-    """One of the best classes of a row, as a request with `top_k=` answers them.
+    """One of the best classes of a row, as returned for a request with `top_k=`.
 
     Attributes:
-        index: of the class.
-        value: of the output for it.
-        label: its name; empty where the model has none.
+        index: index of the class.
+        value: value of the output for the class.
+        label: name of the class; empty if the model has no labels.
     """
 
     index: int
@@ -265,10 +265,10 @@ def classes_of(output: Array) -> list[list[Class]]:
     """The classes of each row, best first.
 
     Args:
-        output: that was asked for with `top_k`: an object array [rows, k] or [k] of b"value:index[:label]".
+        output: output requested with `top_k`: an object array [rows, k] or [k] of b"value:index[:label]".
 
     Raises:
-        ClientError: the elements do not read like that; was the output asked for with `top_k`?
+        ClientError: an element has another form, for example because the output was requested without `top_k`.
     """
     rows = output.reshape(-1, output.shape[-1]) if output.ndim and output.size else output.reshape(0, 0)
     return [[_class(element) for element in row] for row in rows]

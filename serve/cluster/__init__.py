@@ -14,7 +14,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
     """The `ray.serve.Application`, for `serve run halfserve.serve.cluster:app path=s3://bucket/models` and config files.
 
     Args:
-        arguments: of `halfserve.serve.cluster.on_ray.arguments.ClusterArguments`, by name; values may be texts.
+        arguments: the fields of `halfserve.serve.cluster.on_ray.arguments.ClusterArguments`, by name; values may be strings.
 
     Raises:
         ClusterArgumentError: a name is unknown, or a value makes no sense.

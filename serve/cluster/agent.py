@@ -29,7 +29,7 @@ __all__ = ["Agent", "AgentError", "AgentOptions"]
 
 logger = logging.getLogger(__name__)
 
-STUCK_S = 30.0  # a server that has not answered its agent for so long is given up
+STUCK_S = 30.0  # a server whose agent gets no answer for this long is considered stuck
 NO_CONTROLLER = (
     "the cluster's controller cannot be reached now, so what concerns all members is not known; inference goes on, ask again "
     "in a moment"
@@ -37,17 +37,17 @@ NO_CONTROLLER = (
 
 
 class Agent:
-    """One server, and its place in the cluster. Lives on one event loop.
+    """Starts and supervises one server, and represents it in the cluster. Lives on one event loop.
 
     Attributes:
         member: id of the server process in the cluster.
         address: HOST:PORT of gRPC, as clients reach it; "" before `start`.
         http_address: HOST:PORT of REST; "" before `start`, and with --no-http.
-        metrics_address: HOST:PORT of the metrics; "" likewise.
+        metrics_address: HOST:PORT of the metrics; "" before `start`.
     """
 
     def __init__(self, options: AgentOptions, link: ControllerLink) -> None:
-        """An agent without a server."""
+        """Create an agent whose server is not started yet."""
         self.member = secrets.token_hex(6)
         self.address = self.http_address = self.metrics_address = ""
         self._options = options
@@ -61,22 +61,22 @@ class Agent:
 
     @property
     def pid(self) -> int:
-        """Of the server process; 0 before it is started."""
+        """Process id of the server; 0 before it is started."""
         return 0 if self._process is None else self._process.pid
 
     @property
     def load(self) -> MemberLoad:
-        """How busy the server was lately."""
+        """Load of the server over the last seconds."""
         return MemberLoad() if self._reporting is None else self._reporting.meter.load
 
     async def start(self) -> None:
         """Start the server, and report until `stop`.
 
-        Returns once the server has carried out the controller's first orders: it serves the models that it shall serve. While
-        the controller cannot be reached, this waits.
+        Returns once the server has carried out the controller's first orders, that is, once it serves its models. Waits for as
+        long as the controller cannot be reached.
 
         Raises:
-            AgentError: the server cannot be started, or has ended.
+            AgentError: the server cannot be started, or ended during the start.
         """
         options = self._options
         options.check()
@@ -104,10 +104,10 @@ class Agent:
         self.check()
 
     def check(self) -> None:
-        """Check that the server runs, and reports.
+        """Check that the server runs and that the agent still reports.
 
         Raises:
-            AgentError: it has ended, or answers no more.
+            AgentError: the server has ended or stopped answering, or the agent stopped reporting.
         """
         if self._process is not None and self._process.code is not None:
             raise AgentError(f"the server of member {self.member} has ended: {self._process.why()}")
@@ -120,10 +120,10 @@ class Agent:
             raise AgentError(f"the server of member {self.member} has not answered for {silent_s:.0f} s")
 
     async def stop(self) -> None:
-        """Leave the cluster: take no new requests, answer those taken, end the server, and report its last counters.
+        """Leave the cluster: refuse new requests, finish the accepted ones, end the server, and report its last counters.
 
-        Returns when all that is done; how long it may take, the server's --lame-duck-seconds and --drain-seconds say. Safe to
-        call twice, and after a failed start.
+        Returns when all of this is done; the server's --lame-duck-seconds and --drain-seconds limit the time. Safe to call
+        twice, and after a failed start.
         """
         if self._reporting is not None and self._reports is not None:
             await self._reporting.drain()
@@ -140,7 +140,7 @@ class Agent:
             await self._server.close()
 
     async def _answer_questions(self, server: ServerLink, process: ServerProcess) -> None:
-        """Answer what the server asks of the whole cluster."""
+        """Answer the server's questions about the whole cluster, until the server ends."""
         while process.code is None:
             try:
                 async for question in server.questions():

@@ -1,7 +1,7 @@
-"""How many members a cluster needs, by what their servers measure. Pure: all state goes in and comes out.
+"""Number of members that a cluster needs, computed from the load of their servers. Pure functions: state is passed in and out.
 
-Members are added at once, in one step to what is needed. They are removed one by one, down to the most that was needed in the
-last minutes.
+Members are added at once, in a single step up to the number needed. They are removed one by one, down to the highest number
+that was needed in the last minutes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-CONFIRM_S = 2.0  # that models must compute too much, before members are added; queues and refusals need no proof
-DRAIN_S = 5.0  # within which a queue that is too long shall be answered
-GROWTH_S = 1.0  # over which the growth of a queue is measured; loads come in less often than decisions are asked for
-REFUSED = 0.01  # share of requests: more is too much
-HIDDEN = 4.0  # how many times the load that is seen the load may be that is refused or waits
-BUCKETS = 10  # of the time that a decision to remove looks back on
+CONFIRM_S = 2.0  # high compute load must last this long before members are added; queues and refusals act at once
+DRAIN_S = 5.0  # time in which the added members are to work off an overlong queue
+GROWTH_S = 1.0  # shortest interval over which queue growth is measured; loads arrive less often than decisions are requested
+REFUSED = 0.01  # acceptable share of refused requests
+HIDDEN = 4.0  # cap on offered load (refused and waiting requests included), as a multiple of the observed load
+BUCKETS = 10  # intervals that `look_back_s` is divided into
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLoad:
-    """What one member has done lately.
+    """Recent load of one member.
 
     Attributes:
-        busy: share of its compute slots' time in which models computed, 0 to 1.
-        queue_s: mean time of a request in the queue, in seconds; of the busy model whose requests wait longest.
-        refused: share of requests that it refused, 0 to 1.
+        busy: fraction of its compute slots' time spent in models, 0 to 1.
+        queue_s: mean queue time of a request, in seconds, of the busy model whose requests wait longest.
+        refused: fraction of requests that it refused, 0 to 1.
     """
 
     busy: float = 0.0
@@ -36,14 +36,14 @@ class MemberLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingOptions:
-    """How a cluster scales.
+    """Limits and targets of autoscaling.
 
     Attributes:
-        least, most: members at any time.
-        busy: share of time in which models shall compute, 0 to 1; what is above it is for bursts.
-        queue_s: time in the queue that is acceptable, in seconds.
-        look_back_s: a member is removed if it was not needed for so long.
-        step_s: between two removals.
+        least, most: bounds on the number of members.
+        busy: target fraction of time in which models compute, 0 to 1; the rest is headroom for bursts.
+        queue_s: acceptable queue time, in seconds.
+        look_back_s: a member is removed only after it was not needed for this many seconds.
+        step_s: shortest time between two removals, in seconds.
     """
 
     least: int = 1
@@ -57,17 +57,17 @@ class ScalingOptions:
 def wanted_members(
     loads: Collection[MemberLoad], target: int, options: ScalingOptions, state: Mapping[str, Any], now: float
 ) -> tuple[int, dict[str, Any]]:
-    """How many members there shall be.
+    """Compute the number of members that the cluster needs.
 
     Args:
-        loads: of the members that serve.
-        target: how many there shall be so far; some may be starting.
-        options: of the cluster.
-        state: what the last call returned; empty at first. It is plain JSON.
-        now: in seconds; grows from call to call.
+        loads: load of each member that serves.
+        target: number of members requested so far; some of them may still be starting.
+        options: limits and targets of the cluster.
+        state: state returned by the last call; empty for the first. It consists of plain JSON values.
+        now: monotonic time in seconds.
 
     Returns:
-        The number of members, and the state for the next call.
+        Number of members, and the state for the next call.
     """
     kept = dict(state)
     if not loads:
@@ -75,7 +75,7 @@ def wanted_members(
     queue_s = sum(load.queue_s for load in loads) / len(loads)
     refused = sum(load.refused for load in loads) / len(loads)
     busy = sum(load.busy for load in loads)
-    # A queue that waits for something else than compute would not become shorter.
+    # A queue that waits for something other than compute would not get shorter with more members.
     is_late = (queue_s > options.queue_s or refused > REFUSED) and busy > options.busy / 2 * len(loads)
     needed = math.ceil(_offered(busy, queue_s, refused, kept, now, is_late=is_late) / options.busy - 1e-9)
     if is_late:
@@ -96,17 +96,17 @@ def wanted_members(
 
 
 def _offered(busy: float, queue_s: float, refused: float, state: Mapping[str, Any], now: float, *, is_late: bool) -> float:
-    """How many members would compute all the time for what clients send, refused and waiting requests included."""
+    """Number of fully busy members that the offered load would need, refused and waiting requests included."""
     seen = 1 / max(1 - refused, 1 / HIDDEN)
     if is_late:
-        # While a queue grows by g seconds per second, 1 + g times as much comes in as is answered.
+        # While queue time grows by g seconds per second, requests arrive at 1 + g times the rate at which they are answered.
         growth = (queue_s - state.get("queue_s", queue_s)) / max(now - state.get("at", now), GROWTH_S)
         seen += max(growth, 0.0) + queue_s / DRAIN_S
     return busy * min(seen, HIDDEN)
 
 
 def _most_lately(needed: int, state: dict[str, Any], now: float, look_back_s: float) -> int:
-    """The most that was needed in the time to look back on, kept as one number for each part of it."""
+    """Highest number needed within the look-back time; the history keeps one number per bucket."""
     width = look_back_s / BUCKETS
     bucket = int(now / width) if width else 0
     peaks = [[start, most] for start, most in state.get("peaks", []) if bucket - BUCKETS <= start <= bucket]

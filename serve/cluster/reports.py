@@ -1,7 +1,7 @@
-"""What an agent and the controller tell each other: the agent reports, and the answer is its orders.
+"""Messages between agents and the controller: an agent sends a report, and the answer contains its orders.
 
-The controller keeps nothing on disk. What it must not forget it gives to every agent (`Orders.memory`), and a new controller
-takes the newest of what they report.
+The controller keeps nothing on disk. It gives the state that must survive it to the agents (`Orders.memory`), and a new
+controller adopts the newest state that they report.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """A model at one member.
+    """State of a model at one member.
 
     Attributes:
-        generation: of the order to load that was last carried out or failed; 0 for none.
+        generation: generation of the last load order that was carried out or failed; 0 for none.
         is_served: whether it answers requests.
-        error: why the order of that generation failed; "" if it did not.
-        status: name of the gRPC status of that failure, like NOT_FOUND; "" if it did not fail.
+        error: reason why that order failed; "" if it did not.
+        status: name of the gRPC status of that failure, such as NOT_FOUND; "" if it did not fail.
         versions: numbers of the versions that it serves.
-        size: bytes of memory that it takes, about; 0 if that is not known.
-        requests, rows, failures, refusals: counts since the member's start; requests are those answered well.
-        queue_ns, compute_ns: time of all requests in the queue, and of all batches in the model, since the member's start.
+        size: approximate memory in bytes; 0 if unknown.
+        requests, rows, failures, refusals: counts since the member's start; `requests` counts successful ones.
+        queue_ns, compute_ns: total queue time of requests, and total compute time of batches, since the member's start.
     """
 
     generation: int = 0
@@ -42,24 +42,24 @@ class ModelReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What an agent says of its server.
+    """Report of an agent about its server.
 
     Attributes:
-        member: id of the server process; its successor has another one.
-        machine: what tells machines apart, for placement and people.
-        grpc_address, http_address: HOST:PORT, as clients reach it; the latter may be "".
-        is_draining: the server is about to leave, and takes no new requests.
-        models: all of the repository, by name, whether served or not.
-        compute_slots: how many batches compute at once, to make shares of time of `compute_ns`.
-        memory_size: bytes that models may take here; 0 if that is not known.
-        figures: `Figures.to_bytes()` of the server, where the last orders asked for them or the server has ended.
-        figures_number: the `Orders.figures_number` that they answer.
-        has_ended: the server is gone; the figures are its last ones, and the agent reports no more.
-        left: figures of servers that ended without a last report, by member; found on this machine.
-        directory_version: of the directory that the server answers with.
-        settings_number: of the settings that it has taken over.
+        member: id of the server process; a restarted server has a new id.
+        machine: name that distinguishes machines, for placement and users.
+        grpc_address, http_address: HOST:PORT for clients; `http_address` may be "".
+        is_draining: the server takes no new requests and is about to leave.
+        models: all models of the repository, by name, whether served or not.
+        compute_slots: number of batches that can compute concurrently, to turn `compute_ns` into a fraction of time.
+        memory_size: memory for models in bytes; 0 if unknown.
+        figures: `Figures.to_bytes()` of the server, if the last orders asked for them or the server has ended; else None.
+        figures_number: the `Orders.figures_number` that the figures answer.
+        has_ended: the server has ended; the figures are its last ones, and this is the agent's last report.
+        left: figures of servers on this machine that ended without a last report, by member.
+        directory_version: version of the directory that the server gives to clients.
+        settings_number: number of the settings that the server has applied.
         controller: the `Orders.controller` of the last orders; "" before the first.
-        memory: the newest `Orders.memory`, in the first report to another controller; else None.
+        memory: the newest `Orders.memory`, in the first report to a new controller; else None.
     """
 
     member: str
@@ -82,12 +82,12 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOrder:
-    """That a member shall serve a model.
+    """Order to serve a model.
 
     Attributes:
-        generation: larger for each later order; the agent loads the model (again) when it has another one.
-        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them; empty where
-            the member has reported that generation already.
+        generation: increases with each order; the agent loads or reloads the model when it changes.
+        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them; empty if the
+            member has reported this generation already.
     """
 
     generation: int
@@ -96,11 +96,11 @@ class ModelOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of logs and traces, as users have changed them.
+    """Changes of log and trace settings that a member has not applied.
 
     Attributes:
-        number: larger after each change.
-        changes: path of the method, and serialized request, for each setting that the member has not taken over.
+        number: number of the last change.
+        changes: path of the method, and serialized request, for each changed setting.
     """
 
     number: int
@@ -109,16 +109,16 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a member shall do.
+    """Orders of the controller to one member.
 
     Attributes:
-        controller: id of the controller process; its successor has another one.
-        models: all that it shall serve, by name; it unloads all others.
-        directory: serialized `cluster_pb2.Directory` to answer clients with; None if it has the present one.
-        figures_number: report the figures if this is larger than the last one's; at once.
-        settings: to take over; None if it has them.
-        drain: take no new requests, and leave when all are answered.
-        memory: to be kept, and reported to another controller; None if unchanged.
+        controller: id of the controller process; a restarted controller has a new id.
+        models: orders of all models to serve, by name; the member unloads all others.
+        directory: serialized `cluster_pb2.Directory` for clients; None if the member has the current one.
+        figures_number: the member reports its figures at once if this is larger than the last number it answered.
+        settings: settings to apply; None if the member has applied all.
+        drain: take no new requests, and leave once the accepted ones are answered.
+        memory: controller state to keep for the next controller; None if unchanged.
     """
 
     controller: str
@@ -131,23 +131,21 @@ class Orders:
 
 
 class ControllerLink(Protocol):
-    """How an agent reaches the controller; a launcher makes it. Methods raise ConnectionError where it is not there now."""
+    """An agent's connection to the controller, made by the launcher. Methods raise ConnectionError if it is unreachable."""
 
     async def exchange(self, report: Report) -> Orders:
-        """Report, and have orders: at once where there are new ones, else within 4 * REPORT_S."""
+        """Send a report and receive orders: at once if there are new ones, else within 4 * REPORT_S."""
 
     async def call(self, path: str, request: bytes) -> bytes:
-        """Ask for the whole cluster: a management method of the gRPC API, by path, from serialized message to message.
+        """Call a management method of the gRPC API for the whole cluster, by path, with serialized messages.
 
         Raises:
-            InferenceError: the cluster refuses, or could not do it.
+            InferenceError: the cluster refused the request, or could not carry it out.
         """
 
     async def metrics(self) -> tuple[bytes, str]:
-        """The Prometheus metrics of the whole cluster, and their content type."""
+        """Prometheus metrics of the whole cluster, and their content type."""
 
 
-REPORT_S = (
-    0.5  # an agent reports at least this often; less often in a cluster of more than 100, as the controller answers later
-)
-LEASE_S = 2.0  # a member that has not reported for so long is in the directory no more
+REPORT_S = 0.5  # an agent reports at least this often; with more than 100 members less often, as the controller answers later
+LEASE_S = 2.0  # a member that has not reported for this long is removed from the directory

@@ -1,4 +1,4 @@
-"""What an agent asks its server, over the Unix socket at which the server listens for it."""
+"""Management calls of an agent to its server, over the Unix socket that they share."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from halfserve.serve.members.whole_service import FIGURES
 from halfserve.serve.protocol.status import error_of
 
 M = TypeVar("M", bound=Message)
-QUERY_S = 2.0  # for what takes the server some milliseconds
-FIGURES_S = 10.0  # for what takes it some milliseconds for each model
+QUERY_S = 2.0  # time limit of calls that take the server milliseconds
+FIGURES_S = 10.0  # time limit of calls that take the server some milliseconds per model
 
 
 class ServerLink:
-    """Lives on the event loop. Methods raise InferenceError: UnavailableError where the server does not answer."""
+    """Connection to the server. Lives on the event loop. Methods raise InferenceError: UnavailableError without an answer."""
 
     def __init__(self, folder: Path) -> None:
-        """A link to the server that shares this folder."""
+        """Connect to the server that shares this folder."""
         self._channel = grpc.aio.insecure_channel(f"unix:{folder / SOCKET}{SUFFIX}", OPTIONS)
 
     async def state(self) -> MemberState:
-        """What it serves, and its sums."""
+        """Read the models that the server serves, and its counters."""
         return MemberState.FromString(await self.call(STATE, b"", QUERY_S))
 
     async def figures(self) -> bytes:
-        """All its counters, as `Figures.to_bytes`."""
+        """Read all its counters, serialized by `Figures.to_bytes`."""
         answer = wrappers_pb2.BytesValue.FromString(await self.call(FIGURES, b"", FIGURES_S))
         return bytes(answer.value)
 
     async def publish(self, directory: bytes) -> None:
-        """Have it answer clients with this serialized Directory."""
+        """Give the server the serialized Directory to answer clients with."""
         await self.call(PUBLISH, directory, QUERY_S)
 
     async def change_setting(self, path: str, request: bytes) -> None:
-        """Have it change a setting of logs or traces."""
+        """Change a setting of logs or traces: call the method at `path` with a serialized request."""
         await self.call(path, request, QUERY_S)
 
     async def questions(self) -> AsyncIterator[Question]:
-        """What it asks of the whole cluster, until it ends."""
+        """Receive the server's questions about the whole cluster, until the server ends."""
         call = self._channel.unary_stream(QUESTIONS, empty_pb2.Empty.SerializeToString, Question.FromString)
         try:
             async for question in call(empty_pb2.Empty()):
@@ -57,11 +57,11 @@ class ServerLink:
             raise _error(error) from None
 
     async def answer(self, answer: Answer) -> None:
-        """Answer a question."""
+        """Send the answer to one of the server's questions."""
         await self.call(ANSWER, answer.SerializeToString(), None)
 
     async def call(self, path: str, request: bytes, timeout_s: float | None) -> bytes:
-        """Call a method, from serialized message to message; without a time limit where it is None."""
+        """Call a method with a serialized message, and return the serialized answer; None for no time limit."""
         try:
             answer: bytes = await self._channel.unary_unary(path)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""How busy a server is, from the sums that it reports."""
+"""Load of a server, computed from the counters that it reports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from halfserve.protos.agent_pb2 import MemberState, ModelState
 from halfserve.serve.cluster.autoscaling import MemberLoad
 
 LOAD_S = 2.0
-COMPUTES = 0.1  # share of the time in which models compute; a queue of a model below it is no reason for another member
+COMPUTES = 0.1  # share of all compute time; the queue of a model below this share is no reason to add members
 
 
 class LoadMeter:
-    """Keeps what a server has told in the last LOAD_S seconds.
+    """Computes a server's load from its states of the last LOAD_S seconds.
 
     Attributes:
-        load: the present one.
+        load: current load.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LoadMeter:
         self._states: deque[tuple[float, MemberState]] = deque()
 
     def take(self, state: MemberState, now_s: float) -> None:
-        """Take a server's state; `now_s` on time.monotonic()'s clock."""
+        """Take in a server's state, read at `now_s` on time.monotonic()'s clock."""
         self._states.append((now_s, state))
         while len(self._states) > 2 and self._states[1][0] <= now_s - LOAD_S:
             self._states.popleft()

@@ -1,4 +1,4 @@
-"""The server that an agent starts: its ports, and its process, which ends with this one."""
+"""Process of the server that an agent starts, and its ports; the server ends when the agent's process does."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from halfserve.serve.supervisor.launch import program
 from halfserve.serve.supervisor.supervisor import in_words
 from halfserve.serve.transports.listening import Address, BindError, close, listen
 
-ROWS = 32  # of ports, that are tried
-LEAVE = ("--lame-duck-seconds", "1")  # for all clients to see it leave; further options may say otherwise
-LAST_LINES = 20  # of the server's log
-BEFORE_WHY = re.compile(r"^(halfserve serve|Error): ")  # in the line that says why it ended
+ROWS = 32  # rows of consecutive ports that are tried
+LEAVE = ("--lame-duck-seconds", "1")  # time for clients to see the server leave; later options override it
+LAST_LINES = 20  # lines of the server's log that are kept
+BEFORE_WHY = re.compile(r"^(halfserve serve|Error): ")  # start of the log line that says why the server ended
 
 
 class AgentError(Exception):
-    """The server cannot be started, or has ended; the text is one line that says why."""
+    """The server cannot be started, or has ended; the text is one line with the reason."""
 
 
 class Ports:
-    """The sockets that a server listens on."""
+    """Listening sockets for a server."""
 
     def __init__(self, host: str, first: int, names: Sequence[str]) -> None:
         """Listen on a row of free ports, one for each name.
 
         Args:
-            host: to listen on.
-            first: port of the first row; 0 takes any free ports.
-            names: of the ports, in order.
+            host: address to listen on.
+            first: first port of the first row; 0 for any free ports.
+            names: names of the ports, in order.
 
         Raises:
-            AgentError: none of the rows is free, or the host is not this machine's.
+            AgentError: none of the rows is free, or this machine does not have the address.
         """
         for row in range(ROWS):
             opened: dict[str, list[socket.socket]] = {}
@@ -64,7 +64,7 @@ class Ports:
         return int(self.sockets[name][0].getsockname()[1]) if name in self.sockets else 0
 
     def close(self) -> None:
-        """Close this process's copies."""
+        """Close this process's copies of the sockets."""
         for sockets in self.sockets.values():
             close(sockets)
 
@@ -73,9 +73,9 @@ class ServerProcess:
     """A running `halfserve serve`. Lives on the event loop.
 
     Attributes:
-        pid: 0 before it is started.
-        code: how it ended: an exit code, or a negative signal number; None before.
-        ended: set at its end.
+        pid: process id; 0 before it is started.
+        code: exit code of the process, or negative number of the signal that ended it; None while it runs.
+        ended: set when the process has ended.
     """
 
     def __init__(self) -> None:
@@ -83,23 +83,23 @@ class ServerProcess:
         self.code: int | None = None
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._starting: asyncio.Future[None] | None = None  # of the process
+        self._starting: asyncio.Future[None] | None = None  # done once the process runs, or its start has failed
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._held = -1  # end of the pipe by whose end the server notices that this process is gone
+        self._held = -1  # write end of a pipe; the server ends when this end closes, that is, when this process is gone
 
     async def start(self, path: str, arguments: Sequence[str], host: str, ports: Ports, folder: Path, member: str) -> None:
-        """Start it, and return once it is ready.
+        """Start the server, and return once it is ready.
 
         Args:
-            path: of the repository.
+            path: path or URL of the model repository.
             arguments: further options of `halfserve serve`.
-            host: that the ports are of.
-            ports: to listen on; they are closed here.
-            folder: for what server and agent share.
-            member: id of the server.
+            host: address that the ports belong to.
+            ports: sockets to listen on; this process's copies are closed.
+            folder: folder that the server and the agent share.
+            member: id of the member.
 
         Raises:
-            AgentError: it cannot be started, or has ended before it was ready.
+            AgentError: the server cannot be started, or ended before it was ready.
         """
         self._starting = started = self._loop.create_future()
         lifeline, held = os.pipe()
@@ -128,7 +128,7 @@ class ServerProcess:
             *arguments,
         ]
         environment = {**os.environ, VARIABLE: handover.to_text()}
-        # The system kills the server when the thread that started it ends: this one lives as long as the server.
+        # The system kills the server when the thread that started it ends; this thread lives as long as the server.
         threading.Thread(
             target=self._live, args=(command, environment, given, started), name="halfserve server", daemon=True
         ).start()
@@ -147,18 +147,18 @@ class ServerProcess:
             raise AgentError(f"the server cannot serve {path}: {self.why()}")
 
     def why(self) -> str:
-        """How it ended, and the last line of its log where that says why."""
+        """How the server ended, with the last line of its log if that gives the reason."""
         code = self.code or 0
         last = next((line for line in reversed(self._lines) if line), "") if code > 0 else ""
         return BEFORE_WHY.sub("", last) or in_words(code)
 
     def terminate(self) -> None:
-        """Have it drain, and end."""
+        """Have the server drain and end."""
         if self.code is None and self.pid:
             os.kill(self.pid, signal.SIGTERM)
 
     async def stop(self) -> None:
-        """Have it end, whether it was started, or its start has failed or is given up; return when it has ended."""
+        """End the server, whether it runs, its start has failed, or the start is given up; return when it has ended."""
         if self._starting is None:
             return
         await asyncio.wait([self._starting])
@@ -175,7 +175,7 @@ class ServerProcess:
     ) -> None:
         """Start the process and wait for its end; on a thread of its own."""
         try:
-            # In a process group of its own: Ctrl-C in a terminal is for the agent, which drains it.
+            # In a process group of its own: Ctrl-C in a terminal reaches only the agent, which then drains the server.
             process = subprocess.Popen(command, env=environment, pass_fds=given, stderr=subprocess.PIPE, process_group=0)
         except OSError as error:
             self._tell(started.set_exception, error)
@@ -185,7 +185,7 @@ class ServerProcess:
         reader = threading.Thread(target=self._read_log, args=(process.stderr,), name="halfserve server log", daemon=True)
         reader.start()
         code = process.wait()
-        reader.join(1.0)  # a child of the server may hold the other end
+        reader.join(1.0)  # a child process of the server may still hold the pipe's other end
         self._tell(self._has_ended, code)
 
     def _read_log(self, log: IO[bytes]) -> None:
@@ -193,13 +193,13 @@ class ServerProcess:
             for line in log:
                 text = line.decode(errors="replace")
                 self._lines.append(text.strip())
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                     sys.stderr.write(text)
                     sys.stderr.flush()
 
     def _tell(self, call: object, *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]  # what comes is called with what it takes
+            self._loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]  # callers pass what `call` takes
 
     def _has_ended(self, code: int) -> None:
         self.code = code
@@ -207,7 +207,7 @@ class ServerProcess:
         self.ended.set()
 
     async def _is_ready(self, ready_file: int) -> bool:
-        """Wait for the server; False: it has ended."""
+        """Wait until the server is ready; False if it ended instead."""
         readable: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(ready_file, lambda: None if readable.done() else readable.set_result(None))
         try:

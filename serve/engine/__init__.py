@@ -1,1 +1,1 @@
-"""Batching and bookkeeping, free of any transport."""
+"""Batching and bookkeeping, independent of any transport."""

@@ -17,7 +17,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 OPENVINO_BACKEND = "openvino"
 OPENVINO_PROVIDER = "OpenVINO on cpu"
-# `Backend.provider` of backends on the CPU; and of those that compute on the thread that asks them, with helpers of their own.
+# `Backend.provider` of backends on the CPU, and of the ones that compute on the calling thread with helpers of their own.
 CPU_PROVIDERS = frozenset({"CPUExecutionProvider", OPENVINO_PROVIDER, "torch on cpu"})
 CALLING_PROVIDERS = frozenset({"CPUExecutionProvider", OPENVINO_PROVIDER})
 
@@ -27,10 +27,10 @@ class ModelKind:
     """One kind of model file.
 
     Attributes:
-        platform: in metadata and completed configurations.
-        backend: likewise.
-        file_name: in a version folder, where the configuration names no other.
-        also: other names under which a configuration may ask for it.
+        platform: Triton's platform name in metadata and completed configurations.
+        backend: Triton's backend name in metadata and completed configurations.
+        file_name: name of the model file in a version folder, unless the configuration names another.
+        also: further names under which a configuration may ask for this kind.
     """
 
     platform: str
@@ -44,7 +44,7 @@ class ModelKind:
         return self.also | {self.platform, self.backend}
 
 
-# Triton's OpenVINO backend takes ONNX files too, under a name that the configuration says.
+# Triton's OpenVINO backend reads ONNX files too; a configuration asks for that by this name.
 ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="model.onnx", also=frozenset({OPENVINO_BACKEND}))
 
 
@@ -52,7 +52,7 @@ ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="
 OPENVINO = ModelKind(platform="openvino", backend=OPENVINO_BACKEND, file_name="model.xml")
 
 
-# What torch.export.save writes. Triton's "pytorch" backend is its nearest equivalent.
+# Files that torch.export.save writes. Triton's "pytorch" backend is the nearest equivalent.
 TORCH_EXPORT = ModelKind(
     platform="torch_export",
     backend="halfserve_torch",
@@ -61,21 +61,21 @@ TORCH_EXPORT = ModelKind(
 )
 
 
-# Made of other models (serve/engine/ensembles/): it has no file.
+# A model made of other models (serve/engine/ensembles/), without a file.
 ENSEMBLE = ModelKind(platform="ensemble", backend="", file_name="")
 
 # Triton's models in Python.
 PYTHON = ModelKind(platform="python", backend="python", file_name="model.py")
 
 
-# Where a version folder holds several and its configuration names none, the first one is used.
+# If a version folder holds files of several kinds and its configuration names none, the first kind is used.
 KINDS = (ONNX, OPENVINO, TORCH_EXPORT, PYTHON)
 
 
 def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:
-    """The kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones.
+    """Return the kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones.
 
-    First come those whose own names it uses.
+    Kinds whose own names it uses come first.
     """
     asked = {name for name in (config.platform, config.backend) if name}
     return tuple(sorted((kind for kind in KINDS if asked <= kind.names), key=lambda kind: not asked.isdisjoint(kind.also)))
@@ -86,15 +86,15 @@ class ModelInterface:
     """The inputs and outputs of a model file, as its clients see them.
 
     Attributes:
-        inputs: required in a request.
-        outputs: that it can ask for.
-        batched: all of them begin with a dimension of any size, the batch.
-        kind: of the model file.
+        inputs: inputs that a request has to bring.
+        outputs: outputs that a request can ask for.
+        batched: whether all of them begin with a dimension of any size, the batch.
+        kind: kind of the model file.
         most_rows: the largest batch that the model was exported for; None for any.
-        row_names: names of the first dimensions in the model file. Where there are several, they may not be one batch.
+        row_names: names of the first dimensions in the model file. Several names may mean that they are not one batch.
         data_files: paths of its weight files, relative to the model file's folder.
-        open_ended: the values in a batch, not only its shape, decide how long it takes.
-        unranked: names of tensors of which the model file says no rank; a configuration has to declare them, as numbers.
+        open_ended: whether the duration of a batch depends on its values, and not only on its shape.
+        unranked: names of tensors whose rank the model file does not state; a configuration has to declare them, as numbers.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -108,19 +108,21 @@ class ModelInterface:
     unranked: frozenset[str] = frozenset()
 
     def is_steady(self, *, batched: bool) -> bool:
-        """Whether batches of equal rows take about equally long: neither their shapes nor values make a difference."""
+        """Return whether batches of equal rows take about equally long: neither their shapes nor their values make a
+        difference.
+        """
         own = 1 if batched else 0
         return not self.open_ended and not any(ANY_SIZE in spec.shape[own:] for spec in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Which code of a model repository may run, as the server's user.
+    """Permission for code of a model repository to run as the server's user.
 
     Attributes:
-        torch_archives: of torch programs, whose pickles can call anything.
-        python_models: of model.py files.
-        custom_operators: of the libraries that `model_operations` names.
+        torch_archives: permits torch programs, whose pickles can call anything.
+        python_models: permits model.py files.
+        custom_operators: permits the libraries that `model_operations` names.
     """
 
     torch_archives: bool = False
@@ -132,9 +134,9 @@ NO_TRUST = Trust()
 
 
 class CpuPrecision(StrEnum):
-    """In which precision the CPU computes a model whose file is in half precision."""
+    """Precision in which the CPU computes a model whose file is in half precision."""
 
-    AUTO = "auto"  # the fastest for which there is a passed verdict
+    AUTO = "auto"  # the fastest precision with a passed verdict
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -142,14 +144,14 @@ class CpuPrecision(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
-    """Where to load a model.
+    """Device and CPU settings to load a model with.
 
     Attributes:
-        use_gpu: on the CUDA device where there is one; False keeps it on the CPU.
-        require_gpu: fail rather than run on the CPU.
-        device_id: which CUDA device.
-        threads: for one operator on the CPU; 0 lets the runtime choose.
-        cpu_precision: of ONNX models on the CPU whose configuration does not say.
+        use_gpu: whether to use a CUDA device if there is one; False keeps the model on the CPU.
+        require_gpu: whether to fail rather than run on the CPU.
+        device_id: number of the CUDA device.
+        threads: number of threads for one operator on the CPU; 0 lets the runtime choose.
+        cpu_precision: precision on the CPU of ONNX models whose configuration names none.
     """
 
     use_gpu: bool = True
@@ -177,15 +179,15 @@ class Backend(Protocol):
         """Compute every output, in the dtypes of the model's interface.
 
         Args:
-            inputs: by name, in `compute_dtype`, batch dimension first where the model has one. Their memory is reused for the
-                next batch, so no output may share it.
+            inputs: arrays by name, in `compute_dtype`, batch dimension first if the model has one. Their memory is reused for
+                the next batch, so no output may share it.
 
         Raises:
             Exception: any error of the runtime; the engine turns it into the request's error.
         """
 
     def give_up(self) -> None:
-        """End a computation of another thread here, where the runtime can. This copy is not used again."""
+        """End a computation that runs on another thread, if the runtime can. This copy is not used again."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class BackendView:
 
 
 class LaterAnswer:
-    """The answer of a request that its model gives when its batch has ended. Used on the event loop only."""
+    """An answer that its model gives after the batch has ended. Used on the event loop only."""
 
     __slots__ = ("_done", "_result")
 
@@ -223,36 +225,36 @@ class LaterAnswer:
         self._done: Done | None = None
 
     def give(self, result: Tensors | InferenceError) -> None:
-        """The answer is here. Called once."""
+        """Deliver the answer. Called once."""
         self._result = result
         if self._done is not None:
             self._done(result)
 
     def then(self, done: Done) -> None:
-        """Call `done` with the answer, at once if it is here. Called once."""
+        """Call `done` with the answer, at once if it has been given. Called once."""
         self._done = done
         if self._result is not None:
             done(self._result)
 
 
 class Again:
-    """In place of an answer: the model wants the request once more."""
+    """Outcome in place of an answer: the model wants the request once more."""
 
 
 AGAIN: Final = Again()
-# What a backend says of a request; None: its responses come later, through `respond` and `done`.
+# A backend's outcome for one request; None if its responses come later, through `respond` and `done`.
 Outcome: TypeAlias = Tensors | InferenceError | LaterAnswer | Again | None
 
 
 class RequestBackend:
-    """A loaded copy that takes whole requests, and not one batch of their inputs. A `Backend` too, for one thread at a time."""
+    """A loaded copy that takes whole requests instead of one batch of inputs. Also a `Backend`, for one thread at a time."""
 
     provider: str
     precision: str
 
     @property
     def caller(self) -> CallingExecution | None:
-        """The execution in progress, of a model that may call models; None between two."""
+        """The execution in progress, for a model that may call other models; None between executions."""
         return None
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
@@ -260,7 +262,7 @@ class RequestBackend:
         raise NotImplementedError(name)
 
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
-        """Answer requests, each by its outputs or its error, or say what becomes of it.
+        """Answer requests: one outcome per request, in their order.
 
         Raises:
             InstanceLostError: this copy is broken.
@@ -268,14 +270,14 @@ class RequestBackend:
         raise NotImplementedError(len(requests))
 
     def run(self, inputs: Tensors) -> Tensors:
-        """See `Backend`: one request with these inputs."""
+        """See `Backend.run`: the inputs are those of one request."""
         raise NotImplementedError(len(inputs))
 
     def give_up(self) -> None:
         """See `Backend`."""
 
     def close(self) -> None:
-        """Clean up: the copy is not used again. May take long."""
+        """Clean up, because the copy is not used again. May take long."""
 
 
 class Runtime(Protocol):
@@ -293,9 +295,10 @@ class Runtime(Protocol):
 
         Args:
             path: the model file.
-            interface: from `describe`.
-            placement: where it is to run.
-            config: completed. The runtime reads its own settings there, and writes its decisions into `parameters`.
+            interface: the interface from `describe`.
+            placement: device and CPU settings.
+            config: the completed configuration. The runtime reads its own settings there, and writes its decisions into
+                `parameters`.
 
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
@@ -303,12 +306,12 @@ class Runtime(Protocol):
 
 
 class OnnxOnOpenVino(Protocol):
-    """A runtime that computes ONNX files in a precision of the CPU's."""
+    """A runtime that computes ONNX files in a precision of the CPU."""
 
     def load_onnx(
         self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
     ) -> Backend:
-        """Load one copy of an ONNX file; see `Runtime.load`. `precision` AUTO is float32.
+        """Load one copy of an ONNX file; see `Runtime.load`. The `precision` AUTO means float32.
 
         Raises:
             ModelLoadError: see `Runtime.load`.

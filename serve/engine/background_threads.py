@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 Job = tuple[Callable[..., object], tuple[Any, ...]]
-PAUSE_S = 0.002  # for the event loop to catch up
+PAUSE_S = 0.002  # time for the event loop to catch up
 _PAUSES = ContextVar("pauses", default=False)
 TURN_S = 0.00005
 
@@ -24,7 +24,8 @@ TURN_S = 0.00005
 class Worker:
     """Runs jobs in order on a daemon thread of its own.
 
-    Unlike an executor's thread, it cannot keep the process from ending while a model never returns, and a job makes no future.
+    Unlike an executor's thread, it does not keep the process from ending while a model never returns, and a job makes no
+    future.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,11 +33,11 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Run `function(*arguments)` after the jobs submitted before; it must not raise."""
+        """Run `function(*arguments)` after the jobs submitted before. The function must not raise."""
         self._jobs.put((function, arguments))
 
     def stop(self) -> None:
-        """End the thread after the submitted jobs. Does not wait for it."""
+        """End the thread after the submitted jobs, without waiting for it."""
         self._jobs.put(None)
 
     def hand_over(self, other: Worker) -> None:
@@ -50,12 +51,12 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             function, arguments = job
             function(*arguments)
-            del job, function, arguments  # else they would keep a batch alive until the next one
+            del job, function, arguments  # otherwise they would keep a batch alive until the next job
 
 
 @contextmanager
 def pausing(*, pauses: bool = True) -> Iterator[None]:
-    """Within, `pause` sleeps on the calling thread."""
+    """Let `pause` sleep on the calling thread within this context."""
     token = _PAUSES.set(pauses)
     try:
         yield
@@ -64,7 +65,7 @@ def pausing(*, pauses: bool = True) -> Iterator[None]:
 
 
 def pause() -> None:
-    """Sleep for PAUSE_S within `pausing`; nothing elsewhere. Call it between steps of long work, with no lock held."""
+    """Sleep for PAUSE_S within `pausing`; do nothing elsewhere. Call it between steps of long work, with no lock held."""
     if _PAUSES.get():
         time.sleep(PAUSE_S)
 
@@ -73,7 +74,7 @@ class ShortSwitchInterval:
     """A shorter thread switch interval, for the whole process: use the one instance, `SHORT_SWITCH_INTERVAL`.
 
     A thread that runs Python code keeps Python's lock for `sys.getswitchinterval()`, 5 ms by default. The event loop releases
-    the lock whenever it waits for sockets, and would wait as long again and again.
+    the lock whenever it waits for sockets, and would wait 5 ms each time to get it back.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class ShortSwitchInterval:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Within, the interval is at most TURN_S; it is restored when the last caller leaves."""
+        """Limit the interval to TURN_S within this context; it is restored when the last caller leaves."""
         with self._lock:
             self._within += 1
             if self._within == 1:
@@ -99,16 +100,16 @@ class ShortSwitchInterval:
 
 
 SHORT_SWITCH_INTERVAL = ShortSwitchInterval()
-# Ids of threads known to have the default policy: a server of a thousand models has thousands, and checks after each load.
+# Ids of threads known to have the default policy: a server of a thousand models has thousands, and checks them after each load.
 _seen: set[str] = set()
 
 
 @contextmanager
 def sched_batch() -> Iterator[None]:
-    """Within, the calling thread does not preempt running threads when it wakes; processes started within never do.
+    """Keep the calling thread from preempting running threads when it wakes, and processes started in this context too.
 
     Its share of a core stays, unlike with niceness, under which it would hold Python's lock for long on a busy machine. Threads
-    that are started within are reset afterwards. Only on Linux, and only where the scheduling policy is the default one.
+    that are started within are reset afterwards. Only on Linux, and only if the scheduling policy is the default one.
     """
     changed = False
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or a sandbox forbids it
@@ -123,7 +124,7 @@ def sched_batch() -> Iterator[None]:
 
 
 def _as_before() -> None:
-    """Reset this thread and its heirs: a runtime starts its compute threads while it loads."""
+    """Reset this thread and the threads that it has started: a runtime starts its compute threads while it loads."""
     new = {"0"}
     # Without /proc or a free file descriptor, the other threads are reset the next time.
     with contextlib.suppress(OSError):
@@ -131,7 +132,7 @@ def _as_before() -> None:
         new |= there - _seen
         _seen.intersection_update(there)  # ids are reused
     for thread in new:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if os.sched_getscheduler(int(thread)) == os.SCHED_BATCH:
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
     _seen.update(new)

@@ -29,18 +29,18 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
 ALONE_AFTER_S: Final = 1.0  # since another model has computed
-# A turn of the event loop computes short batches for TURN_S, or for as long as the loop has handled other events since the last
-# turn, up to LONGEST_TURN_S: otherwise a flood of requests would leave no time to answer.
+# Seconds for which a turn of the event loop computes short batches: TURN_S, or as long as the loop has handled other events
+# since the last turn, up to LONGEST_TURN_S. Otherwise a flood of requests would leave no time to answer.
 TURN_S = 0.002
 LONGEST_TURN_S = 0.02
-# Fewer requests wait for one more turn of the loop, which costs less than an extra batch.
+# Below this number, requests wait for one more turn of the loop, which costs less than an extra batch.
 FEW: Final = 8
 LOADING_S: Final = 0.1  # retry delay while a copy is being loaded again
 SHUTTING_DOWN: Final = "the model is shutting down; send the request to another replica"
 
 
 class LoopOccupancy:
-    """Whether one model has the event loop to itself, so that its batches on the loop delay no other model."""
+    """Tracks whether one model has the event loop to itself, so that its batches on the loop delay no other model."""
 
     __slots__ = ("_latest", "_since")
 
@@ -49,7 +49,7 @@ class LoopOccupancy:
         self._since = -math.inf
 
     def is_alone(self, who: object, now: float) -> bool:
-        """Note that `who` computes at `now` (seconds); whether no other model has for ALONE_AFTER_S."""
+        """Note that `who` computes at `now` (seconds); returns whether no other model has computed for ALONE_AFTER_S."""
         if id(who) != self._latest:
             self._latest, self._since = id(who), now
         return now - self._since >= ALONE_AFTER_S
@@ -59,7 +59,7 @@ class Delivery:
     """Gives one model's requests their answers, in the order in which their batches were computed.
 
     Attributes:
-        awaited: requests whose answers come after the end of their batch.
+        awaited: number of requests whose answers come after the end of their batch.
         on_late_answer: called after each of these answers.
         on_reschedule: called with each request that the model wants once more, before it is queued.
     """
@@ -70,13 +70,13 @@ class Delivery:
         self.on_reschedule: Callable[[InferRequest], None] = _nothing_with
         self._queue = queue
         self._statistics = statistics
-        self._computed: deque[tuple[Results, int]] = deque()  # batches with their rows
+        self._computed: deque[tuple[Results, int]] = deque()  # results of computed batches, with their rows
 
     def add(self, results: Results, rows: int) -> None:
         self._computed.append((results, rows))
 
     def deliver(self) -> bool:
-        """Answer all that was added; whether requests have been queued again."""
+        """Answer all added batches; returns whether requests have been queued again."""
         again = False
         while self._computed:
             results, rows = self._computed.popleft()
@@ -94,7 +94,7 @@ class Delivery:
         return again
 
     def let_go(self) -> None:
-        """Call nobody any more: after the last answer, this breaks a reference cycle that would keep an unloaded model."""
+        """Drop the listeners after the last answer, which breaks a reference cycle that would keep an unloaded model."""
         self.on_late_answer, self.on_reschedule = _nothing, _nothing_with
 
     def fail(self, request: InferRequest, error: InferenceError) -> None:
@@ -112,7 +112,7 @@ class Delivery:
                 request.finish(answer)
 
     def _await(self, begun: Begun) -> None:
-        """Answer requests once their model has."""
+        """Answer requests once their model has given its answers."""
 
         def answer_later(request: InferRequest, later: LaterAnswer) -> None:
             def answered(result: Tensors | InferenceError) -> None:
@@ -130,13 +130,13 @@ class Delivery:
             answer_later(request, later)
 
     def _reschedule(self, rescheduled: Rescheduled) -> bool:
-        """Queue requests once more, as their model wants."""
+        """Queue requests once more, because their model wants them again."""
         queued = False
         for request in rescheduled.requests:
             if request.cancelled:
                 self._statistics.failed(request.arrived_ns)
                 continue
-            request.leave_by = request.patience = None  # they have left the queue in time
+            request.leave_by = request.patience = None  # the limits held for the first stay in the queue
             self.on_reschedule(request)
             try:
                 self._queue.offer(request)
@@ -147,14 +147,16 @@ class Delivery:
         return queued
 
     def _replay(self, lost: LostRequests) -> bool:
-        """Queue requests of a lost copy once more; a request that is lost twice fails, as it may be what breaks copies."""
+        """Queue requests of a lost copy once more; a request that is lost twice fails, because it may be the one that breaks
+        copies.
+        """
         queued = False
         for request in lost.requests:
             if request.cancelled or request.replayed:
                 self.fail(request, lost.error)
                 continue
             if not lost.untouched:
-                request.bucket = object()  # computed alone: one of them may be what breaks copies
+                request.bucket = object()  # each is computed alone, because one of them may break copies
             try:
                 self._queue.offer(request)
             except FullError:
@@ -169,7 +171,7 @@ class Batcher:
     """Queues requests and keeps every model instance busy while requests wait.
 
     Attributes:
-        occupancy: of the event loop, shared with the other models; set before the first request.
+        occupancy: tracks the use of the event loop, shared with the other models; set before the first request.
     """
 
     def __init__(
@@ -194,15 +196,15 @@ class Batcher:
             instance.on_change = self._instance_changed
         self._delivery = Delivery(self._queue, statistics)
         self._delivery.on_late_answer = self._notice_drained
-        self._loop: asyncio.AbstractEventLoop | None = None  # kept: get_running_loop() makes a system call
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept because get_running_loop() makes a system call
         self._running = 0
         self._away_since = 0.0  # when the last turn on the loop ended
-        self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop, or the next
+        self._soon: asyncio.Handle | None = None  # dispatches in this turn of the loop, or the next
         self._latest_size = 1  # requests in the batch that started last
-        self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
+        self._due: asyncio.TimerHandle | None = None  # dispatches when the oldest request has waited long enough
         self._drained: asyncio.Event | None = None
-        self._is_down = False  # no copy is up, and the latest attempt to load one has failed
-        # Made by the first request with a deadline, and by `compete`.
+        self._is_down = False  # whether no copy is up, and the latest attempt to load one has failed
+        # Made by the first request with a deadline, or by `compete`.
         self._admission: AdmissionControl | None = None
         self._share: ComputeShare | None = None
         self._short = ShortBatches(short_s) if all(instance.may_run_on_loop for instance in instances) else None
@@ -218,11 +220,11 @@ class Batcher:
         return len(self._queue)
 
     def on_reschedule(self, listener: Callable[[InferRequest], None]) -> None:
-        """Call `listener` with each request that its model wants once more. Call it before the first request."""
+        """Call `listener` with each request that its model wants once more. To be called before the first request."""
         self._delivery.on_reschedule = listener
 
     def compete(self, slots: ComputeSlots) -> None:
-        """Run batches only in these slots, which other models share. Call it before the first request."""
+        """Run batches only in these slots, which other models share. To be called before the first request."""
         if self._share is None:
             self._short = None  # a batch on the loop asks for no slot
             self._share = slots.join(self._dispatch, self._limits.compute_weight)
@@ -249,14 +251,14 @@ class Batcher:
             self._dispatch_soon()
 
     def cancel(self, request: InferRequest) -> None:
-        """The client has gone: free the request's place if it still waits, and drop its answer otherwise."""
+        """Drop a request whose client has gone: free its place if it still waits, otherwise discard its answer."""
         request.cancelled = True
         if request.line is not None and self._queue.remove(request):
             self._statistics.failed(request.arrived_ns)
             self._notice_drained()
 
     async def drain(self) -> None:
-        """Refuse new requests, finish the accepted ones, end the worker threads."""
+        """Refuse new requests, finish the accepted ones, and end the worker threads."""
         if self._drained is None:
             self._drained = asyncio.Event()
             self._dispatch_soon()
@@ -270,7 +272,7 @@ class Batcher:
             instance.stop()
 
     def _dispatch_soon(self) -> None:
-        """Later in this turn of the loop: requests that arrive in one turn share a batch."""
+        """Dispatch later in this turn of the loop, so that requests that arrive in one turn share a batch."""
         if self._soon is None:
             self._soon = self._call_soon(self._gather)
 
@@ -313,7 +315,7 @@ class Batcher:
             self._notice_drained()
 
     def _next_batch(self, now: float, *, hurry: bool, begins: float | None = None) -> Batch | None:
-        """A batch that may start; late requests get their errors. For `begins` see BatchQueue.take."""
+        """Return a batch that may start; late requests get their errors. `begins`: see `BatchQueue.take`."""
         share = self._share
         if self._invariance is not None and not self._invariance.is_safe:
             self._invariance = None
@@ -332,13 +334,13 @@ class Batcher:
         return None
 
     def _dispatch_when_due(self, now: float) -> None:
-        """Dispatch when the next batch is due; a model that waits for a slot is woken by it."""
+        """Schedule a dispatch for when the next batch is due; a model that waits for a slot is woken by the slot."""
         due = self._queue.next_due(now)
         if self._free.idle and due is not None and not (self._share and self._share.waits):
             self._due = asyncio.get_running_loop().call_later(max(0.0, due - now), self._dispatch)
 
     def _go_ahead(self, now: float) -> None:
-        """Give busy instances their next batch, where waiting would not make it larger."""
+        """Give busy instances their next batch, if waiting would not make it larger."""
         while self._free.can_go_ahead:
             if not self._queue.has_full_batch(now):
                 return
@@ -361,7 +363,7 @@ class Batcher:
                     self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
             if running is not None or self._share is not None:
                 self._account(running, results, now)
-            # The next batch first: a thread computes it while these answers go out.
+            # The next batch is started first, so that a thread computes it while these answers are sent.
             self._delivery.add(*self._without_late(results, batch.rows))
             if self._queue and self._share is None:
                 self._dispatch()
@@ -373,7 +375,7 @@ class Batcher:
         self._free.sort_in(instance)
 
     def _without_late(self, results: Results, rows: int) -> tuple[Results, int]:
-        """A batch's results and rows without the late requests, which get their errors."""
+        """Return a batch's results and rows without the late requests, which get their errors."""
         first = results[0]
         if not isinstance(first, LateRequests):
             return results, rows
@@ -427,7 +429,7 @@ class Batcher:
         )
 
     def _fail_all_waiting(self) -> None:
-        """Fail every queued request: when a copy will be up again is unknown."""
+        """Fail every queued request, because the time at which a copy will be up again is unknown."""
         error, now = self._down_error(), time.monotonic()
         while (batch := self._queue.take(now, hurry=True)) is not None:
             self._fail_late(batch.late, now)
@@ -470,11 +472,11 @@ class Batcher:
 
 
 def _nothing() -> None:
-    """Until somebody listens."""
+    """Do nothing, until a listener is set."""
 
 
 def _nothing_with(_: InferRequest) -> None:
-    """Until somebody listens."""
+    """Do nothing, until a listener is set."""
 
 
 def _loop_limit_s(batch: Batch, *, alone: bool) -> float:

@@ -69,7 +69,7 @@ class CudaDriver:
         """Initialize the driver for this process.
 
         Raises:
-            CudaError: it cannot be used, for example without a device.
+            CudaError: the driver cannot be used, for example because there is no device.
         """
         self._library = library
         for name, arguments in _ARGUMENTS.items():
@@ -81,7 +81,7 @@ class CudaDriver:
 
     @property
     def device_count(self) -> int:
-        """Number of devices; 0 where the driver does not say any more."""
+        """Number of devices; 0 if the driver no longer answers."""
         count = ctypes.c_int(0)
         with suppress(CudaError):
             self._call("cuDeviceGetCount", ctypes.byref(count))
@@ -91,7 +91,7 @@ class CudaDriver:
         """Open memory of another process on a device, by the HANDLE_BYTES of a cudaIpcMemHandle_t.
 
         Raises:
-            CudaError: an unknown handle, or one that this process made itself.
+            CudaError: the handle is unknown, or this process has made it itself.
         """
         context = self._context(device_id)
         pointer = _DEVICE_POINTER(0)
@@ -100,10 +100,11 @@ class CudaDriver:
         return SharedDeviceMemory(self, context, pointer.value, "cuIpcCloseMemHandle")
 
     def allocate_shared(self, byte_size: int, device_id: int) -> tuple[SharedDeviceMemory, bytes]:
-        """Memory of this process on a device, and the handle by which others open it: the HANDLE_BYTES of a cudaIpcMemHandle_t.
+        """Allocate memory on a device, and return it with the handle by which others open it: the HANDLE_BYTES of a
+        cudaIpcMemHandle_t.
 
         Raises:
-            CudaError: the device does not have as much left, or is lost.
+            CudaError: the device has too little memory left, or is lost.
         """
         context = self._context(device_id)
         pointer, handle = _DEVICE_POINTER(0), _IpcHandle()
@@ -115,20 +116,20 @@ class CudaDriver:
     def settle_thread(self, device_id: int) -> None:
         """Let this thread use a device while another one records a CUDA graph there.
 
-        Otherwise the driver refuses calls that allocate, free or copy in any thread, and the recording breaks.
+        Without this, the driver refuses calls that allocate, free or copy in any thread, and the recording breaks.
 
         Raises:
-            CudaError: for example, the device is lost.
+            CudaError: the driver refuses, for example because the device is lost.
         """
         if not hasattr(self._settled, "mode"):
             with self._within(self._context(device_id)):
                 pass
 
     def lock_memory(self, address: int, size: int, device_id: int) -> None:
-        """Page-lock memory of this process, so that a device copies from it directly. Unlock it before it is freed.
+        """Page-lock memory of this process, so that a device copies from it directly. It must be unlocked before it is freed.
 
         Raises:
-            CudaError: no more memory may be locked, or part of it is.
+            CudaError: no more memory may be locked, or part of the range is locked already.
         """
         self.call_within(self._context(device_id), "cuMemHostRegister_v2", address, size, 0)
 
@@ -146,7 +147,7 @@ class CudaDriver:
         return False
 
     def _context(self, device_id: int) -> ctypes.c_void_p:
-        """The primary context, which ONNX Runtime and torch use too; kept for the life of the process."""
+        """Return the primary context, which ONNX Runtime and torch use too; it is kept for the life of the process."""
         context = self._contexts.get(device_id)
         if context is None:
             device, context = ctypes.c_int(0), ctypes.c_void_p()
@@ -185,7 +186,9 @@ class CudaDriver:
 
 
 class SharedDeviceMemory:
-    """Device memory that processes share, given up with its last reference, as worker threads may read late. For any thread."""
+    """Device memory that processes share. For any thread; released with its last reference, as worker threads may still read
+    it.
+    """
 
     __slots__ = ("_context", "_driver", "_pointer", "_release")
 
@@ -193,11 +196,11 @@ class SharedDeviceMemory:
         self._driver = driver
         self._context = context
         self._pointer = pointer
-        self._release = release  # the driver's function that gives it up
+        self._release = release  # name of the driver's function that releases the memory
 
     @property
     def byte_size(self) -> int | None:
-        """Bytes to the end of the owner's allocation; None where the driver does not say."""
+        """Bytes to the end of the owner's allocation; None if the driver does not know."""
         base, size = _DEVICE_POINTER(0), ctypes.c_size_t(0)
         try:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), self._pointer)
@@ -209,7 +212,7 @@ class SharedDeviceMemory:
         """Copy bytes from `offset` on to the host.
 
         Raises:
-            CudaError: the range is not all there.
+            CudaError: the range exceeds the memory.
         """
         if target.nbytes:
             buffer = (ctypes.c_char * target.nbytes).from_buffer(target)
@@ -219,7 +222,7 @@ class SharedDeviceMemory:
         """Copy bytes from the host to `offset`.
 
         Raises:
-            CudaError: the range is not all there.
+            CudaError: the range exceeds the memory.
         """
         if data:
             self._call("cuMemcpyHtoD_v2", self._pointer + offset, data, len(data))
@@ -236,7 +239,7 @@ class SharedDeviceMemory:
 
 @cache
 def cuda_driver() -> CudaDriver | None:
-    """The driver; None where none can be used."""
+    """Return the driver; None if none can be used."""
     for name in DRIVER_NAMES:
         try:
             return CudaDriver(ctypes.CDLL(name))
@@ -255,9 +258,9 @@ Buffer = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def locked_buffer(size: int, device_id: int) -> Buffer | None:
-    """A buffer of `size` bytes in page-locked memory of its own; None where that is not possible.
+    """Return a buffer of `size` bytes in page-locked memory of its own; None if that is not possible.
 
-    A device copies from locked pages directly: they cannot be moved, so no staging copy is made.
+    A device copies from locked pages directly: they cannot be moved, so that no staging copy is made.
     """
     driver = cuda_driver()
     if driver is None:
@@ -276,8 +279,9 @@ def locked_buffer(size: int, device_id: int) -> Buffer | None:
 
 
 def batch_buffer(size: int, device_id: int) -> Buffer:
-    """A buffer of `size` bytes for batches on a device: locked where that is possible."""
-    # Here, as this module is not compiled: mypyc reads no types of numpy, and takes a returned `Buffer | None` for None alone.
+    """Return a buffer of `size` bytes for batches on a device, in locked memory if possible."""
+    # It is in this module, which is not compiled: mypyc reads no types of numpy, and takes a returned `Buffer | None` for None
+    # alone.
     locked = locked_buffer(size, device_id)
     return np.empty(size, np.uint8) if locked is None else locked
 

@@ -1,4 +1,4 @@
-"""Files of a model repository: open regular files only, detect changes since the load, and remove temporary folders."""
+"""Files of a model repository: opens regular files only, detects changes since the load, and removes temporary folders."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ T = TypeVar("T")
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading, buffered, and without blocking.
 
-    Opening a named pipe waits for its other end, and reading a device may wait or act: a writer to the repository could stop
-    every reload that way.
+    Opening a named pipe waits for its other end, and reading a device may wait or have effects, so that such a file in the
+    repository would stop every reload.
 
     Raises:
-        OSError: it is not a regular file, or cannot be opened; `strerror` says which.
+        OSError: the file is not regular, or cannot be opened; `strerror` gives the reason.
     """
-    _require_regular(path, path.stat())  # first: opening a device may already act on it
+    _require_regular(path, path.stat())  # checked before opening, because opening a device may have effects
     descriptor = os.open(path, FLAGS)
     try:
-        _require_regular(path, os.fstat(descriptor))  # it may have been replaced
+        _require_regular(path, os.fstat(descriptor))  # checked again, because the file may have been replaced
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -46,7 +46,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read all of a regular file.
+    """Read the whole of a regular file.
 
     Raises:
         OSError: see `open_regular`.
@@ -60,7 +60,7 @@ def read_regular_text(path: Path, encoding: str = "utf-8") -> str:
 
     Raises:
         OSError: see `open_regular`.
-        UnicodeDecodeError: it is not text in this encoding.
+        UnicodeDecodeError: the file is not text in this encoding.
     """
     with TextIOWrapper(open_regular(path), encoding=encoding) as file:
         return file.read()
@@ -70,7 +70,7 @@ def require_regular(path: Path) -> None:
     """Check that a path may be opened by other code; a missing file passes.
 
     Raises:
-        OSError: it is not a regular file, or cannot be examined.
+        OSError: the file is not regular, or cannot be examined.
     """
     try:
         _require_regular(path, path.stat())
@@ -87,18 +87,18 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
     raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
 
 
-Stamp: TypeAlias = tuple[int, int]  # time of change in nanoseconds, and size
+Stamp: TypeAlias = tuple[int, int]  # modification time in nanoseconds, and size in bytes
 
 
 @dataclass(frozen=True)
 class UnchangedFiles:
-    """Detects changes since the load: of a model file, of data files beside it that begin with its name, and of others."""
+    """Detects changes since the load: of a model file, of data files whose names begin with its name, and of further files."""
 
     _stamps: Mapping[Path, Stamp]
 
     @classmethod
     def look(cls, model: Path) -> UnchangedFiles:
-        """Remember the files as they are now; unreadable ones are left to their readers."""
+        """Remember the present state of the files; unreadable ones are reported by the code that reads them."""
         try:
             beside = [path for path in model.parent.iterdir() if path.name.startswith(model.name)]
         except OSError:
@@ -106,14 +106,14 @@ class UnchangedFiles:
         return cls(_stamps_of(beside))
 
     def also(self, paths: Iterable[Path]) -> UnchangedFiles:
-        """Remember further files as they are now."""
+        """Remember the present state of further files."""
         return UnchangedFiles({**_stamps_of(paths), **self._stamps})
 
     def require(self) -> None:
-        """Check that no file has changed. A missing one is left to its reader.
+        """Check that no file has changed. A missing one is reported by the code that reads it.
 
         Raises:
-            ModelLoadError: one has.
+            ModelLoadError: a file has changed.
         """
         for path, before in self._stamps.items():
             if _stamp(path) not in {before, None}:
@@ -123,7 +123,7 @@ class UnchangedFiles:
                 )
 
     def guarded(self, read: Callable[..., T]) -> Callable[..., T]:
-        """`read` with a check before each call."""
+        """Return `read` with a check before each call."""
 
         def checked(*arguments: object) -> T:
             self.require()
@@ -139,7 +139,7 @@ def _stamps_of(paths: Iterable[Path]) -> dict[Path, Stamp]:
 def _stamp(path: Path) -> Stamp | None:
     try:
         status = path.stat()
-    except (OSError, ValueError):  # ValueError: no valid file name
+    except (OSError, ValueError):  # ValueError: the path is not a valid file name
         return None
     return status.st_mtime_ns, status.st_size
 
@@ -148,10 +148,10 @@ _folders: WeakSet[tempfile.TemporaryDirectory[str]] = WeakSet()
 
 
 def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """A new folder, which the caller removes; `remove_temporary_folders` does so too.
+    """Make a folder, which the caller removes; `remove_temporary_folders` does so too.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     _folders.add(folder)
@@ -159,6 +159,6 @@ def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
 
 
 def remove_temporary_folders() -> None:
-    """Remove all temporary folders: the process is about to end while threads may still use some."""
+    """Remove all temporary folders, because the process is about to end while threads may still use some."""
     for folder in list(_folders):
         folder.cleanup()

@@ -1,16 +1,16 @@
 """Errors of inference requests and of loading models; protocol/status.py maps each class to a wire status.
 
-Texts are written for the client: they name its own model, input and values, never paths, stack frames or other clients.
+Texts are for the client: they name its own model, input and values, never paths, stack frames or other clients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-# Characters of an error's text. It is encoded on the event loop, and gRPC's trailers hold at most MAX_DETAILS bytes (see
+# Most characters of an error's text. It is encoded on the event loop, and gRPC's trailers hold at most MAX_DETAILS bytes (see
 # transports/grpc_framing).
 MAX_TEXT = 4096
-# After one of these, CUDA fails every call of the process's context:
+# Signs of a lost device in error texts. After such an error, CUDA fails every call of the process's context:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 DEVICE_LOST_SIGNS = (
     "illegal memory access",
@@ -30,7 +30,7 @@ DEVICE_LOST_SIGNS = (
     "cuda error 700",
     "cuda error 719",
 )
-# Error texts of the allocators of Python, numpy, ONNX Runtime, the C++ library, CUDA, cuBLAS and torch.
+# Signs of memory shortage in the error texts of Python, numpy, ONNX Runtime, the C++ library, CUDA, cuBLAS and torch.
 OUT_OF_MEMORY_SIGNS = (
     "failed to allocate",  # ONNX Runtime, and OpenVINO ("Failed to allocate 4096 bytes of memory")
     "bad_alloc",
@@ -44,17 +44,19 @@ OUT_OF_MEMORY_SIGNS = (
 
 
 def cut(text: str, most: int) -> str:
-    """The beginning and the end of a text of more than `most` characters, which is 100 or more, with the number left out."""
+    """Shorten a text of more than `most` characters (at least 100) to its beginning and end, with the number of characters left
+    out.
+    """
     if len(text) <= most:
         return text
-    kept = most // 2 - 24  # 48 characters for what stands between
+    kept = most // 2 - 24  # 48 characters are for the note in between
     return f"{text[:kept]} ... ({len(text) - 2 * kept} characters left out) ... {text[-kept:]}"
 
 
 class InferenceError(Exception):
     """A request could not be answered. The text says what was wrong, what was expected and what to do.
 
-    It may quote a client's message, or an exception of a model or a runtime: no more than MAX_TEXT characters are kept.
+    The text may quote a client's message, or an exception of a model or a runtime: it is cut to MAX_TEXT characters.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -66,7 +68,7 @@ class InvalidArgumentError(InferenceError):
 
 
 class NotFoundError(InferenceError):
-    """No such model or version is served."""
+    """The model or version is not served."""
 
 
 class AlreadyExistsError(InferenceError):
@@ -113,9 +115,9 @@ class MessageTooLargeError(InferenceError):
     """A message exceeds the transport's limit.
 
     Args:
-        size: bytes of the message; None where it was not read to its end.
-        limit: bytes that a message may have.
-        advice: what the client can do.
+        size: size of the message in bytes; None if it was not read to its end.
+        limit: most bytes that a message may have.
+        advice: advice to the client.
     """
 
     def __init__(self, size: int | None, limit: int, advice: str = "split the request") -> None:
@@ -124,18 +126,18 @@ class MessageTooLargeError(InferenceError):
 
 
 class ResourceExhaustedError(InferenceError):
-    """Another server, which this one has asked, lacks the room for the request."""
+    """Another server, to which this one has forwarded the request, has no room for it."""
 
 
 class DeadlineExceededError(InferenceError):
-    """The deadline or timeout passed, or would have, before the answer; the request was not computed."""
+    """The deadline or timeout would pass, or has passed, before the answer; the request was not computed."""
 
 
 class UnavailableError(InferenceError):
     """The server or the model is not ready, or is draining; another replica may answer.
 
     Attributes:
-        retry_after_s: seconds after which it may be ready again; None where that is unknown.
+        retry_after_s: seconds after which it may be ready again; None if that is unknown.
     """
 
     def __init__(self, text: str, *, retry_after_s: float | None = None) -> None:
@@ -148,7 +150,7 @@ class UnsupportedError(InferenceError):
 
 
 class RegionInUseError(InferenceError):
-    """A region of shared memory to unregister is used by a request without an answer; INTERNAL, as in Triton."""
+    """A region of shared memory to unregister is used by an unanswered request; INTERNAL, as in Triton."""
 
 
 class BackendError(InferenceError):
@@ -167,7 +169,7 @@ class OutOfMemoryError(InferenceError):
 
 
 def reworded(error: InferenceError, text: str) -> InferenceError:
-    """An error of the same class, with the same attributes and another text."""
+    """Return an error of the same class, with the same attributes and another text."""
     ours = type(error).__new__(type(error))
     ours.__dict__.update(error.__dict__)
     ours.args = (cut(text, MAX_TEXT),)
@@ -180,7 +182,7 @@ class ModelLoadError(Exception):
 
 
 class UnmetStepsError(ModelLoadError):
-    """An ensemble does not fit the models of its steps as they are now; it may when one of these changes."""
+    """An ensemble does not fit the present models of its steps; it may fit when one of these changes."""
 
 
 class InstanceLostError(Exception):
@@ -188,18 +190,18 @@ class InstanceLostError(Exception):
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that the device will not compute for this copy again."""
+    """Return whether an error, or one of its causes, shows that the device will not compute for this copy again."""
     return any(isinstance(cause, InstanceLostError) or _says_device_lost(cause) for cause in _causes(error))
 
 
 def _says_device_lost(cause: BaseException) -> bool:
-    # Texts of ours quote names that clients choose.
+    # The engine's own texts quote names that clients choose.
     is_ours = isinstance(cause, InferenceError | ModelLoadError) and not isinstance(cause, BackendError)
     return not is_ours and _says(cause, DEVICE_LOST_SIGNS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that memory ran out."""
+    """Return whether an error, or one of its causes, shows that memory ran out."""
     return any(isinstance(cause, MemoryError) or _says(cause, OUT_OF_MEMORY_SIGNS) for cause in _causes(error))
 
 

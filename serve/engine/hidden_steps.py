@@ -1,4 +1,4 @@
-"""An ensemble for a caller that may use it, but not every model of its steps: the names of these stay secret."""
+"""Hides the steps of an ensemble from a caller who may use the ensemble, but not every model of its steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
-NAMED = re.compile(r"model '([^']+)'")  # how texts name a model
+NAMED = re.compile(r"model '([^']+)'")  # a model's name in texts
 STEPS = "halfserve.steps"
 MaySee = Callable[[str], bool]
 
 
 def hides_steps(model: Model, may_see: MaySee) -> bool:
-    """Whether one of the models that a model is made of, at any depth, may not be seen."""
+    """Return whether one of the models of which a model consists, at any depth, must stay hidden."""
     return model.composition is not None and not all(map(may_see, model.composition.models))
 
 
 def without_steps(config: ModelConfig) -> ModelConfig:
-    """An ensemble's configuration as that of a model of unknown make: clients such as perf_analyzer ask about every step."""
+    """Return an ensemble's configuration without its steps: clients such as perf_analyzer ask about every step."""
     shown = ModelConfig()
     shown.CopyFrom(config)
     shown.ClearField("ensemble_scheduling")
@@ -32,13 +32,13 @@ def without_steps(config: ModelConfig) -> ModelConfig:
 
 
 def without_names(text: str, may_see: MaySee) -> str:
-    """A text without the names of models that may not be seen."""
+    """Return a text without the names of models that must stay hidden."""
     return NAMED.sub(lambda found: found[0] if may_see(found[1]) else "a model", text)
 
 
 @contextmanager
 def names_hidden(may_see: MaySee) -> Iterator[None]:
-    """Raise errors without these names."""
+    """Remove these names from errors raised in this context."""
     try:
         yield
     except InferenceError as error:
@@ -46,7 +46,7 @@ def names_hidden(may_see: MaySee) -> Iterator[None]:
 
 
 def hide_names(request: InferRequest, may_see: MaySee) -> None:
-    """Give a request its error without these names."""
+    """Remove these names from a request's error."""
     done = request.done
 
     def told(result: Tensors | InferenceError) -> None:

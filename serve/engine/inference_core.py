@@ -1,4 +1,4 @@
-"""The server without a transport: the served models, their readiness, and the entry for requests."""
+"""The server's core, without a transport: the served models, their readiness, and the entry for requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.batcher import LoopOccupancy
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
-from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
@@ -31,10 +31,10 @@ class Control(Protocol):
     """Loads and unloads models at run time; implemented in serve/model_control/."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes], *, caller: str | None = None) -> None:
-        """Load or reload a model; returns once it serves. For `caller` see `InferenceCore.load`."""
+        """Load or reload a model; returns once it serves. `caller`: see `InferenceCore.load`."""
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
-        """Take a model out; returns once its accepted requests are answered. For `dependents` see `InferenceCore.unload`."""
+        """Unload a model; returns once its accepted requests are answered. `dependents`: see `InferenceCore.unload`."""
 
     async def refresh(self) -> None:
         """Update `loadable` from the repository."""
@@ -44,12 +44,12 @@ class InferenceCore:
     """Holds the loaded models. Used on one event loop only.
 
     Attributes:
-        states: of versions that are not simply served.
-        loadable: models that could be loaded by request.
-        control: loads and unloads at run time; None where only the models of the start are served.
-        slots: for the batches of all models on the CPU, set before there are models; None: no bound.
-        step_memory: for tensors between the steps of ensembles.
-        response_cache: for the models whose configuration asks for it, set like `slots`; None: they have none.
+        states: states of versions that are loading, unloading, unavailable or refused.
+        loadable: names of models that could be loaded by request.
+        control: loads and unloads models at run time; None if only the models of the start are served.
+        slots: compute slots for the batches of all models on the CPU, set before there are models; None sets no bound.
+        step_memory: memory for tensors between the steps of ensembles.
+        response_cache: cache for the models whose configuration asks for it, set like `slots`; None if the server has none.
         on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
     """
 
@@ -79,7 +79,7 @@ class InferenceCore:
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set at the next change of readiness. Get it before reading the state, so that no change is missed."""
+        """Event that is set at the next change of readiness. Get it before reading the state, so that no change is missed."""
         return self._changed
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -90,31 +90,31 @@ class InferenceCore:
         self._listeners.remove(listener)
 
     def models(self) -> list[Model]:
-        """Every served model version, by name and version."""
+        """Return every served model version, sorted by name and version."""
         return [versions[v] for _, versions in sorted(self._models.items()) for v in sorted(versions)]
 
     def served(self, name: str) -> list[Model]:
-        """The served versions of one model, oldest first; empty for an unknown model."""
+        """Return the served versions of one model, oldest first; empty for an unknown model."""
         versions = self._models.get(name, {})
         return [versions[v] for v in sorted(versions)]
 
     def versions(self, name: str) -> list[Model]:
-        """The served versions of one model, oldest first.
+        """Return the served versions of one model, oldest first.
 
         Raises:
-            NotFoundError: no model of this name.
-            UnavailableError: it is being loaded for the first time.
+            NotFoundError: there is no model of this name.
+            UnavailableError: the model is being loaded for the first time.
         """
         if name not in self._models:
             raise self._not_served(name)
         return self.served(name)
 
     def model(self, name: str, version: str = "") -> Model:
-        """One model version; "" is the latest one.
+        """Return one model version; "" is the latest one.
 
         Raises:
-            NotFoundError: no such model or version.
-            UnavailableError: it is being loaded for the first time.
+            NotFoundError: there is no such model or version.
+            UnavailableError: the model is being loaded for the first time.
             InvalidArgumentError: the version is not a number.
         """
         if not version:
@@ -132,14 +132,14 @@ class InferenceCore:
         return found
 
     def knows(self, name: str) -> bool:
-        """Whether the model is served, was served, was refused, or could be loaded."""
+        """Return whether the model is served, was served, was refused, or could be loaded."""
         return name in self._models or bool(self.states.of(name)) or name in self.loadable
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        """Whether a model, or one version of it, is ready for requests.
+        """Return whether a model, or one version of it, is ready for requests.
 
         Raises:
-            NotFoundError: an unknown model or version.
+            NotFoundError: the model or version is unknown.
             InvalidArgumentError: the version is not a number.
         """
         served, known = self._models.get(name, {}), self.states.of(name)
@@ -151,7 +151,9 @@ class InferenceCore:
         return self.is_ready and any(model.is_ready for model in asked)
 
     def index(self) -> list[VersionStatus]:
-        """Every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable models."""
+        """List every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable
+        models.
+        """
         statuses = [
             VersionStatus(name=name, version="", state=VersionState.UNAVAILABLE, reason=NOT_LOADED)
             for name in self.loadable.difference(self._models, self.states.names())
@@ -170,7 +172,7 @@ class InferenceCore:
         return in_order(statuses)
 
     def hides_steps(self, model: Model) -> bool:  # noqa: ARG002  (a restricted core has some to hide)
-        """Whether the models that an ensemble is made of are secret to who asks here."""
+        """Return whether the models of which an ensemble consists are hidden from the caller."""
         return False
 
     def submit(self, model: Model, request: InferRequest) -> None:
@@ -194,30 +196,30 @@ class InferenceCore:
         *,
         caller: str | None = None,
     ) -> None:
-        """Load a model from the repository, or reload it; a served one serves until the new one takes over.
+        """Load a model from the repository, or reload it; a served one keeps serving until the new one replaces it.
 
         Args:
-            name: of a folder in the repository.
-            config: a ModelConfig as JSON to use in place of its config.pbtxt.
+            name: name of a folder in the repository.
+            config: a ModelConfig as JSON, in place of the folder's config.pbtxt.
             files: contents of a model folder by path ("1/model.onnx"), in place of the repository's; needs `config`.
-            caller: the model that is being loaded itself, and waits for this load; None without one.
+            caller: model that is itself being loaded, and waits for this load; None without one.
 
         Raises:
             NotFoundError: the repository has no such model.
             InvalidArgumentError: the name, the configuration or a path is wrong.
-            FailedPreconditionError: loading by request is off here, the model was refused, or it waits for `caller`; the text
-                says why.
+            FailedPreconditionError: the model was refused, or it waits for `caller`; the message gives the reason.
+            UnavailableError: loading by request is off, or the repository cannot be read now.
         """
         await self._controlled().load(name, config, files or {}, caller=caller)
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
-        """Take every version of a model out; returns once their accepted requests are answered.
+        """Unload every version of a model; returns once their accepted requests are answered.
 
-        `dependents`: with an ensemble, also the models that were loaded for its steps only.
+        `dependents`: whether to unload, with an ensemble, also the models that were loaded for its steps only.
 
         Raises:
-            NotFoundError: no such model is served.
-            FailedPreconditionError: unloading by request is off here.
+            NotFoundError: the model is not served.
+            UnavailableError: unloading by request is off.
         """
         await self._controlled().unload(name, dependents=dependents)
 
@@ -244,7 +246,9 @@ class InferenceCore:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
             cache_answers(model, self.response_cache)
-            if not model.backends:  # it computes by other models
+            if self.figures.latencies.quantiles:
+                model.statistics.keep_latencies()
+            if not model.backends:  # a model that consists of other models
                 continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
                 model.batcher.compete(self.slots)
@@ -258,24 +262,24 @@ class InferenceCore:
         return leaving
 
     def leaving(self, model: Model) -> asyncio.Task[None] | None:
-        """Ends when a version that is served no more has answered its accepted requests; None if it has."""
+        """Return the task that ends when a version that left service has answered its accepted requests; None if it has."""
         return self._leaving.get(model)
 
     def notify(self) -> None:
-        """Call the listeners of changes."""
+        """Call the listeners for changes."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:
             listener()
 
     def retire(self) -> None:
-        """Become not ready; requests that still arrive are taken."""
+        """Become not ready; requests that still arrive are accepted."""
         if not self._retired:
             self._retired = True
             self.notify()
 
     def wait_for(self, task: asyncio.Task[None]) -> None:
-        """Have `drain` wait for a task that uses answers after their models have given them."""
+        """Make `drain` wait for a task that uses answers after their models have given them."""
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
 
@@ -287,7 +291,7 @@ class InferenceCore:
         await asyncio.gather(*self._finishing)
 
     async def clean_up(self) -> None:
-        """Have every model clean up whose requests have not ended when `drain` was given up."""
+        """Clean up every model whose requests had not ended when `drain` was abandoned."""
         instances = [instance for model in [*self.models(), *self._leaving] for instance in model.batcher.instances]
         for instance in instances:
             instance.stop()
@@ -313,9 +317,7 @@ class InferenceCore:
 
     def _controlled(self) -> Control:
         if self.control is None:
-            raise FailedPreconditionError(
-                "models are not loaded by request here; start the server with --model-control explicit"
-            )
+            raise UnavailableError("models are not loaded by request here; start the server with --model-control explicit")
         return self.control
 
     def _not_served(self, name: str) -> NotFoundError | UnavailableError:
@@ -328,7 +330,7 @@ class InferenceCore:
 
 
 async def _end(model: Model) -> None:
-    """Let a model answer its accepted requests, those of other models that need it included, and stop its guard."""
+    """Let a model answer its accepted requests, including those of other models that need it, and stop its guard."""
     for holder in tuple(model.holders):
         await holder.released()
     await model.scheduler.drain()
@@ -337,10 +339,10 @@ async def _end(model: Model) -> None:
 
 
 class RestrictedCore(InferenceCore):
-    """View restricted to permitted models: of all others it answers like a core without them.
+    """View restricted to permitted models: for all others it answers like a core without them.
 
-    It is such a core, one without models, and hands on what concerns visible models: a method that is not overridden here finds
-    none.
+    It is itself a core without models, and forwards calls that concern visible models: a method that is not overridden here
+    finds no models.
     """
 
     def __init__(self, core: InferenceCore, may_see: Callable[[str], bool]) -> None:
@@ -351,7 +353,7 @@ class RestrictedCore(InferenceCore):
         core.on_change(self.notify)
 
     def close(self) -> None:
-        """Hide all models, and tell the view's listeners so."""
+        """Hide all models, and notify the view's listeners."""
         self._core.off_change(self.notify)
         self._may_see = lambda _: False
         self.notify()

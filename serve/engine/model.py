@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.protos.pictures import PicturePreparation
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
@@ -37,10 +38,10 @@ class VersionStatus:
     """One line of the repository index.
 
     Attributes:
-        name: the model's.
-        version: its number; "" for a model without a version that could be served.
-        state: now.
-        reason: why, where it is not simply ready.
+        name: name of the model.
+        version: number of the version; "" for a model without a version that could be served.
+        state: current state.
+        reason: reason of the state, unless the version is simply ready.
     """
 
     name: str
@@ -50,17 +51,17 @@ class VersionStatus:
 
 
 class VersionStates:
-    """States beyond the table of served models: versions that are being loaded or unloaded, or were refused."""
+    """States of versions beyond the served ones: versions that are being loaded or unloaded, or were refused."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, dict[str, VersionStatus]] = {}
 
     def of(self, name: str) -> dict[str, VersionStatus]:
-        """The remembered states of one model, by version."""
+        """Return the remembered states of one model, by version."""
         return self._by_name.get(name, {})
 
     def names(self) -> set[str]:
-        """The models with remembered states."""
+        """Return the models with remembered states."""
         return set(self._by_name)
 
     def set(self, name: str, version: int | str, state: VersionState, reason: str = "") -> None:
@@ -79,7 +80,7 @@ class VersionStates:
 
 
 def in_order(statuses: list[VersionStatus]) -> list[VersionStatus]:
-    """Sorted by name and version, versions as numbers."""
+    """Sort by name and version, with versions as numbers."""
     return sorted(statuses, key=lambda s: (s.name, int(s.version) if s.version.isdigit() else 0))
 
 
@@ -88,24 +89,25 @@ class Model:
     """A loaded model version.
 
     Attributes:
-        name: unique in the server.
-        version: a positive integer, as on disk.
-        interface: as clients see it.
-        config: completed.
+        name: name that is unique in the server.
+        version: positive integer, as on disk.
+        interface: the interface that clients see.
+        config: the completed configuration.
         backends: the loaded copies.
         limits: the batching policy.
         labels: class names of an output, by the output's name.
-        path: the model file.
-        guard: checks the model's outputs; None does not.
-        reload: loads the copy of a number again; None where that cannot be done.
+        pictures: preparation of encoded pictures, by the name of the input that takes them.
+        path: path of the model file.
+        guard: checks the model's outputs; None checks nothing.
+        reload: loads the copy of a number again; None if that is not possible.
         short_s: seconds that short batches take, by their rows, as far as known; see `ShortBatches`.
-        invariance: whether requests may share batches; None where there are no rows to share.
+        invariance: decides whether requests may share batches; None if there are no rows to share.
         mixed: chooses requests of different lengths for one batch, which are padded; None keeps them apart.
-        ragged: how batches are joined, where the model is made for that; None for ordinary batches.
+        ragged: joins requests of different shapes, if the model takes them so; None for ordinary batches.
         batcher: runs batches on the copies.
-        scheduler: takes the requests; the batcher, unless something is set that stands before it. Set before the first request.
-        composition: what a model without backends is made of; set like `scheduler`.
-        holders: models that have requests under way which may need this one; it is not drained before they release it.
+        scheduler: takes the requests: the batcher, or a scheduler in front of it. Set before the first request.
+        composition: steps and models of an ensemble, which has no backends; set like `scheduler`.
+        holders: models whose requests in progress may need this one; it is not drained before they release it.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Model:
     backends: Sequence[Backend]
     limits: BatchLimits
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pictures: Mapping[str, PicturePreparation] = field(default_factory=dict)
     path: Path | None = None
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
@@ -150,27 +153,27 @@ class Model:
 
     @property
     def max_batch_size(self) -> int:
-        """Rows that one request may bring; 0 for a model without a batch dimension."""
+        """Most rows of one request; 0 for a model without a batch dimension."""
         return self.config.max_batch_size
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether it may answer a request any number of times."""
+        """Whether the model may answer a request any number of times."""
         return self._decoupled if self.composition is None else self.composition.is_decoupled
 
     def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
-        """The bucket of a request: requests with equal ones can share a batch.
+        """Return the bucket of a request: requests with equal buckets can share a batch.
 
         Args:
-            shapes: of its inputs by name, as the model takes them, with the batch dimension where it has one.
+            shapes: shapes of its inputs by name, as the model takes them, with the batch dimension if it has one.
         """
         # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
         first = 1 if self.max_batch_size else 0
         if self.ragged is not None:
             return self.ragged.bucket({name: shapes[name][1:] for name in self.inputs})
-        if len(shapes) < len(self.inputs):  # optional ones are left out
+        if len(shapes) < len(self.inputs):  # optional inputs are left out
             return tuple((name, shapes[name][first:]) for name in self.inputs if name in shapes)
-        # In the model's order, whatever the request's.
+        # The shapes are in the model's order, whatever order the request has.
         own = tuple(shapes[name][first:] for name in self.inputs)
         return own[0] if len(own) == 1 else own
 
@@ -193,19 +196,21 @@ class Model:
         return self.backends[0].precision if self.composition is None else self.composition.precision
 
     def labels_of(self, output: str) -> Sequence[str]:
-        """Class names of an output; those of the step that computes it, where the model is composed and has none of its own."""
+        """Return the class names of an output; those of the step that computes it, if the model is composed and has none of its
+        own.
+        """
         if output in self.labels or self.composition is None:
             return self.labels.get(output, ())
         return self.composition.labels_of(output)
 
     @property
     def measured(self) -> str:
-        """How fast it was in each precision that was tried when it was loaded, in words; "" without a trial."""
+        """Speed of the model in each precision that was tried when it was loaded, in words; "" without a trial."""
         return self.config.parameters[MEASURED].string_value if MEASURED in self.config.parameters else ""
 
     @property
     def properties(self) -> dict[str, str]:
-        """What computes it, as clients read it."""
+        """Provider, precision and measured speed of the model, for clients."""
         found = {"halfserve.provider": self.provider, "halfserve.precision": self.precision}
         return found | {MEASURED: measured} if (measured := self.measured) else found
 

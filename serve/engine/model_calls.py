@@ -19,19 +19,19 @@ from halfserve.serve.engine.whole_requests import left_error
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """A request of a model to a model.
+    """A model's request to another model.
 
     Attributes:
-        model: the called model's name.
-        version: of it; "" for the latest.
-        inputs: by name, in the shapes that clients use.
-        datatypes: of the inputs, as on the wire.
-        outputs: names of the wanted ones; empty for all.
-        many: any number of responses is taken.
-        request_id: of the request.
-        parameters: of the request.
-        timeout_s: seconds in the called model's queue; None for its own.
-        caller: the execution that makes it; None for a model that computes nothing now.
+        model: name of the called model.
+        version: version of the called model; "" for the latest.
+        inputs: arrays by name, in the shapes that clients use.
+        datatypes: KServe datatypes of the inputs, by name.
+        outputs: names of the wanted outputs; empty for all.
+        many: whether any number of responses is accepted.
+        request_id: id of the request.
+        parameters: parameters of the request.
+        timeout_s: seconds in the called model's queue; None for that model's own timeout.
+        caller: the execution that makes the call; None for a model that computes nothing now.
     """
 
     model: str
@@ -50,31 +50,31 @@ class CallListener(Protocol):
     """Gets the responses of a call, on the event loop."""
 
     def respond(self, model: Model, outputs: Tensors | InferenceError, *, final: bool) -> None:
-        """One of many responses; after the final one `done` is called too."""
+        """Take one of many responses; after the final one `done` is called too."""
 
     def done(self, model: Model | None, result: Tensors | InferenceError) -> None:
-        """The answer, the error, or nothing further of many responses. The model is None where none was found."""
+        """Take the answer, the error, or the end of many responses. The model is None if none was found."""
 
 
 class RunningCall:
-    """A call in progress. On the event loop only, but for `cancel`."""
+    """A call in progress. Used on the event loop only, except for `cancel`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, caller: CallingExecution | None, listener: CallListener) -> None:
         self._loop = loop
         self._caller = caller
         self._listener = listener
         self._model: Model | None = None
-        self._request: InferRequest | None = None  # once it is queued
+        self._request: InferRequest | None = None  # set once it is queued
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
 
     def cancel(self) -> None:
-        """Drop the answer; any thread may do it."""
+        """Discard the answer; may be called on any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._drop)
 
     def queued(self, model: Model, request: InferRequest) -> None:
-        """It waits for the answer to a request from now on."""
+        """Note the queued request whose answer the call waits for."""
         self._model, self._request = model, request
         if self._is_over:
             self._drop()
@@ -85,7 +85,7 @@ class RunningCall:
             self._timer = self._loop.call_later(max(0.0, request.deadline - time.monotonic()), self._too_late)
 
     def done(self, result: Tensors | InferenceError) -> None:
-        """The answer, the error, or nothing further of many responses."""
+        """Take the answer, the error, or the end of many responses."""
         model = self._model
         self._close()
         self._listener.done(model, result)
@@ -107,7 +107,7 @@ class RunningCall:
 
     def _close(self) -> None:
         self._is_over = True
-        self._model = self._request = None  # it refers to this call
+        self._model = self._request = None  # the request refers to this call
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -124,7 +124,7 @@ class ModelCalls:
 
     def soon(self, function: Callable[[], None]) -> None:
         """Call a function on the event loop."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so that the result is no longer needed
             self.loop.call_soon_threadsafe(function)
 
     def start(self, call: ModelCall, listener: CallListener) -> RunningCall:
@@ -155,15 +155,15 @@ class CoreUser(Protocol):
     """A runtime whose models call models."""
 
     def connect(self, calls: ModelCalls) -> None:
-        """Make calls in this way from now on."""
+        """Use `calls` for all calls from now on."""
 
 
 def _request(call: ModelCall, model: Model) -> InferRequest:
-    """The call as a checked request.
+    """Make a checked request from the call.
 
     Raises:
         InvalidArgumentError: a name, a datatype or a shape is wrong.
-        UnsupportedError: the model is decoupled, and one response is wanted.
+        UnsupportedError: the model is decoupled, but only one response is accepted.
     """
     if model.is_decoupled and not call.many:
         raise UnsupportedError(
@@ -213,19 +213,19 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
 
 
 def _deadline(caller: CallingExecution) -> float | None:
-    """When none of the requests that an execution computes needs its calls any more; None for never."""
+    """Return the time at which no request of an execution needs its calls any more; None for never."""
     deadlines = [request.deadline for request in caller.requests]
     return max((moment for moment in deadlines if moment is not None), default=None) if None not in deadlines else None
 
 
 def _callers(caller: CallingExecution) -> tuple[CallingExecution, ...]:
-    """What waits for the calls of an execution; the requests of its batch may have different callers."""
+    """Return the executions that wait for the calls of an execution; the requests of its batch may have different callers."""
     before = dict.fromkeys(one for request in caller.requests for one in request.callers)
     return (*before, caller) if caller.requests else ()
 
 
 def _nothing(_: Tensors | InferenceError) -> None:
-    """Replaced before the request is queued."""
+    """Do nothing: replaced before the request is queued."""
 
 
 def _rows(arrays: Mapping[str, Array], model: Model) -> int:

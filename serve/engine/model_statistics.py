@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from array import array
@@ -13,24 +14,28 @@ import numpy as np
 
 from halfserve.serve.engine.errors import InferenceError
 
-# Upper bounds, in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds what is longer.
+# Upper bounds in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds longer times.
 EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)
 EDGES = np.array(EDGES_NS, np.int64)
-FOLD_REQUESTS: Final = 4096  # counting these takes 0.2 ms of the event loop; smaller chunks cost more per request
+FOLD_REQUESTS: Final = 4096  # counting as many takes 0.2 ms of the event loop; smaller chunks cost more per request
 BUCKETS: Final = len(EDGES_NS) + 1
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output", "total")
 QUEUE, COMPUTE, TOTAL = 0, [1, 2, 3], 4
-TOGETHER: Final = 64  # batches
+TOGETHER: Final = 64  # number of batches that are counted at a time
 CANCELLED: Final = "cancelled"
+WINDOW_NS: Final = 60 * 10**9  # Triton's window of quantiles
+SLICE_NS: Final = 12 * 10**9
+PARTS: Final = 32  # buckets of a doubling: a quantile is off by 1.1 % at most
+PLACES: Final = 40 * PARTS  # up to 18 minutes
 CAPITALS = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Requests by latency.
+    """Number of requests by latency.
 
     Attributes:
-        counts: per bucket: up to and including each edge of EDGES_NS, and one more beyond the last.
+        counts: number of requests per bucket: up to and including each edge of EDGES_NS, and one more beyond the last.
         ns: sum of all latencies.
     """
 
@@ -42,20 +47,67 @@ class Histogram:
         return sum(self.counts)
 
 
+class LatencyWindow:
+    """Latencies of the requests that ended in the last WINDOW_NS, by stage, for quantiles."""
+
+    __slots__ = ("_slices",)
+
+    def __init__(self) -> None:
+        self._slices: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+
+    def add(self, ns: np.ndarray[Any, np.dtype[np.int64]], ended: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Count latencies of shape (stages, n), in nanoseconds, of requests that ended at `ended`, (n)."""
+        places = (np.log2(np.maximum(ns, 1)) * PARTS).astype(np.int64).clip(0, PLACES - 1)
+        places += np.arange(len(STAGES))[:, None] * PLACES
+        slices = ended // SLICE_NS
+        for number in np.unique(slices).tolist():
+            counts = np.bincount(places[:, slices == number].ravel(), minlength=len(STAGES) * PLACES)
+            before = self._slices.get(number)
+            self._slices[number] = counts if before is None else before + counts
+        self._forget(int(ended.max()))
+
+    def quantiles(self, wanted: Iterable[float], now_ns: int) -> dict[str, list[float]]:
+        """Nanoseconds by stage, one number for each quantile that is wanted; NaN without requests in the window."""
+        self._forget(now_ns)
+        counts = np.zeros(len(STAGES) * PLACES, np.int64)
+        for part in self._slices.values():
+            counts += part
+        at_most = counts.reshape(len(STAGES), PLACES).cumsum(axis=1)
+        return {stage: [_quantile(row, share) for share in wanted] for stage, row in zip(STAGES, at_most, strict=True)}
+
+    def _forget(self, now_ns: int) -> None:
+        oldest = (now_ns - WINDOW_NS) // SLICE_NS
+        self._slices = {number: counts for number, counts in self._slices.items() if number > oldest}
+
+
+def _quantile(at_most: np.ndarray[Any, np.dtype[np.int64]], share: float) -> float:
+    """The middle of the bucket that a quantile lies in, of cumulative counts."""
+    count = int(at_most[-1])
+    if not count:
+        return math.nan
+    place = int(at_most.searchsorted(max(1, math.ceil(share * count))))
+    return float(2 ** ((place + 0.5) / PARTS))
+
+
 @dataclass
 class StageHistograms:
     """One histogram per stage; every request counts once in each. Used on one thread.
 
-    Recording only keeps numbers; they are counted FOLD_REQUESTS at a time, or when read.
+    Recording only stores numbers; they are counted FOLD_REQUESTS at a time, or when read.
+
+    Attributes:
+        window: gets the same requests, for quantiles; None where there is none.
     """
+
+    window: LatencyWindow | None = None
 
     _counts: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros((len(STAGES), BUCKETS), np.int64))
     _ns: list[int] = field(default_factory=lambda: [0] * len(STAGES))
-    _batches: array[int] = field(default_factory=lambda: array("q"))  # five numbers each: four times and the number of requests
+    _batches: array[int] = field(default_factory=lambda: array("q"))  # per batch: four times, number of requests
     _arrivals: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, done: Iterable[tuple[BatchTimes, list[int], int]]) -> None:
-        """Record batches: their stage times, the arrivals of their requests on the same clock, and their rows."""
+        """Record batches: their stage times, the arrival times of their requests on the same clock, and their rows."""
         batches, arrivals = self._batches, self._arrivals
         for times, arrivals_ns, _ in done:
             batches.fromlist([times.started, times.assembled, times.computed, times.split, len(arrivals_ns)])
@@ -64,7 +116,7 @@ class StageHistograms:
             self._fold()
 
     def read(self) -> dict[str, Histogram]:
-        """The histograms, by stage."""
+        """Return the histograms, by stage."""
         self._fold()
         return {
             stage: Histogram(tuple(counts), ns)
@@ -80,7 +132,10 @@ class StageHistograms:
         started, split, requests = batches[:, 0], batches[:, 3], batches[:, 4]
         own = np.stack([started.repeat(requests), split.repeat(requests)]) - arrived
         self._count([QUEUE, TOTAL], own, None)
-        self._count(COMPUTE, np.diff(batches[:, :4], axis=1).T, requests)
+        computing = np.diff(batches[:, :4], axis=1).T
+        self._count(COMPUTE, computing, requests)
+        if self.window is not None:
+            self.window.add(np.concatenate([own[:1], computing.repeat(requests, axis=1), own[1:]]), split.repeat(requests))
 
     def _count(
         self, stages: list[int], ns: np.ndarray[Any, np.dtype[np.int64]], requests: np.ndarray[Any, np.dtype[np.int64]] | None
@@ -107,13 +162,13 @@ class Duration:
 
 
 class BatchTimes:
-    """When one batch passed each stage, on time.monotonic_ns()'s clock.
+    """The times at which one batch passed each stage, in nanoseconds on time.monotonic_ns()'s clock.
 
     Attributes:
-        started: its requests left the queue.
-        assembled: their inputs were concatenated.
-        computed: the backend was done.
-        split: the answers were cut apart.
+        started: time at which its requests left the queue.
+        assembled: time at which their inputs were concatenated.
+        computed: time at which the backend had computed.
+        split: time at which the answers were split.
     """
 
     __slots__ = ("assembled", "computed", "split", "started")
@@ -127,7 +182,7 @@ class BatchTimes:
 
 @dataclass
 class BatchSizeStatistics:
-    """Where the time of all batches of one size went; `count` is the number of such batches."""
+    """Compute times of all batches of one size, by stage; `count` is the number of such batches."""
 
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
@@ -136,8 +191,10 @@ class BatchSizeStatistics:
 
 @dataclass
 class Totals:
-    """Totals since the model was loaded. Every computed request counts once in each of the four stages; one that the response
-    cache answered counts in `queue`, `success` and `cache_hit`.
+    """Totals since the model was loaded.
+
+    Every computed request counts once in each of the four stages; a request that the response cache answered counts in `queue`,
+    `success` and `cache_hit`.
     """
 
     success: Duration = field(default_factory=Duration)
@@ -146,13 +203,13 @@ class Totals:
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
-    cache_hit: Duration = field(default_factory=Duration)  # of the look-ups
-    cache_miss: Duration = field(default_factory=Duration)  # of the look-ups, and of keeping the answers
+    cache_hit: Duration = field(default_factory=Duration)  # time of the look-ups
+    cache_miss: Duration = field(default_factory=Duration)  # time of the look-ups, and of keeping the answers
     by_batch_size: dict[int, BatchSizeStatistics] = field(default_factory=dict)
     rows: int = 0
     batches: int = 0
-    last_inference_ms: int = 0  # since the epoch; 0: none yet
-    failures: dict[str, int] = field(default_factory=dict)  # by `reason_of` the error
+    last_inference_ms: int = 0  # milliseconds since the epoch; 0 before the first batch
+    failures: dict[str, int] = field(default_factory=dict)  # number of failures, by `reason_of` the error
 
     def add(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
         requests, arrived = len(arrivals_ns), sum(arrivals_ns)
@@ -175,23 +232,24 @@ class Totals:
 
 
 class StatisticsLedger(Protocol):
-    """Keeps what is counted where it outlives this process."""
+    """Keeps the counts in a place that outlives this process."""
 
     def batch(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None: ...  # see `Statistics.batch_done`
     def cache_hits(self, count: int, success_ns: int, queue_ns: int, looked_ns: int) -> None: ...  # see `Totals.cache_hit`
     def cache_miss(self, spent_ns: int) -> None: ...  # see `Statistics.cache_miss`
-    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after so long
+    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after `spent_ns`
 
 
 class Statistics:
-    """Counters of one model version, with the meaning of Triton's statistics. Batches are counted TOGETHER at a time, or when
-    read, and not while answers go out.
+    """Counters of one model version, with the meaning of Triton's statistics.
+
+    Batches are counted TOGETHER at a time, or when read, and not while answers are sent.
 
     Attributes:
         latest: the batch whose answers are being delivered.
-        latest_rows: of it.
+        latest_rows: rows of that batch.
         latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
-        ledger: is told of everything that is counted, right after it; None where nobody needs that.
+        ledger: receives everything that is counted, right after it; None without one.
     """
 
     __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows", "ledger")
@@ -211,9 +269,19 @@ class Statistics:
         return self._totals
 
     def histograms(self) -> dict[str, Histogram]:
-        """Latencies of requests in each stage."""
+        """Return the latencies of requests in each stage."""
         self._count()
         return self._histograms.read()
+
+    def keep_latencies(self) -> None:
+        """Keep the latencies of the last minute from now on, for `quantiles`."""
+        self._histograms.window = LatencyWindow()
+
+    def quantiles(self, wanted: Iterable[float]) -> dict[str, list[float]]:
+        """Nanoseconds by stage, of computed requests of the last minute; empty if these are not kept."""
+        self.histograms()
+        window = self._histograms.window
+        return {} if window is None else window.quantiles(wanted, time.monotonic_ns())
 
     def batch_done(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
         """Record a batch whose requests, `rows` rows in all, arrived at `arrivals_ns`."""
@@ -226,14 +294,14 @@ class Statistics:
             self.ledger.batch(times, arrivals_ns, rows)
 
     def cache_hits(self, count: int, *, arrived_ns: int, asked_ns: int, looked_ns: int, ended_ns: int) -> None:
-        """Record requests that the response cache answers now; without `latest`'s batch.
+        """Record requests that the response cache answers now; they replace `latest` by a batch without rows.
 
         Args:
-            count: of the requests.
-            arrived_ns: sum of their arrivals.
+            count: number of requests.
+            arrived_ns: sum of their arrival times.
             asked_ns: sum of the times at which they were looked up.
-            looked_ns: nanoseconds of these look-ups.
-            ended_ns: now.
+            looked_ns: nanoseconds that these look-ups took.
+            ended_ns: the present time.
         """
         totals = self._totals
         totals.success.add(ended_ns * count - arrived_ns, count)
@@ -244,14 +312,14 @@ class Statistics:
             self.ledger.cache_hits(count, ended_ns * count - arrived_ns, asked_ns - arrived_ns, looked_ns)
 
     def cache_miss(self, spent_ns: int) -> None:
-        """Record an answer that was computed, as the response cache did not have it: the cache's part of its time."""
+        """Record the time of the response cache for an answer that it did not have and that was computed."""
         self._totals.success.ns += spent_ns
         self._totals.cache_miss.add(spent_ns)
         if self.ledger is not None:
             self.ledger.cache_miss(spent_ns)
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
-        """Record a request that got an error or was refused; None: its client has gone."""
+        """Record a request that got an error or was refused; None if its client has gone."""
         spent_ns = time.monotonic_ns() - arrived_ns
         self._totals.fail.add(spent_ns)
         self.latest_failure = (id(error), spent_ns)
@@ -274,14 +342,14 @@ class Statistics:
 
 
 def reason_of(error: InferenceError | None) -> str:
-    """An error as a label: its class in lower case, such as "queue_full"; "cancelled" for None."""
+    """Return an error as a label: its class in lower case, such as "queue_full"; "cancelled" for None."""
     if error is None:
         return CANCELLED
     return _label(type(error))
 
 
 def zeros(*errors: type[InferenceError]) -> dict[str, int]:
-    """Counters that start at zero, by reason: Prometheus sees no increase in a counter that first appears with a count."""
+    """Return counters at zero, by reason: Prometheus sees no increase in a counter that first appears with a count."""
     return {_label(error): 0 for error in errors}
 
 
@@ -294,10 +362,10 @@ class CustomMetric:
     """A family of metrics that a model declares.
 
     Attributes:
-        name: of the family.
-        text: its description.
+        name: name of the family.
+        text: description of the family.
         kind: "counter", "gauge" or "histogram".
-        samples: (suffix of the name, labels, value).
+        samples: tuples of the name's suffix, labels and value.
     """
 
     name: str
@@ -306,16 +374,31 @@ class CustomMetric:
     samples: list[tuple[str, dict[str, str], float]]
 
 
-@dataclass
-class ServerFigures:
-    """Counters since the start, and gauges that others provide.
+@dataclass(frozen=True, kw_only=True)
+class LatencyFigures:
+    """What is told of latencies under Triton's names.
 
     Attributes:
-        refused: inference requests that reached no model's queue, by `reason_of` the error.
+        has_counters: whether there are counters of durations.
+        quantiles: of the summaries, each between 0 and 1; empty for no summaries.
+    """
+
+    has_counters: bool = True
+    quantiles: tuple[float, ...] = ()
+
+
+@dataclass
+class ServerFigures:
+    """Counters since the start, and gauges that other parts of the server provide.
+
+    Attributes:
+        latencies: choice of the latency metrics; set before there are models.
+        refused: number of inference requests that reached no model's queue, by `reason_of` the error.
         readings: functions that return a gauge's value, by name, such as "connections".
         custom_metrics: returns the metrics that models declare.
     """
 
+    latencies: LatencyFigures = field(default_factory=LatencyFigures)
     refused: dict[str, int] = field(default_factory=dict)
     readings: dict[str, Callable[[], float]] = field(default_factory=dict)
     custom_metrics: Callable[[], list[CustomMetric]] = list

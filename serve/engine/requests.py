@@ -1,4 +1,4 @@
-"""An inference request: its inputs as the client sent them, its deadline and priority, and the answer it gets."""
+"""An inference request: its inputs as the client sent them, its deadline and priority, and its answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class BatchOutputs:
     __slots__ = ("_raw", "arrays", "row_shapes")
 
     def __init__(self, arrays: Tensors, raw: dict[str, bytes | None] | None = None) -> None:
-        """`raw`: the bytes of outputs, by name, as far as known."""
+        """`raw`: the bytes of outputs by name, as far as known."""
         self.arrays = arrays
         self.row_shapes = tuple(array.shape[1:] for array in arrays.values())
         self._raw: dict[str, bytes | None] = {} if raw is None else raw
 
     def raw(self, name: str) -> bytes | None:
-        """All elements of one output as bytes, row-major; None for a large one."""
+        """Return all elements of one output as bytes, row-major; None for a large one."""
         if name in self._raw:
             return self._raw[name]
         array = self.arrays[name]
@@ -47,7 +47,7 @@ class Answer(Mapping[str, Array]):
     __slots__ = ("_end", "_names", "_start", "batch")
 
     def __init__(self, batch: BatchOutputs, names: tuple[str, ...], start: int, end: int) -> None:
-        """Rows `start` to `end` (exclusive) of a batch with a batch dimension."""
+        """Make an answer of rows `start` to `end` (exclusive) of a batch with a batch dimension."""
         self.batch = batch
         self._names = names
         self._start = start
@@ -65,11 +65,11 @@ class Answer(Mapping[str, Array]):
         return len(self._names)
 
     def last_row(self, names: tuple[str, ...]) -> Answer:
-        """Its last row, of these outputs only."""
+        """Return the answer's last row, with only these outputs."""
         return Answer(self.batch, names, self._end - 1, self._end)
 
     def raw(self, name: str, row_bytes: int) -> bytes:
-        """One output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
+        """Return one output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
         raw = self.batch.raw(name)
         if raw is not None:
             return raw[self._start * row_bytes : self._end * row_bytes]
@@ -83,7 +83,7 @@ class RemarkedAnswer(dict[str, Array]):
     """An answer with response parameters.
 
     Attributes:
-        parameters: of the response, such as halfserve.precision.
+        parameters: response parameters, such as halfserve.precision.
     """
 
     def __init__(self, outputs: Tensors, parameters: Mapping[str, Parameter]) -> None:
@@ -91,21 +91,21 @@ class RemarkedAnswer(dict[str, Array]):
         self.parameters = parameters
 
 
-# Fills a view with the bytes of one input, from outside the request.
+# Fills a view with the bytes of one input that are not in the request.
 Reader = Callable[[memoryview], None]
 Readers = tuple[Reader | None, ...]
 
 
 @dataclass(frozen=True)
 class RawInput:
-    """How to read the bytes of one input.
+    """Datatype, shape and size of one input's bytes.
 
     Attributes:
-        name: of the model's input.
-        dtype: of its elements, little-endian.
-        shape: as the model takes it.
+        name: name of the model's input.
+        dtype: dtype of its elements, little-endian.
+        shape: shape that the model takes.
         elements: product of the shape.
-        size: in bytes.
+        size: size in bytes.
     """
 
     name: str
@@ -117,10 +117,10 @@ class RawInput:
 
 @dataclass(frozen=True)
 class RawLayout:
-    """How to read the bytes of a request's inputs.
+    """Datatypes, shapes and sizes of a request's inputs.
 
     Attributes:
-        inputs: in the order of the request.
+        inputs: inputs in the order of the request.
     """
 
     inputs: tuple[RawInput, ...]
@@ -131,21 +131,20 @@ class RawLayout:
 
 
 class RawInputs(Mapping[str, Array]):
-    """A request's inputs by name, still bytes: a batch joins them as they are; arrays are views, or copies of shared memory."""
+    """A request's inputs by name, as bytes: a batch joins them as they are; arrays are views, or copies of shared memory."""
 
     __slots__ = ("_data", "_offsets", "_readers", "layout")
 
     def __init__(
         self, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...], readers: Readers | None = None
     ) -> None:
-        """Inputs that have been checked against their layout.
+        """Make inputs that have been checked against their layout.
 
         Args:
-            layout: of the bytes.
+            layout: layout of the bytes.
             data: the whole request.
-            offsets: where each input begins in it, in the layout's order.
-            readers: for each input, None or what fetches its bytes from outside the request; None for all where no input has
-                one.
+            offsets: start of each input in `data`, in the layout's order.
+            readers: one entry per input: None, or a function that reads its bytes from outside the request; None without any.
         """
         self.layout = layout
         self._data = data
@@ -169,27 +168,27 @@ class RawInputs(Mapping[str, Array]):
         return len(self.layout.inputs)
 
     def late_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of an input whose bytes are fetched from outside the request; None for one in the request."""
+        """Return the shape of an input whose bytes are outside the request; None for one in the request."""
         place = self.layout.places[name]
         return None if self._readers is None or self._readers[place] is None else self.layout.inputs[place].shape
 
     @property
     def all_sent(self) -> bool:
-        """Whether all bytes lie in the request, and none in shared memory."""
+        """Whether all bytes are in the request, and none in shared memory."""
         return self._readers is None
 
     def size(self, name: str) -> int:
         return self.layout.inputs[self.layout.places[name]].size
 
     def has_aligned(self, name: str) -> bool:
-        """Whether an input's bytes lie in the request, at an address that is aligned for its dtype."""
+        """Return whether an input's bytes are in the request, at an address that is aligned for its dtype."""
         place = self.layout.places[name]
         if self._readers is not None and self._readers[place] is not None:
             return False
         return self[name].flags.aligned
 
     def piece(self, name: str) -> bytes | memoryview:
-        """The bytes of one small input."""
+        """Return the bytes of one small input."""
         place = self.layout.places[name]
         if self._readers is not None and self._readers[place] is not None:
             return self[name].tobytes()
@@ -200,7 +199,7 @@ class RawInputs(Mapping[str, Array]):
         """Copy one input's bytes into `target`.
 
         Raises:
-            InferenceError: they cannot be fetched.
+            InferenceError: the bytes cannot be read.
         """
         place = self.layout.places[name]
         reader = None if self._readers is None else self._readers[place]
@@ -213,11 +212,11 @@ class RawInputs(Mapping[str, Array]):
 
 @dataclass(frozen=True)
 class LateArray:
-    """An input that is still to be parsed.
+    """An input that has not been parsed yet.
 
     Attributes:
-        shape: as the model takes it.
-        read: returns the elements, in any shape; raises an InferenceError where they are not what the request declares.
+        shape: shape that the model takes.
+        read: returns the elements, in any shape; raises an InferenceError if they differ from the request's declaration.
     """
 
     shape: tuple[int, ...]
@@ -225,8 +224,9 @@ class LateArray:
 
 
 class LateInputs(Mapping[str, Array]):
-    """A request's inputs by name, where some have many elements that are parsed one by one: on the thread that computes, not on
-    the event loop. Parsed elements are not kept, so that they are freed on that thread.
+    """A request's inputs by name, some of which have many elements that are parsed one by one, on the thread that computes.
+
+    Parsed elements are not kept, so that they are freed on that thread and not on the event loop.
     """
 
     __slots__ = ("_arrays",)
@@ -235,16 +235,16 @@ class LateInputs(Mapping[str, Array]):
         self._arrays = arrays
 
     def __getitem__(self, name: str) -> Array:
-        """One input.
+        """Return one input.
 
         Raises:
-            InferenceError: the elements are not what the request declares.
+            InferenceError: the elements differ from the request's declaration.
         """
         array = self._arrays[name]
         return array.read().reshape(array.shape) if isinstance(array, LateArray) else array
 
     def late_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of an input that is still to be parsed; None for one that is there."""
+        """Return the shape of an input that has not been parsed yet; None for one that has."""
         array = self._arrays[name]
         return array.shape if isinstance(array, LateArray) else None
 
@@ -255,7 +255,7 @@ class LateInputs(Mapping[str, Array]):
         return len(self._arrays)
 
 
-FEW_QUEUED: Final = 8  # requests of one execution, before those that have left their queues are forgotten
+FEW_QUEUED: Final = 8  # number of an execution's requests before those that have left their queues are forgotten
 Done = Callable[[Tensors | InferenceError], None]
 Respond = Callable[[Tensors | InferenceError, bool], None]
 NO_PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType({})
@@ -269,24 +269,25 @@ class InferRequest:
         outputs: names of the wanted outputs, in the client's order.
         rows: size of the batch dimension; 1 for a model without one.
         bucket: requests with equal buckets can share a batch.
-        deadline: when its answer must be there, in seconds on time.monotonic()'s clock; None: no deadline.
-        priority: its level, 0 the most urgent.
-        patience: on the same clock: when it goes behind the other requests of its level; None never.
-        leave_by: on the same clock: when it must have left the queue for an instance; None: no timeout.
+        deadline: time by which its answer must be there, in seconds on time.monotonic()'s clock; None for no deadline.
+        priority: priority level; 0 is the most urgent.
+        patience: time at which it goes behind the other requests of its level, on the same clock; None never.
+        leave_by: time by which it must have left the queue for an instance, on the same clock; None for no timeout.
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
-        size: bytes it holds until it is computed, or is going to read from shared memory then.
-        cancelled: the client has gone; the answer is dropped.
-        replayed: its copy of the model broke, and it was queued once more.
-        line: set by the queue, the line in which the request waits; or by another scheduler, what it waits for.
-        response_parameters: of the answer; None for none.
-        id: the client's, in UTF-8; empty for none.
-        parameters: the client's, by name; shared by requests that give the same.
-        respond: of a client that takes any number of responses: called on the event loop with the outputs or the error of each,
-            and whether it is the last one; then `done` is called without outputs. None: it takes one, by `done`.
-        callers: what waits for the answer, from the model that got a client's request to the one that made this request; empty
-            for a client's own and for the steps of an ensemble that a client asked.
-        is_step: an ensemble waits for the answer.
+        size: bytes that it holds until it is computed, or will then read from shared memory.
+        cancelled: whether the client has gone, so that the answer is discarded.
+        replayed: whether its copy of the model broke and it was queued once more.
+        line: the queue's line in which the request waits; or, set by another scheduler, the object that will answer it.
+        response_parameters: parameters of the response; None for none.
+        id: the client's id, in UTF-8; empty for none.
+        parameters: the client's parameters by name; shared by requests that give the same.
+        respond: callback of a client that takes any number of responses: called on the event loop with the outputs or the error
+            of each, and whether it is the last one; then `done` is called without outputs. None for a client that takes one, by
+            `done`.
+        callers: executions that wait for the answer, from the model that got a client's request to the one that made this
+            request; empty for a client's own request and for the steps of an ensemble that a client requested.
+        is_step: whether an ensemble waits for the answer.
     """
 
     __slots__ = (
@@ -310,7 +311,7 @@ class InferRequest:
         request_id: bytes = b"",
         parameters: Mapping[str, Parameter] = NO_PARAMETERS,
     ) -> None:
-        """It arrives now, unless `arrived_ns` says when."""
+        """Make a request that arrives now, unless `arrived_ns` gives the time."""
         self.inputs = inputs
         self.outputs = outputs
         self.rows = rows
@@ -344,7 +345,9 @@ class InferRequest:
         leave_by: float | None,
         size: int,
     ) -> InferRequest:
-        """A request whose answer this one waits for: it has the same deadline, id, parameters and callers. It arrives now."""
+        """Return a request whose answer this one waits for: it has the same deadline, id, parameters and callers. It arrives
+        now.
+        """
         request = InferRequest(
             inputs,
             outputs,
@@ -365,7 +368,7 @@ class InferRequest:
         return request
 
     def finish(self, result: Tensors | InferenceError) -> None:
-        """Deliver the result, unless cancelled. An error in the callback is logged: it must not affect batch-mates."""
+        """Deliver the result, unless cancelled. An error in the callback is logged, because it must not affect batch-mates."""
         if self.cancelled:
             return
         try:
@@ -375,29 +378,29 @@ class InferRequest:
 
 
 class PendingCall(Protocol):
-    """A request of a model to a model that has no answer yet. On the event loop only."""
+    """A model's request to another model that has no answer yet. On the event loop only."""
 
     def end(self, error: InferenceError) -> None:
-        """Cancel it; the model that made it gets the error."""
+        """Cancel the request; the model that made it gets the error."""
 
 
 class CallQueue(Protocol):
     """The queue of a model that may call models. On the event loop only."""
 
     def holds(self, request: InferRequest) -> bool:
-        """Whether a request has entered it and no execution has begun it."""
+        """Return whether a request has entered the queue and no execution has begun it."""
 
     def is_stuck(self, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
-        """Whether each copy's execution is one of `asking`, or waits for a request in a queue that is stuck or `seen`."""
+        """Return whether each copy's execution is in `asking`, or waits for a request in a queue that is stuck or in `seen`."""
 
 
 class CallingExecution:
-    """What waits for the answers to requests of its own: one execution of a model that calls models, or an ensemble.
+    """An execution that waits for answers to its own requests: of a model that calls models, or of an ensemble.
 
     Attributes:
         label: "name/version" of the model.
-        requests: what the execution computes; empty for an ensemble, and from the execution's end on.
-        calls: of the execution; on the event loop only.
+        requests: requests that the execution computes; empty for an ensemble, and once the execution has ended.
+        calls: calls that the execution has made; on the event loop only.
         queued: requests that the execution waits for, with the queues that they have entered; on the event loop only.
     """
 
@@ -417,12 +420,12 @@ class CallingExecution:
         return bool(requests) and all(request.cancelled for request in requests)
 
     def end(self) -> None:
-        """The execution has ended, and waits for nothing more. Any thread may say so."""
+        """Record that the execution has ended, and waits for nothing more. May be called on any thread."""
         self.requests = ()
-        self.queued = []  # they refer to it
+        self.queued = []  # the requests refer to the execution
 
     def enter(self, queue: CallQueue, request: InferRequest) -> None:
-        """The execution waits for a request that is queued now."""
+        """Record that the execution waits for a request, which is queued now."""
         if not self.requests:
             return
         self.queued.append((queue, request))

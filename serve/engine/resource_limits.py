@@ -1,4 +1,4 @@
-"""Memory and cores that the machine and this process's control groups (container, pod, systemd unit) allow it to use."""
+"""Memory and cores that the machine and this process's control groups (container, pod, systemd unit) let it use."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path, PurePosixPath
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
-# A group's files: its limit, its usage, and the names in its statistics of cached file pages, which can be reclaimed.
+# Files of a group: its limit, its usage, and the names in its statistics of cached file pages, which can be reclaimed.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def group_folders(controller: str = "") -> list[Path]:
-    """The folders of this process's control group and of the groups around it, innermost first: each has limits of its own.
+    """Return the folders of this process's control group and of the groups around it, innermost first; each has its own limits.
 
-    A container may see its own group as the outermost one, under another path than its membership names. So folders may be
+    A container may see its own group as the outermost one, under a path other than the one in its membership. So folders may be
     missing, and the last one is always the root of the hierarchy.
 
     Args:
-        controller: of cgroup version 1, which has a hierarchy for each; "" for version 2, which has one.
+        controller: controller of cgroup version 1, which has a hierarchy for each; "" for version 2, which has one hierarchy.
     """
     mount = CGROUP / controller
     parts = [part for part in PurePosixPath(_membership(controller)).parts if part not in {"/", ".."}]
@@ -41,14 +41,14 @@ def _membership(controller: str) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that this process may still take, by the machine and its groups; None where neither is known."""
+    """Return the bytes that this process may still take, by the machine and its groups; None if neither is known."""
     groups = [_group(folder, *VERSION_2) for folder in group_folders()]
     groups += [_group(folder, *VERSION_1) for folder in group_folders("memory")]
     return min((room for room in (_machine("MemAvailable"), *groups) if room is not None), default=None)
 
 
 def memory_limit_bytes() -> int | None:
-    """Memory that this process may take in all, used or not; None where that is unknown."""
+    """Return the bytes that this process may take in all, used or not; None if that is unknown."""
     limits = [_limit(folder / VERSION_2[0]) for folder in group_folders()]
     limits += [_limit(folder / VERSION_1[0]) for folder in group_folders("memory")]
     return min((limit for limit in (_machine("MemTotal"), *limits) if limit is not None), default=None)
@@ -66,7 +66,7 @@ def _machine(field: str) -> int | None:
 
 
 def _limit(path: Path) -> int | None:
-    """One control group's limit; None where it has none."""
+    """Return one control group's limit; None if it has none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such group, or "max"
@@ -74,7 +74,7 @@ def _limit(path: Path) -> int | None:
 
 
 def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int | None:
-    """One control group's limit less what is used and cannot be reclaimed; None where it has no limit."""
+    """Return one control group's limit less the memory in use that cannot be reclaimed; None if it has no limit."""
     try:
         most, taken = ((folder / name).read_text().strip() for name in (limit, used))
         if most == "max":
@@ -86,7 +86,7 @@ def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int 
 
 
 def fewer_cores() -> int:
-    """Cores that this process may use if fewer than the machine's; 0 for all.
+    """Return the cores that this process may use if fewer than the machine's; 0 for all.
 
     ONNX Runtime ignores CPU quotas and affinity. Threads beyond a quota exhaust it at once, and then all threads, the event
     loop's included, stop for the rest of the scheduler's period of 100 ms.
@@ -98,12 +98,12 @@ def fewer_cores() -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, at least one."""
+    """Return the cores that this process may use, at least one."""
     return fewer_cores() or os.cpu_count() or 1
 
 
 def _quotas() -> list[int]:
-    """CPU quotas of this process's control groups, in whole cores."""
+    """Return the CPU quotas of this process's control groups, in whole cores."""
     texts = [_read(folder, "cpu.max") for folder in group_folders()]
     texts += [_read(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in group_folders("cpu")]
     return [quota for text in texts if (quota := _cores(text))]
@@ -117,7 +117,7 @@ def _read(folder: Path, *names: str) -> str:
 
 
 def _cores(text: str) -> int:
-    """Quota and period to cores; 0 without a quota ("max", or -1)."""
+    """Convert quota and period to cores; 0 without a quota ("max", or -1)."""
     try:
         time, period = map(int, text.split())
     except ValueError:

@@ -1,4 +1,4 @@
-"""What takes a model's requests: its batcher, or what stands before or in place of one."""
+"""The interface of schedulers, which take a model's requests, and of the composition of ensembles."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Scheduler(Protocol):
         """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
 
         Raises:
-            InferenceError: it is refused.
+            InferenceError: the request is refused.
         """
 
     def cancel(self, request: InferRequest) -> None:
-        """The client has gone: free what the request holds, and drop its answer."""
+        """Drop a request whose client has gone: free its resources, and discard its answer."""
 
     async def drain(self) -> None:
         """Refuse new requests, finish the accepted ones, and stop."""
 
 
 class Composition(Protocol):
-    """What a model without backends of its own is made of."""
+    """The parts of a model without backends of its own: an ensemble."""
 
     @property
     def provider(self) -> str:
@@ -38,22 +38,22 @@ class Composition(Protocol):
 
     @property
     def models(self) -> frozenset[str]:
-        """The names of the models that it is made of, at any depth."""
+        """The names of the models of which it consists, at any depth."""
 
     @property
     def parts(self) -> Sequence[str]:
-        """Each part in a line: its model, where and in which precision it computes, and its certificate's verdict."""
+        """One line per part: its model, its provider and precision, and its certificate's verdict."""
 
     @property
     def is_decoupled(self) -> bool:
         """Whether one of its parts gives any number of responses to a request."""
 
     def labels_of(self, output: str) -> Sequence[str]:
-        """Class names of an output, of the part that computes it."""
+        """Return the class names of an output, which are those of the part that computes it."""
 
     @property
     def fault(self) -> str:
-        """Why no request can be answered now; "" where they can."""
+        """Reason why no request can be answered now; "" if requests can be answered."""
 
     @property
     def is_ready(self) -> bool:
@@ -64,4 +64,4 @@ class Holder(Protocol):
     """Sends requests to models on behalf of its own requests."""
 
     async def released(self) -> None:
-        """Return once its accepted requests need these models no more."""
+        """Wait until its accepted requests no longer need these models."""

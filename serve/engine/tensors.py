@@ -15,11 +15,11 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Tensors: TypeAlias = Mapping[str, Array]
 
 ANY_SIZE = -1
-MAX_SHOWN = 16  # sizes that an error text quotes; a client's shape may have millions
+MAX_SHOWN = 16  # most sizes that an error text quotes; a client's shape may have millions
 
 
 def memory_of(array: Array) -> int:
-    """Bytes of an array and of the texts that it refers to."""
+    """Return the bytes of an array and of the texts that it refers to."""
     if not array.dtype.hasobject:
         return array.nbytes
     return sum([sys.getsizeof(element) for element in array.ravel()], array.nbytes)
@@ -30,11 +30,11 @@ class TensorSpec:
     """One input or output of a model.
 
     Attributes:
-        name: as in the ONNX graph.
-        datatype: on the wire. The backend may compute in a wider one.
-        shape: sizes, with the batch dimension first where the model has one; -1 where any size is taken.
-        model_shape: the model's own shape, where the configuration has clients use another one (`reshape`).
-        optional: an input that a request may leave out.
+        name: name in the ONNX graph.
+        datatype: datatype on the wire; the backend may compute in a wider one.
+        shape: sizes, with the batch dimension first if the model has one; -1 for any size.
+        model_shape: the model's own shape, if the configuration gives clients another one (`reshape`).
+        optional: whether a request may leave the input out.
     """
 
     name: str
@@ -44,23 +44,23 @@ class TensorSpec:
     optional: bool = False
 
     def shape_for_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The model's own shape for a client's shape that fits."""
+        """Return the model's own shape for a client's shape that fits."""
         if self.model_shape is None:
             return shape
         return _filled(self.model_shape, self.shape, shape)
 
     def to_model(self, array: Array) -> Array:
-        """A client's array in the model's own shape."""
+        """Return a client's array in the model's own shape."""
         return array if self.model_shape is None else array.reshape(self.shape_for_model(array.shape))
 
     def to_client(self, array: Array) -> Array:
-        """The model's array in the clients' shape."""
+        """Return the model's array in the clients' shape."""
         if self.model_shape is None:
             return array
         return array.reshape(_filled(self.shape, self.model_shape, array.shape))
 
     def mismatch(self, shape: Sequence[int]) -> str | None:
-        """Why `shape` does not fit, as the end of a sentence; None when it does."""
+        """Return why `shape` does not fit, as the end of a sentence; None if it fits."""
         if len(shape) != len(self.shape):
             return f"has shape {_shown(shape)}, expected {len(self.shape)} dimensions: {list(self.shape)}"
         for given, expected in zip(shape, self.shape, strict=True):
@@ -71,7 +71,8 @@ class TensorSpec:
 
 def can_reshape(dims: Sequence[int], own: Sequence[int]) -> bool:
     """Whether tensors of `dims` can have the shape `own`: each open size is the other's, with equally many elements between."""
-    return min([*dims, *own], default=1) >= ANY_SIZE and 0 not in (*dims, *own) and _runs(dims) == _runs(own)
+    sizes = [*dims, *own]
+    return min(sizes, default=1) >= ANY_SIZE and 0 not in sizes and _runs(dims) == _runs(own)
 
 
 def _runs(sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What stands before the batcher of a model that takes whole requests, such as a Python model."""
+"""Schedulers of models that take whole requests, such as Python models, and of decoupled models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from halfserve.serve.engine.tensors import Tensors
 
 
 class WholeRequests:
-    """A scheduler for models that take whole requests, may call models meanwhile, and clean up at their end.
+    """A scheduler for models that take whole requests, may call other models meanwhile, and clean up at their end.
 
-    A call for which its own model would wait for ever is refused, and calls end with the requests that they are made for.
+    A call for which its own model would wait forever is refused, and calls end with the requests for which they are made.
     """
 
     def __init__(self, name: str, batcher: Batcher, statistics: Statistics, *, one_by_one: bool) -> None:
-        """`name`: of the model; `one_by_one`: each batch is one request."""
+        """`name`: the model's name; `one_by_one`: whether each batch is one request."""
         self._name = name
         self._batcher = batcher
         self._statistics = statistics
@@ -83,21 +83,21 @@ class WholeRequests:
 
 
 def _waits_at(caller: CallingExecution, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
-    """Whether an execution waits for a request in a queue that is stuck or seen."""
+    """Return whether an execution waits for a request in a queue that is stuck or seen."""
     queues = {queue for queue, request in caller.queued if queue.holds(request)}
     return any(queue in seen or queue.is_stuck(asking, seen | {queue}) for queue in queues)
 
 
 def left_error(caller: CallingExecution) -> InferenceError:
-    """What a call gets whose answer is wanted no more."""
+    """Return the error of a call whose answer is no longer wanted."""
     return UnavailableError(f"the clients of model {caller.label!r} for which it makes this call have gone")
 
 
 def require_many(request: InferRequest, name: str) -> Respond:
-    """What takes the responses to a request of the decoupled model `name`.
+    """Return the function that takes the responses to a request of the decoupled model `name`.
 
     Raises:
-        UnsupportedError: the request takes one response.
+        UnsupportedError: the request takes a single response.
     """
     if request.respond is None:
         raise UnsupportedError(
@@ -110,21 +110,21 @@ class DecoupledRequests:
     """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses.
 
     Attributes:
-        behind: the scheduler that it hands requests to.
+        behind: the scheduler to which it passes requests.
     """
 
     def __init__(self, name: str, scheduler: Scheduler, statistics: Statistics) -> None:
         self.behind = scheduler
         self._name = name
         self._statistics = statistics
-        self._unfinished: dict[int, _Unfinished] = {}  # by id()
+        self._unfinished: dict[int, _Unfinished] = {}  # keys: id() of the request
         self._finished = asyncio.Event()
 
     def submit(self, request: InferRequest) -> None:
         """See `Scheduler`.
 
         Raises:
-            UnsupportedError: the request takes one response.
+            UnsupportedError: the request takes a single response.
         """
         respond = require_many(request, self._name)
         unfinished = _Unfinished(self, request, request.done, respond)
@@ -145,14 +145,14 @@ class DecoupledRequests:
 
     async def drain(self) -> None:
         """See `Scheduler`."""
-        # The batcher ends its instances when its queue is empty: not before the last response has come.
+        # The batcher stops its instances when its queue is empty, which may be before the last response has come.
         while self._unfinished:
             self._finished.clear()
             await self._finished.wait()
         await self.behind.drain()
 
     def ended(self, request: InferRequest) -> bool:
-        """A request gets nothing more; whether it was unfinished."""
+        """Record that a request gets nothing more; returns whether it was unfinished."""
         known = self._unfinished.pop(id(request), None) is not None
         self._finished.set()
         return known
@@ -169,7 +169,7 @@ class DecoupledRequests:
 
 
 class _Unfinished:
-    """A request without its final response."""
+    """A request that has not had its final response."""
 
     __slots__ = ("_done", "_first_ns", "_request", "_respond", "_scheduler")
 

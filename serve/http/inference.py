@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.protos.shared_memory_parameters import REGION
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -148,7 +148,7 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     if observer is None:
         return inference
     holder = "" if given is None else given.holder
-    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder)
+    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder, is_rest=True)
 
 
 def record_refusal(service: Service, request: Request, error: InferenceError, name: str, version: str = "") -> None:

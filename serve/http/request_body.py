@@ -95,7 +95,7 @@ class RequestMemory:
             self._waits = None
 
     def _press(self) -> None:
-        if self._waits is not None and self.share.excess:
+        if self._waits is not None and not self._waits.expired() and self.share.excess:
             self._is_refused = True
             self._waits.reschedule(0.0)
 
@@ -106,6 +106,11 @@ class BodyReader:
     def __init__(self, limits: HttpLimits, budget: MemoryBudget) -> None:
         self._limits = limits
         self._budget = budget
+
+    @property
+    def budget_bytes(self) -> int:
+        """The memory of all clients together."""
+        return self._budget.limit_bytes
 
     async def read(self, request: Request) -> bytes:
         """The whole body, decompressed. It counts until the current task, which answers the request, ends.

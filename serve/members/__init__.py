@@ -1,9 +1,9 @@
-"""Several whole servers that answer as one.
+"""Several server processes that answer as one server.
 
-A member is a server that shares a folder with all others. It announces itself there by a Unix socket, at which the others reach
-it with the ordinary protocol (`siblings`). `whole_service` asks all members where an RPC concerns all of them: `merging` adds
-answers up, and `journal` keeps what was commanded, so that a member that joins later does it too. `figures` are a member's
-counters, which it leaves behind. `connection_limit` spreads connections evenly. Inference knows nothing of all this.
+A member is a server that shares a folder with the other members. It listens there on a Unix socket, over which the others
+call it with the ordinary protocol (`siblings`). `whole_service` calls all members where an RPC concerns all of them: `merging`
+combines their answers, and `journal` keeps the commands for members that join later. `figures` are a member's counters, which
+it leaves behind when it ends. `connection_limit` distributes connections evenly. Inference does not depend on any of this.
 
-Who starts members, and replaces them, is no matter of this room; on one machine it is serve/supervisor.
+Members are started and replaced elsewhere; on one machine by serve/supervisor.
 """

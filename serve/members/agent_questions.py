@@ -1,6 +1,6 @@
-"""What a server asks the agent beside it: management of the whole cluster, which only the controller knows.
+"""Questions of a server to its agent, about the whole cluster, which only the controller can answer.
 
-The agent connects to the server, never the other way round: it takes questions from a stream, and answers each by a call.
+The agent opens the connection: it receives the questions as a stream, and sends each answer by a call.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from halfserve.serve.protocol.service import Service, StreamMethod
 from halfserve.serve.protocol.status import error_of
 
 QUESTIONS, ANSWER = "/halfserve.Member/Questions", "/halfserve.Member/Answer"
-METRICS = "/metrics"  # the path of the question for them
+METRICS = "/metrics"  # the path that stands for a question about metrics
 M = TypeVar("M", bound=Message)
 
 
 class AgentQuestions:
-    """Lives on the event loop."""
+    """Sends questions to the agent and waits for the answers. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[Question | None] | None = None  # None while no agent takes them
+        self._asked: asyncio.Queue[Question | None] | None = None  # None while no agent receives them
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count(1)
 
     def add_to(self, service: Service) -> None:
-        """Let the agent take the questions from this service."""
+        """Let the agent receive the questions from this service."""
         service.streams[QUESTIONS] = StreamMethod(empty_pb2.Empty, self._take)
         service.streams[ANSWER] = StreamMethod(Answer, one_message(self._answered), is_large=True)
 
     async def ask(self, path: str, request: Message, answer: type[M]) -> M:
-        """Ask for the whole cluster.
+        """Call a method for the whole cluster.
 
         Args:
-            path: of the method.
-            request: to send.
-            answer: the class of its answers.
+            path: path of the method.
+            request: request to send.
+            answer: class of the answer.
 
         Raises:
-            InferenceError: the cluster refuses.
-            UnavailableError: the agent, or the controller, cannot be reached now.
+            InferenceError: the cluster refused the request.
+            UnavailableError: the agent or the controller cannot be reached now.
         """
         return answer.FromString((await self._ask(path, request.SerializeToString())).answer)
 
     async def metrics(self) -> tuple[bytes, str]:
-        """The metrics of the whole cluster, and their content type.
+        """Metrics of the whole cluster, and their content type.
 
         Raises:
-            UnavailableError: the agent, or the controller, cannot be reached now.
+            UnavailableError: the agent or the controller cannot be reached now.
         """
         answer = await self._ask(METRICS, b"")
         return answer.answer, answer.text
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """End the stream of questions."""
         if self._asked is not None:
             self._asked.put_nowait(None)
 
@@ -94,7 +94,7 @@ class AgentQuestions:
                         answered.set_exception(_gone())
 
     async def _answered(self, answer: Answer) -> Message:
-        answered = self._waiting.get(answer.number)  # None: who has asked has gone
+        answered = self._waiting.get(answer.number)  # None if the caller has gone
         if answered is not None and not answered.done():
             answered.set_result(answer)
         return empty_pb2.Empty()

@@ -1,4 +1,4 @@
-"""A server that is a member of a cluster: an agent beside it has started it, reads its figures and speaks for the cluster."""
+"""Membership of a server in a cluster: the agent beside it started it, reads its counters and connects it to the controller."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from halfserve.serve.transports.transport import Transport, TransportName, make_
 
 logger = logging.getLogger(__name__)
 
-SOCKET = "server"  # its name in the folder, without the suffix
+SOCKET = "server"  # name of the socket in the folder, without the suffix
 STATE, PUBLISH = "/halfserve.Member/State", "/halfserve.Member/Publish"
-KEEP_S = 5.0  # between two writings of counters that are not exact at any time anyway
-LIST_S = 5.0  # between two looks at the repository, which may lie in object storage
+KEEP_S = 5.0  # interval between two writes of the counters that are only approximate
+LIST_S = 5.0  # interval between two listings of the repository, which may be in object storage
 CLOSE_S = 0.5
-AGENT_BYTES = 2**32  # of messages of the agent: models' files
+AGENT_BYTES = 2**32  # memory limit for messages of the agent, which may contain models' files
 
 
 class ClusterMember:
-    """A server and its agent share a folder for this server alone. Lives on the event loop."""
+    """Server that shares a folder of its own with its agent. Lives on the event loop."""
 
     def __init__(self, given: Handover, core: InferenceCore, tls: ServerTls | None) -> None:
-        """A member that listens to no agent yet; for `tls` see `Elsewhere`."""
+        """Create a member that does not listen for its agent yet; for `tls` see `Elsewhere`."""
         self._folder = Path(given.folder)
-        # The lock tells other agents that this server lives, and systemd-tmpfiles that the folder is in use.
+        # The lock shows other agents that this server is alive, and systemd-tmpfiles that the folder is in use.
         self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._held, fcntl.LOCK_SH)
         self._core = core
-        self._slots = 0 if core.slots is None else core.slots.free  # all of them, as there are no models yet
+        self._slots = 0 if core.slots is None else core.slots.free  # all slots are free, as no model is loaded yet
         self._counters = LastingCounters(self._folder, core)
         self._agent = AgentQuestions()
         self._elsewhere = Elsewhere(given.member, core, tls)
@@ -64,14 +64,14 @@ class ClusterMember:
         self._transport: Transport | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._sizes: dict[Model, int] = {}
-        core.figures.readings["processes"] = lambda: 1  # added up
+        core.figures.readings["processes"] = lambda: 1  # summed over the members
         core.figures.readings["forwarded"] = lambda: self._elsewhere.forwarded
 
     def connections(self, most: float, reason: str) -> ConnectionLimit:
         return ConnectionLimit(most, reason)
 
     async def join(self, service: Service) -> None:
-        """Let the agent in, and have the service answer for the cluster; see `Membership.join`."""
+        """Listen for the agent, and have the service answer for the cluster; see `Membership.join`."""
         own = Service(self._core, server_version=service.server_version, beside=service)
         own.streams[FIGURES] = StreamMethod(empty_pb2.Empty, one_message(self._figures))
         own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
@@ -90,16 +90,16 @@ class ClusterMember:
     async def all_here(self) -> None: ...
 
     def retire(self) -> None:
-        """Send watchers to other members."""
+        """Send watchers of the directory to other members."""
         self._cluster.close()
 
     async def leave(self) -> None:
-        """Leave the counters behind."""
+        """Write the last counters to the folder."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-            with contextlib.suppress(OSError):  # the folder is gone with the agent
+            with contextlib.suppress(OSError):  # the folder may be gone together with the agent
                 await self._counters.write()
         self._agent.close()
         await self._elsewhere.close()
@@ -156,14 +156,14 @@ class ClusterMember:
 
 
 def _set_traces(service: Service, request: pb.TraceSettingRequest) -> Message:
-    """Take over a setting of the cluster: its model may not be served here yet, or by other members only."""
+    """Apply a setting of the cluster; its model may not be served here yet, or only by other members."""
     changes = {name: list(setting.value) for name, setting in request.settings.items()}
     service.observability.update_traces(request.model_name, changes)
     return pb.TraceSettingResponse()
 
 
 def _size(model: Model) -> int:
-    """Bytes of a version's files: what it takes in memory, about."""
+    """Size of a version's files in bytes, an approximation of its memory."""
     if model.path is None:
         return 0
     try:

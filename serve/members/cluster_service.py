@@ -1,6 +1,6 @@
-"""The RPCs that concern the whole cluster, as every member answers them: the agent beside it asks the controller.
+"""Answers RPCs that concern the whole cluster at every member, by asking the controller through the agent.
 
-Inference of models that are served here knows nothing of it, and goes on when neither agent nor controller can be reached.
+Inference of models that this member serves does not depend on it, and continues if the agent or controller is unreachable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DESCRIPTIONS: dict[str, type[Message]] = {
     f"/{SERVICE}/ModelConfig": pb.ModelConfigResponse,
 }
 HealthResponse = health_pb2.HealthCheckResponse
-OF_MODEL = re.compile(rb'[{,]model="((?:[^"\\]|\\.)*)"')  # a label of a metric
+OF_MODEL = re.compile(rb'[{,]model="((?:[^"\\]|\\.)*)"')  # the label of a metric that names its model
 
 
 class ClusterService:
@@ -57,17 +57,17 @@ class ClusterService:
 
     @property
     def directory_version(self) -> int:
-        """Of the present directory; 0 before the first."""
+        """Version of the current directory; 0 before the first."""
         return int(self._elsewhere.directory.version)
 
     async def publish(self, directory: Directory) -> Message:
-        """Answer watchers with this directory from now on."""
+        """Send this directory to watchers from now on."""
         await self._elsewhere.follow(directory)
         self._wake()
         return empty_pb2.Empty()
 
     def close(self) -> None:
-        """End all watches: clients go on with another member."""
+        """End all watches, so that clients continue with another member."""
         self._is_over = True
         self._wake()
 
@@ -94,7 +94,7 @@ class ClusterService:
         service.inference_with = partial(self._elsewhere.inference, service)
 
     def _replace(self, service: Service, path: str, answer: Callable[[Service, Local, Any], Awaitable[Message]]) -> None:
-        """Have `answer` answer a method; it gets the service, its own method, and the request."""
+        """Replace a method by `answer`, which gets the service, the service's own method, and the request."""
         request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
         whole = one_message(partial(answer, service, local_method(service, path)))
         service.unary.pop(path, None)
@@ -111,7 +111,7 @@ class ClusterService:
         return await self._agent.ask(UNLOAD, request, pb.RepositoryModelUnloadResponse)
 
     async def _change_settings(self, path: str, _: Service, local: Local, request: Any) -> Message:
-        answer: Message = await local(request)  # what this member refuses, no other one hears of
+        answer: Message = await local(request)  # first here: a refused request does not reach the other members
         if request.settings:
             await self._agent.ask(path, request, type(answer))
         return answer
@@ -135,14 +135,14 @@ class ClusterService:
         if request.service in {"", SERVICE}:
             return await local(request)  # type: ignore[no-any-return]  # grpc_health ships no types
         if not self._elsewhere.serving(request.service) or not service.may_see(request.service):
-            await local(request)  # a name that is unknown is NOT_FOUND
+            await local(request)  # raises NotFoundError for an unknown name
         ready = await self._model_ready(service, local, pb.ModelReadyRequest(name=request.service))
         return HealthResponse(status=HealthResponse.SERVING if ready.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
 
     async def _watch_health(
         self, service: Service, local_check: Local, local_watch: Answer, requests: AsyncIterator[Any]
     ) -> AsyncIterator[Message]:
-        """The status of a model at any member, or of this server, and each change."""
+        """Stream the status of a model at any member, or of this server, whenever it changes."""
         async for request in requests:
             if request.service in {"", SERVICE}:
                 async for answer in local_watch(only(request)):

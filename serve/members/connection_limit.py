@@ -1,17 +1,17 @@
-"""Spread connections evenly over members that accept from the same sockets."""
+"""Distributes connections evenly over members that accept from the same sockets."""
 
 from __future__ import annotations
 
 from halfserve.serve.supervisor.connection_counts import GONE, ConnectionCounts
 from halfserve.serve.transports.listener import ConnectionLimit
 
-SLACK_PART = 16  # of a member's connections that it may have more than another, so that crowds are taken fast
+SLACK_PART = 16  # a member may have up to 1/16 more connections than another, so that bursts are accepted fast
 
 
 class SharedConnectionLimit(ConnectionLimit):
-    """The limit of one member, which leaves a connection to one with fewer connections.
+    """Limit of one member, which leaves new connections to members with fewer.
 
-    Connections stay: a gRPC client opens one and sends all its calls over it.
+    Connections are long-lived: a gRPC client opens one and sends all its calls over it.
     """
 
     def __init__(self, most: float, reason: str, counts: ConnectionCounts, place: int) -> None:
@@ -21,7 +21,7 @@ class SharedConnectionLimit(ConnectionLimit):
         self._accepts = False
 
     def begin(self) -> None:
-        """Have other members leave connections to this one, which accepts now."""
+        """Start accepting: other members may now leave connections to this one."""
         self._accepts = True
         self._tell()
 

@@ -1,7 +1,7 @@
-"""Requests for models that other members of the cluster serve: forward them, as a client may ask any member for any model.
+"""Forwards requests for models that only other members of the cluster serve, as clients may ask any member for any model.
 
-Our own clients know where each model is served, and ask there. A forwarded call has the token of its caller; its metadata says
-how often it has been forwarded: twice at most, as the model may have moved since the first member heard where it is.
+Our own clients know where each model is served, and send their requests there. A forwarded call carries its caller's token,
+and its metadata counts how often it was forwarded: at most twice, as the model may have moved meanwhile.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ FORWARDED, AUTHORIZATION = b"halfserve-forwarded", b"authorization"
 ONCE, TWICE = "1", "2"
 CONFIG_PATH = f"/{SERVICE}/ModelConfig"
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-TRIES = 2  # a member may have gone a moment ago
-# In what gRPC itself says of a call that got no answer.
+TRIES = 2  # attempts per request, as a member may just have ended
+# Matches gRPC's own status texts for a call that got no answer.
 NO_CONNECTION = re.compile("onnect|ocket|ackends|andshake|recvmsg|sendmsg|GOAWAY|Stream removed|DNS|keepalive")
-CLOSE_S = 60.0  # for calls over connections that showed an earlier certificate
+CLOSE_S = 60.0  # time limit for calls over connections made with an earlier certificate
 M = TypeVar("M", bound=Message)
-Ask = Callable[[Any, list[tuple[str, str]]], Awaitable[bytes]]  # a grpc.aio.Channel, and metadata; an answer's bytes
+Ask = Callable[[Any, list[tuple[str, str]]], Awaitable[bytes]]  # (grpc.aio.Channel, metadata) -> serialized answer
 
 
 class Elsewhere:
-    """The other members of a cluster, as far as requests are forwarded to them. Lives on the event loop.
+    """The other members of a cluster, as targets of forwarded requests. Lives on the event loop.
 
     Attributes:
-        directory: the present one.
-        forwarded: inference requests so far.
+        directory: the current directory.
+        forwarded: number of inference requests forwarded so far.
     """
 
     def __init__(self, member: str, core: InferenceCore, tls: ServerTls | None) -> None:
-        """Members that are not known yet; `member` is the own id. With `tls` of this server, all others speak TLS too."""
+        """Start without known members; `member` is this server's id. With `tls` of this server, the others use TLS too."""
         self.directory = Directory()
         self.forwarded = 0
         self._tls = tls
-        self._files = None if tls is None else tls.files  # that the channels were made with
+        self._files = None if tls is None else tls.files  # the TLS files that the channels were made with
         self._throttle = LogThrottle(logger.warning)
         self._member = member
         self._core = core
         self._serving: dict[str, list[str]] = {}  # addresses by model
-        self._is_decoupled: dict[str, bool] = {}  # by model
+        self._is_decoupled: dict[str, bool] = {}  # whether a model is decoupled, by name, as far as is known
         self._channels: dict[str, Any] = {}  # grpc.aio.Channel by address; grpcio ships no types
-        self._open: Counter[str] = Counter()  # forwarded calls without an answer, by address
+        self._open: Counter[str] = Counter()  # forwarded calls that are not answered yet, by address
 
     async def follow(self, directory: Directory) -> None:
-        """Forward to the members of this directory from now on."""
+        """Forward requests to the members of this directory from now on."""
         self.directory = directory
         self._serving, self._is_decoupled = {}, {}
         for one in directory.members:
@@ -84,16 +84,16 @@ class Elsewhere:
         return self._serving.get(name, [])
 
     def inference(self, service: Service, headers: Headers) -> Inference:
-        """The entry for requests with these headers."""
+        """The inference entry point for requests with these headers."""
         if _is_last(headers):
             return service.inference
         return service.inference.with_elsewhere(partial(self._infer, service, headers))
 
     async def call(self, name: str, path: str, request: Message, answer: type[M], headers: Headers) -> M | None:
-        """Call a method of a member that serves a model; None where there is none, or the call is not forwarded again.
+        """Call a method of a member that serves a model; None if there is no such member, or the call must not be forwarded.
 
         Raises:
-            InferenceError: that member refuses.
+            InferenceError: the member refused the request.
         """
         if _is_last(headers) or not self.serving(name):
             return None
@@ -110,7 +110,7 @@ class Elsewhere:
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
     def _infer(self, service: Service, headers: Headers, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel | None:
-        """Forward a request for a model that is not served here; None where it is, or no other member serves it."""
+        """Forward a request for a model that is not served here; returns None if it is, or if no other member serves it."""
         try:
             request = parse_request(data)
         except InferenceError:
@@ -119,11 +119,11 @@ class Elsewhere:
         if not service.may_see(name) or self._core.served(name) or not self.serving(name):
             return None
         self.forwarded += 1
-        # All requests of a sequence go to the same member, as long as it serves the model.
+        # All requests of a sequence go to the same member while it serves the model.
         sequence = request.parameters[SEQUENCE_ID].SerializeToString() if SEQUENCE_ID in request.parameters else None
         if TAKEN.many is None:
             ask: Ask = partial(_ask_once, data, time_left_s)
-        else:  # the request comes over a stream
+        else:  # the request came over a stream
             ask = StreamedRequest(data, name, time_left_s, TAKEN.many, self._is_decoupled).ask
         call = partial(self._call, name, ask, headers, sequence)
         task = asyncio.get_running_loop().create_task(_answer(call, reply))
@@ -162,9 +162,9 @@ class Elsewhere:
                 self._open[address] -= 1
 
     def _choose(self, addresses: Sequence[str], sequence: bytes | None) -> str:
-        if sequence is not None:  # rendezvous hashing: others keep their member when one comes or goes
+        if sequence is not None:  # rendezvous hashing: sequences of other members stay when a member joins or leaves
             return max(addresses, key=lambda address: hashlib.blake2b(address.encode() + sequence).digest())
-        # The less busy one of two, so that no member gets all requests of all others at once.
+        # The less loaded of two random members, so that one member does not get everything at once.
         return min(random.sample(addresses, min(2, len(addresses))), key=self._open.__getitem__)
 
     def _channel(self, address: str) -> Any:
@@ -187,19 +187,19 @@ class Elsewhere:
 
 
 class StreamedRequest:
-    """One request of a stream, asked of another member: over a stream of its own where the model is decoupled."""
+    """One request of a stream, forwarded to another member; over a stream of its own if the model is decoupled."""
 
     def __init__(
         self, data: bytes, name: str, time_left_s: float | None, many: ManyReplies, is_decoupled: dict[str, bool]
     ) -> None:
-        """A request that has not been asked.
+        """Prepare a request; `ask` sends it.
 
         Args:
-            data: a serialized ModelInferRequest.
-            name: of the model.
-            time_left_s: until the client's deadline; None without one.
-            many: gets the responses of a decoupled model.
-            is_decoupled: what is known of models, by name; the model is added.
+            data: serialized ModelInferRequest.
+            name: name of the model.
+            time_left_s: time until the client's deadline in seconds; None without a deadline.
+            many: receives the responses of a decoupled model.
+            is_decoupled: whether models are decoupled, by name, as far as is known; this model is added.
         """
         self._data = data
         self._name = name
@@ -209,10 +209,10 @@ class StreamedRequest:
         self._has_begun = self._is_answered = False
 
     async def ask(self, channel: Any, metadata: list[tuple[str, str]]) -> bytes:
-        """The response; empty for a decoupled model, whose responses `many` gets.
+        """Send the request; returns the response, which is empty for a decoupled model, whose responses go to `many`.
 
         Raises:
-            InferenceError: the member refuses the request, or was lost after its first response.
+            InferenceError: the member refused the request, or was lost after its first response.
         """
         if self._is_answered:
             raise UnavailableError("the member that computed this request was lost before its last response; send it again")
@@ -225,11 +225,11 @@ class StreamedRequest:
             try:
                 return await _ask_once(self._data, self._time_left_s, channel, metadata)
             except grpc.aio.AioRpcError:
-                self._is_decoupled.pop(self._name, None)  # it may have been loaded again with another configuration
+                self._is_decoupled.pop(self._name, None)  # it may have been reloaded with another configuration
                 raise
         if not self._has_begun:
             self._has_begun = True
-            self._many.begin(wants_empty_final=False)  # that one comes from the member too
+            self._many.begin(wants_empty_final=False)  # the member sends the empty final response
         stream = channel.stream_stream(INFER_STREAM_PATH)([self._data], timeout=self._time_left_s, metadata=metadata)
         async for received in stream:
             self._is_answered = True
@@ -239,7 +239,7 @@ class StreamedRequest:
 
 
 def _is_last(headers: Headers) -> bool:
-    """Whether the member that gets a call with these headers must answer it itself."""
+    """Whether a call with these headers must be answered here, because it may not be forwarded again."""
     return headers.get(FORWARDED) == TWICE.encode()
 
 
@@ -247,7 +247,7 @@ def _streamed(data: bytes) -> tuple[bytes, bool]:
     """The ModelInferResponse in a ModelStreamInferResponse, and whether it is the last one of its request.
 
     Raises:
-        InferenceError: the response is that error.
+        InferenceError: the response contains this error.
     """
     message = ModelStreamInferResponse.FromString(data)
     response = message.infer_response
@@ -255,7 +255,7 @@ def _streamed(data: bytes) -> tuple[bytes, bool]:
         code, hint = response.parameters[STATUS].int64_param, response.parameters[RETRY_HINT].string_param
         raise error_of(code, message.error_message, int(hint) / 1000 if hint else None)
     is_final = response.parameters[IS_FINAL].bool_param
-    del response.parameters[IS_FINAL]  # the stream to the client marks it
+    del response.parameters[IS_FINAL]  # the client's stream sets this mark itself
     return response.SerializeToString(), is_final
 
 
@@ -269,7 +269,7 @@ async def _answer(call: Callable[[], Awaitable[bytes]], reply: Reply) -> None:
         answer: bytes | InferenceError = await call()
     except InferenceError as error:
         answer = error
-    except asyncio.CancelledError:  # the client has gone
+    except asyncio.CancelledError:  # the client has disconnected
         return
     reply(answer)
 

@@ -1,4 +1,4 @@
-"""The counters of one member: for the others, and left behind for them when it ends."""
+"""Counters of one member: sent to the other members, and left behind for them when it ends."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DEPARTED = "departed"
 
 @dataclass(kw_only=True)
 class Figures:
-    """What one member counts, or several together.
+    """Counters of one member, or the sum of several.
 
     Attributes:
-        statistics: of its models.
-        metrics: all of them, each name once.
+        statistics: statistics of its models.
+        metrics: all metrics, with each name once.
     """
 
     statistics: pb.ModelStatisticsResponse = field(default_factory=pb.ModelStatisticsResponse)
@@ -40,7 +40,7 @@ class Figures:
 
     @classmethod
     async def of(cls, core: InferenceCore) -> Figures:
-        """The present ones of a server."""
+        """Read the current counters of a server."""
         metrics: dict[str, Metric] = {}
         async for metric in collect(core):
             known = metrics.setdefault(metric.name, metric)
@@ -50,7 +50,7 @@ class Figures:
         return cls(statistics=statistics, metrics=list(metrics.values()))
 
     def add(self, other: Figures) -> None:
-        """Add those of another member, with all of its models."""
+        """Add the counters of another member, for all of its models."""
         known = {(model.name, model.version) for model in self.statistics.model_stats}
         add_statistics(self.statistics, [other.statistics])
         self.statistics.model_stats.extend(
@@ -68,7 +68,7 @@ class Figures:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Figures:
-        """Read what `to_bytes` has written."""
+        """Restore what `to_bytes` serialized."""
         content = json.loads(data)
         figures = cls()
         figures.statistics.ParseFromString(base64.b64decode(content["statistics"]))
@@ -81,34 +81,34 @@ class Figures:
 
 
 class LeftFigures:
-    """The figures in the folder of all members: those of the living, as of some seconds ago, and of those that have ended.
+    """Counters in the members' shared folder: those of living members, some seconds old, and those of members that ended.
 
-    The statistics of the ended are exact, by their ledgers; other counters may lack their last second.
+    The statistics of ended members are exact, because of their ledgers; other counters may lack the last seconds.
     """
 
     def __init__(self, folder: Path, own: str) -> None:
-        """The figures in a folder; `own` is the name of this member."""
+        """Access the counters in a folder; `own` is the name of this member."""
         self._folder = folder
         self._own = own
 
     def write(self, figures: Figures) -> None:
-        """Leave this member's figures behind, in place of earlier ones."""
+        """Write this member's counters, replacing earlier ones."""
         self._write(self._own, figures)
 
     def mark(self) -> object:
-        """Equal marks: none that had ended was counted among others meanwhile."""
+        """Marker that changes when `fold` merges ended members; if it is equal, none was merged in between."""
         try:
             return (self._folder / f"{DEPARTED}{SUFFIX}").stat().st_ino
         except FileNotFoundError:
             return None
 
     def of_ended(self, living: Collection[str]) -> list[Figures]:
-        """The counters of all that have ended: whose names are neither of the living nor this member's own."""
+        """Counters of all members that have ended: those named neither in `living` nor like this member."""
         with self._locked(fcntl.LOCK_SH):
             return [self._read(name) for name in self._ended(living)]
 
     def fold(self, living: Collection[str]) -> None:
-        """Make one of all that have ended."""
+        """Merge the counters of all ended members into one file."""
         with self._locked(fcntl.LOCK_EX):
             ended = self._ended(living)
             if ended in ([], [DEPARTED]):
@@ -123,7 +123,7 @@ class LeftFigures:
                 )
 
     def forget_model(self, model: str, version: int, living: Collection[str]) -> None:
-        """Those that have ended have no counters of this version: it was loaded again, or is no more."""
+        """Remove a version's counters from those of ended members, because it was reloaded or is no longer served."""
         labels = (model, str(version))
         with self._locked(fcntl.LOCK_EX):
             for name in self._ended(living):
@@ -167,7 +167,7 @@ class LeftFigures:
     def _locked(self, how: int) -> Iterator[None]:
         file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, how)  # for some milliseconds
+            fcntl.flock(file, how)  # held for some milliseconds
             yield
         finally:
             os.close(file)

@@ -1,6 +1,6 @@
-"""Commands that all members have carried out, for members that join later: one file for each thing that can be commanded.
+"""Commands that all members have carried out, kept for members that join later: one file per thing that commands can change.
 
-A command that replaces an earlier one replaces its file. An exclusive lock gives members their turns, which the system releases
+A command that replaces an earlier one replaces its file. Members take turns by an exclusive lock, which the system releases
 when a member ends.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOCK = "turn"
-RETRY_S = 0.01  # a thread that waits for the lock could not be stopped
+RETRY_S = 0.01  # polled, because a thread that blocks on the lock could not be cancelled
 BEGUN = "-begun"
 
 
@@ -26,10 +26,10 @@ class Entry:
     """One command.
 
     Attributes:
-        name: of its file, in the order of the commands.
-        path: of the method.
-        request: serialized.
-        is_begun: a member has ended before all others had done it.
+        name: name of its file, which sorts in the order of the commands.
+        path: path of the method.
+        request: serialized request.
+        is_begun: a member began it and ended before all others had carried it out.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Entry:
 
 class Journal:
     def __init__(self, folder: Path) -> None:
-        """The journal in this folder, which need not be there yet."""
+        """Use the journal in this folder, which need not exist yet."""
         folder.mkdir(exist_ok=True)
         self._folder = folder
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Be the only member that commands, inside the context."""
+        """Hold the lock inside the context, so that no other member issues commands."""
         file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while True:
@@ -60,15 +60,15 @@ class Journal:
             os.close(file)
 
     def begin(self, kind: str, name: str, path: str, request: bytes) -> Entry:
-        """Keep a command that this member has carried out, and others have not.
+        """Record a command that this member has carried out, but the others have not.
 
         Args:
-            kind: of the thing, without a dash.
-            name: of the thing.
-            path: of the method.
-            request: serialized.
+            kind: kind of the thing, without a dash.
+            name: name of the thing.
+            path: path of the method.
+            request: serialized request.
         """
-        # One clock for all processes of a machine, which no correction turns back.
+        # The monotonic clock is shared by all processes of a machine, and never set back.
         entry = Entry(name=f"{time.monotonic_ns():020}-{_key(kind, name)}", path=path, request=request)
         hidden = self._folder / ".new"
         hidden.write_bytes(path.encode() + b"\n" + request)
@@ -76,7 +76,7 @@ class Journal:
         return entry
 
     def done(self, entry: Entry) -> None:
-        """All have carried it out; it replaces what was kept of the same thing."""
+        """Mark a command as carried out by all members; it replaces earlier commands for the same thing."""
         key = entry.name.partition("-")[2]
         for older in self._files():
             if older.name.partition("-")[2] == key:
@@ -84,14 +84,14 @@ class Journal:
         (self._folder / f"{entry.name}{BEGUN}").rename(self._folder / entry.name)
 
     def forget(self, kind: str, name: str = "") -> None:
-        """Keep nothing of a thing any more; without a name, of none of its kind."""
+        """Remove the commands for a thing; without a name, those for all things of its kind."""
         key = _key(kind, name) if name else f"{kind}-"
         for file in self._files():
             if file.name.partition("-")[2].startswith(key):
                 file.unlink(missing_ok=True)
 
     def entries(self, known: Container[str] = ()) -> list[Entry]:
-        """The commands in their order, but for those whose names are known."""
+        """The commands in order, except those whose names are known."""
         found = []
         for file in self._files():
             name = file.name.removesuffix(BEGUN)

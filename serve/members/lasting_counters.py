@@ -1,8 +1,8 @@
-"""The counters of a server that is part of a cluster: they never begin again while it runs, and outlive it.
+"""Counters of a server in a cluster: they never restart while the server runs, and outlive it.
 
-A cluster's sums count what every model has answered, also the versions that were replaced since. The files of a server lie in
-a folder of its own: a ledger for each version that it serves or is about to let go, the statistics of those it has let go, and
-all other counters as of some seconds ago.
+A cluster's sums count everything that a model has answered, including versions that were replaced since. A server keeps its
+files in a folder of its own: a ledger for each version that it serves or is unloading, the statistics of versions that it has
+unloaded, and all other counters, some seconds old.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from halfserve.serve.protocol.rpcs import model_statistics
 
 logger = logging.getLogger(__name__)
 
-OWN = "server"  # in the names of ledgers
+OWN = "server"  # start of the ledgers' file names
 FIGURES, LET_GO = "figures", "let-go"
 REFUSALS = ("queue_full", "overloaded", "rate_limited")
 
 
 @dataclass(kw_only=True)
 class ModelSums:
-    """All versions of a model together, since the server's start; for the fields see `ModelReport`."""
+    """Sums over all versions of a model since the server's start; for the fields see `ModelReport`."""
 
     requests: int = 0
     rows: int = 0
@@ -54,37 +54,37 @@ class ModelSums:
 
 
 class LastingCounters:
-    """Lives on the event loop."""
+    """Keeps a server's counters in files. Lives on the event loop."""
 
     def __init__(self, folder: Path, core: InferenceCore) -> None:
-        """Counters of a server without models; `folder` is for their files alone."""
+        """Start the counters of a server without models; `folder` is for their files only."""
         self._folder = folder
         self._core = core
         self._ledgers = Ledgers(folder, OWN, core, self._lets_go)
         self._leaving: dict[Model, Ledger | None] = {}
-        self._counted: list[Ledger] = []  # whose models are let go
+        self._counted: list[Ledger] = []  # ledgers of unloaded models, to be removed
         self._let_go = Figures()
-        self._sums: dict[str, ModelSums] = {}  # of what was let go
+        self._sums: dict[str, ModelSums] = {}  # sums of unloaded models, by name
         self._changes = 0
 
     def follow(self) -> None:
-        """Count what is served now; to be called whenever that changes."""
+        """Count the models that are served now; must be called after each change."""
         self._changes += 1
         self._ledgers.follow()
 
     def sums(self) -> dict[str, ModelSums]:
-        """Of each model that was ever served."""
+        """Sums of each model that was ever served, by name."""
         found = {name: ModelSums(**vars(sums)) for name, sums in self._sums.items()}
         for model in (*self._core.models(), *self._leaving):
             found.setdefault(model.name, ModelSums()).add(model.statistics.totals)
         return found
 
     async def figures(self) -> Figures:
-        """All counters, exact as of the end of this call, and the present gauges."""
+        """All counters, exact at the end of this call, and the current gauges."""
         while True:
             before = self._changes
             figures = await Figures.of(self._core)
-            if self._changes == before:  # else a model may be counted twice or not at all
+            if self._changes == before:  # otherwise a model may be counted twice or not at all
                 break
         for model in self._leaving:
             figures.add(_figures_of(model))
@@ -93,10 +93,10 @@ class LastingCounters:
         return figures
 
     async def write(self) -> None:
-        """Leave all counters behind, as they are now.
+        """Write all current counters to the folder.
 
         Raises:
-            OSError: the folder is full, or gone.
+            OSError: the disk is full, or the folder is gone.
         """
         _write(self._folder / FIGURES, (await self.figures()).to_bytes())
 
@@ -109,14 +109,14 @@ class LastingCounters:
             leaving.add_done_callback(lambda _: self._has_left(model))
 
     def _has_left(self, model: Model) -> None:
-        """A model has answered its last request: keep its counters, and not its memory."""
+        """Keep the counters of a model that has answered its last request, but not the model itself."""
         self._changes += 1
         ledger = self._leaving.pop(model)
         self._let_go.add(_figures_of(model))
         self._sums.setdefault(model.name, ModelSums()).add(model.statistics.totals)
         if ledger is not None:
             self._counted.append(ledger)
-        # By the names the ledgers count no more, should this process end before they are removed.
+        # The names mark these ledgers as already counted, in case this process ends before it removes them.
         names = json.dumps([one.path.name for one in self._counted]).encode()
         try:
             _write(self._folder / LET_GO, names + b"\n" + self._let_go.statistics.SerializeToString())
@@ -129,7 +129,7 @@ class LastingCounters:
 
 
 def left_figures(folder: Path) -> Figures:
-    """The counters of a server that has ended: the statistics exactly, however it ended; others may lack some seconds.
+    """Counters of a server that has ended: exact statistics, however it ended; other counters may lack some seconds.
 
     Raises:
         OSError: the folder cannot be read.

@@ -1,8 +1,8 @@
-"""A model's counters in a mapped file, exact at any time: what a killed process has counted before it answered, stays counted.
+"""Counters of a model in a memory-mapped file, exact at any time: they survive if the process is killed.
 
-The file has two places for the totals, and records of what was counted since. When the records are full, the totals that
-include them are written to the place that is not in use, under the number of the next generation. Records carry the number of
-theirs, so that those of an earlier one count no more.
+The file has two places for the totals, and records of what was counted since. When the records are full, totals that include
+them are written to the unused place with the next generation number. Each record has the number of its generation, so that
+records of an earlier generation are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUFFIX = ".ledger"
 PLACE_BYTES = 2**14
 RECORDS = 1024
 HEAD = struct.Struct("<qqq")  # generation, size and checksum of the totals
-RECORD = struct.Struct("<9q")  # kind, seven numbers, generation: written last
+RECORD = struct.Struct("<9q")  # kind, seven numbers, and the generation, which is written last
 RECORD_BYTES = RECORD.size
 FIRST = 2 * PLACE_BYTES
 SIZE = FIRST + RECORDS * RECORD_BYTES
@@ -36,19 +36,19 @@ BATCH, HITS, MISS, FAILED = 1, 2, 3, 4
 
 
 class Ledger:
-    """Written by the process that serves the model; see `StatisticsLedger`."""
+    """Ledger of one model, written by the process that serves the model; see `StatisticsLedger`."""
 
     def __init__(self, path: Path, model: Model) -> None:
-        """Make the file.
+        """Create the file.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the disk has no space for it.
         """
         self.path = path
         self._model = model
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, SIZE)  # a page that is missing later would end the process
+            os.posix_fallocate(file, 0, SIZE)  # allocate now: a missing page would kill the process later
             self._map = mmap.mmap(file, SIZE)
         finally:
             os.close(file)
@@ -57,7 +57,7 @@ class Ledger:
         self._settle()
 
     def batch(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
-        # All in one call, as this is done for every batch: 0.5 us.
+        # One function for all of it, as it runs for every batch: 0.5 us.
         count, at = len(arrivals_ns), self._at
         started, assembled, computed, split = times.started, times.assembled, times.computed, times.split
         RECORD.pack_into(
@@ -87,7 +87,7 @@ class Ledger:
         self._write(FAILED, spent_ns)
 
     def close(self) -> None:
-        """Remove the file: the model is served no more."""
+        """Remove the file, because the model is no longer served."""
         self.path.unlink(missing_ok=True)
 
     def _write(self, kind: int, a: int, b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0, g: int = 0) -> None:
@@ -97,11 +97,11 @@ class Ledger:
             self._settle()
 
     def _settle(self) -> None:
-        """Write the totals, which include all records, and begin with the records again."""
+        """Write the totals, which include all records, and start with empty records."""
         totals = model_statistics(self._model)
         data = totals.SerializeToString()
         if len(data) > PLACE_BYTES - HEAD.size:
-            totals.ClearField("batch_stats")  # of thousands of sizes
+            totals.ClearField("batch_stats")  # large if there are thousands of batch sizes
             data = totals.SerializeToString()
         generation = self._generation + 1
         place = PLACE_BYTES * (generation % 2)
@@ -114,9 +114,10 @@ class Ledgers:
     """The ledgers of all models that one member serves."""
 
     def __init__(self, folder: Path, own: str, core: InferenceCore, gone: Callable[[Model, Ledger | None], None]) -> None:
-        """No ledgers yet; they will lie in `folder` under the member's name.
+        """Start without ledgers; their files will be in `folder` and begin with the member's name.
 
-        `gone` is called with a model that is served no more, and with its ledger to close; None: there was no room for one.
+        `gone` is called with a model that is no longer served, and its ledger, which the callee closes; None if there was no
+        disk space for one.
         """
         self._folder = folder
         self._own = own
@@ -126,7 +127,7 @@ class Ledgers:
         self._made = 0
 
     def follow(self) -> None:
-        """Have a ledger for each served model, and for no other one."""
+        """Open a ledger for each served model, and give up those of other models."""
         models = self._core.models()
         for model in [model for model in self._open if model not in models]:
             self._gone(model, self._open.pop(model))
@@ -144,7 +145,7 @@ class Ledgers:
 
 
 def read_ledger(path: Path) -> pb.ModelStatistics | None:
-    """The counters in a file; None if its process has ended before it was made."""
+    """Read the counters in a file; None if its process ended before it was complete."""
     data = path.read_bytes()
     found: list[tuple[int, bytes]] = []
     for place in (0, PLACE_BYTES):
@@ -171,7 +172,7 @@ def _checksum(generation: int, totals: bytes) -> int:
 
 
 def _count(statistics: pb.ModelStatistics, kind: int, a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> None:
-    """Count one record, as `Totals` does."""
+    """Add one record to the statistics, as `Totals` does."""
     stats = statistics.inference_stats
     if kind == BATCH:
         statistics.inference_count += b

@@ -1,4 +1,4 @@
-"""One member's life: do what was commanded before it came, answer for all, and leave its figures behind."""
+"""One of several server processes: it repeats earlier commands, answers for all, and leaves its counters behind."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from halfserve.serve.transports.transport import Transport, TransportName, make_
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.02  # between two looks for the other members, while the server starts
-KEEP_S = 5.0  # between two writings of a member's figures, of some ms; what is exact at any time lies in its ledgers
+LOOK_S = 0.02  # interval of checks for the other members while the server starts
+KEEP_S = 5.0  # interval between two writes of a member's counters, which take some ms; exact statistics are in its ledgers
 CLOSE_S = 0.5
-SIBLINGS_BYTES = 2**32  # of messages of other members: what these let in
+SIBLINGS_BYTES = 2**32  # memory limit for messages of other members, which have passed these members' limits
 
 
 class Member:
-    """A server among others. Lives on the event loop."""
+    """One of several servers that answer as one. Lives on the event loop."""
 
     def __init__(self, link: SupervisorLink, core: InferenceCore) -> None:
-        """A member that the others do not know yet; `link` to what has started it."""
+        """Create a member that the others do not know yet; `link` connects it to its supervisor."""
         given = link.given
         self._folder = Path(given.folder)
         self._link = link
         self._counts = ConnectionCounts(self._folder)
-        # systemd-tmpfiles, which removes what is old in temporary folders, leaves locked ones alone.
+        # systemd-tmpfiles removes old files from temporary folders, but not from locked ones.
         self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._held, fcntl.LOCK_SH)
         self._given = given
@@ -62,22 +62,22 @@ class Member:
         self._connections: SharedConnectionLimit | None = None
         self._transport: Transport | None = None
         self._keeping: asyncio.Task[None] | None = None
-        core.figures.readings["processes"] = lambda: 1  # added up
+        core.figures.readings["processes"] = lambda: 1  # summed over the members
 
     def connections(self, most: float, reason: str) -> SharedConnectionLimit:
-        """The limit of this member's connections, which spreads them over all."""
+        """Limit of this member's connections, which distributes them over all members."""
         self._connections = SharedConnectionLimit(most, reason, self._counts, self._given.place)
         return self._connections
 
     async def join(self, service: Service) -> None:
-        """Carry out what was commanded before, and become one of those that answer for all; see `Membership.join`."""
+        """Carry out earlier commands, and start to answer for all members; see `Membership.join`."""
         if self._speaks:
             check_room_for_models(self._given.places)
         own = Service(self._core, server_version=service.server_version, beside=service)
         add_figures(own)
         journals = (self._whole.models, self._whole.others)
         done = set[str]()
-        for journal in journals:  # nobody waits for this
+        for journal in journals:  # without the lock, as this may take long and nothing depends on it
             await self._repeat(own, journal, done)
         async with self._whole.models.turn(), self._whole.others.turn():
             for journal in journals:
@@ -95,7 +95,7 @@ class Member:
         self._keeping = asyncio.create_task(self._keep())
 
     async def all_here(self) -> None:
-        """Accept connections; in the member that reports for all, wait until all do."""
+        """Start accepting connections; in the member that reports for all, wait until all members accept."""
         if self._connections is not None:
             self._connections.begin()
         while self._speaks and not self._counts.all_accept():  # noqa: ASYNC110  (they are other processes)
@@ -107,18 +107,18 @@ class Member:
             self._connections.close()
 
     async def leave(self) -> None:
-        """Leave the figures behind, and be no member any more."""
+        """Leave the counters behind, and the members."""
         if self._keeping is not None:
             self._keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
-            with contextlib.suppress(OSError):  # the folder is gone with the supervisor
+            with contextlib.suppress(OSError):  # the folder may be gone together with the supervisor
                 self._left.write(await Figures.of(self._core))
         await self._siblings.close()
         os.close(self._held)
         if self._transport is not None:
             await self._transport.stop(CLOSE_S)
-        if self._link.has_ended:  # it removes the folder otherwise
+        if self._link.has_ended:  # otherwise the supervisor removes the folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -142,7 +142,7 @@ class Member:
                 logger.warning("%s, which the other processes have carried out, fails here: %s", entry.path, error)
 
     async def _complete(self, own: Service, journal: Journal) -> None:
-        """Have all others carry out what a member has left half done: it has ended before."""
+        """Have the other members carry out commands that a member left half done when it ended."""
         for entry in journal.entries():
             if entry.is_begun:
                 command, request = COMMANDS[entry.path], _request(own, entry)

@@ -1,4 +1,4 @@
-"""What a server needs of the members that it is one of; a server that serves alone needs nothing."""
+"""Interface between a server and the group of servers that it belongs to; a server on its own belongs to none."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from halfserve.serve.transports.listener import ConnectionLimit
 
 
 class Membership(Protocol):
-    """A server's place among others. Lives on the event loop."""
+    """A server's membership in a group of servers that answer as one. Lives on the event loop."""
 
     def connections(self, most: float, reason: str) -> ConnectionLimit:
-        """The limit of the server's connections, and why, for the log."""
+        """Create the limit of the server's connections; `reason` explains it in the log."""
 
     async def join(self, service: Service) -> None:
-        """Have the service answer for all; to be called before the server listens.
+        """Have the service answer for all members; must be called before the server listens.
 
         Raises:
-            FailedPreconditionError: there is no memory for so many servers.
-            BindError: the folder of all members cannot be written to.
+            FailedPreconditionError: there is not enough memory for this number of servers.
+            BindError: the members' folder is not writable.
         """
 
     async def all_here(self) -> None:
-        """The server accepts connections. Wait until it is time to report that: of several servers, one reports for all."""
+        """Start accepting connections, and wait until the start may be reported; one of several servers reports for all."""
 
     def retire(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections."""
 
     async def leave(self) -> None:
-        """Be no member any more; to be called when all requests are answered."""
+        """Leave the group; must be called after all requests are answered."""
 
 
 class Alone:
-    """The membership of a server that serves alone."""
+    """Membership of a server on its own."""
 
     def connections(self, most: float, reason: str) -> ConnectionLimit:
         return ConnectionLimit(most, reason)
@@ -48,13 +48,13 @@ class Alone:
 
 
 def membership(link: SupervisorLink | None, core: InferenceCore, tls: ServerTls | None = None) -> Membership:
-    """The place of the server that this link is of; without a link, or a folder to share, it serves alone.
+    """Membership of the server that `link` belongs to; without a link or a shared folder, the server is on its own.
 
-    `tls`: of its ports.
+    `tls` is the TLS of its ports.
     """
     if link is None or not link.given.folder:
         return Alone()
-    # Imported here: they need what a server imports only when it is scraped, and what Windows does not have.
+    # Imported here, because they need modules that a server imports only when it is scraped, or that Windows lacks.
     if link.given.member:
         from halfserve.serve.members.cluster_member import ClusterMember  # noqa: PLC0415  (see above)
 

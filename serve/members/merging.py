@@ -1,7 +1,8 @@
-"""Make one answer of the answers of all members. The first one is always that of the member that was asked."""
+"""Merges the answers of all members into one. The first answer is always that of the member that received the request."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.metrics_core import Metric
@@ -11,8 +12,8 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
 
 COUNTERS = {"counter", "histogram"}
-# Gauges are added up, apart from these.
-OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # begin so, and every member reports the same
+# Gauges are summed, except for these and for quantiles, of which the slowest member's are reported.
+OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # prefixes of gauges that every member reports alike
 SMALLEST = {"halfserve_ready", "process_start_time_seconds"}
 LARGEST = {
     "halfserve_build_info",
@@ -22,7 +23,7 @@ LARGEST = {
     "halfserve_model_state",
     "process_max_fds",
 }
-# Triton's counters, as far as they follow from the statistics.
+# Triton's counters that can be computed from the statistics.
 OF_STATISTICS: Mapping[str, Callable[[pb.ModelStatistics], int]] = {
     "nv_inference_request_success": lambda one: one.inference_stats.success.count,
     "nv_inference_count": lambda one: one.inference_count,
@@ -33,13 +34,13 @@ OF_STATISTICS: Mapping[str, Callable[[pb.ModelStatistics], int]] = {
     "nv_inference_compute_infer_duration_us": lambda one: one.inference_stats.compute_infer.ns // 1000,
     "nv_inference_compute_output_duration_us": lambda one: one.inference_stats.compute_output.ns // 1000,
 }
-# From what is served to what is not: a model is what the worst of its members is.
+# From best to worst: a version has the worst state among its members.
 STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
 Versions = dict[tuple[str, str], pb.RepositoryIndexResponse.ModelIndex]
 
 
 def add_statistics(own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse]) -> None:
-    """Add the counters of others to a member's own; models that it does not serve are left out."""
+    """Add the counters of other members to a member's own, for the models that it serves."""
     found = {(one.name, one.version): one for one in own.model_stats}
     for other in others:
         for one in other.model_stats:
@@ -72,12 +73,12 @@ def _add(total: pb.StatisticDuration, one: pb.StatisticDuration) -> None:
 def merge_index(
     own: pb.RepositoryIndexResponse, others: Mapping[str, pb.RepositoryIndexResponse], *, ready: bool
 ) -> pb.RepositoryIndexResponse:
-    """Every version that the member knows, in the state that is the worst of all members.
+    """List every version that the member knows, each in the worst state among all members.
 
     Args:
-        own: its own index, of all states.
-        others: those of others, by what to call them.
-        ready: return ready ones alone.
+        own: index of the member itself, with versions in all states.
+        others: indexes of other members, by the name for messages.
+        ready: return only ready versions.
     """
     merged: Versions = {(one.name, one.version): one for one in own.models}
     for title, other in others.items():
@@ -96,7 +97,7 @@ def merge_index(
 
 
 def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, everything: bool = False) -> list[Metric]:
-    """A member's own metrics with those of others in them; those of models that it does not serve only with `everything`."""
+    """Merge metrics of other members into a member's own; of models that it does not serve only with `everything`."""
     metrics = {metric.name: metric for metric in own}
     served = {model_of(sample.labels) for metric in own for sample in metric.samples}
     for other in others:
@@ -112,12 +113,12 @@ def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, 
 
 
 def counters_of(metrics: Iterable[Metric]) -> list[Metric]:
-    """What still counts of a member that has ended."""
+    """The metrics of a member that remain valid after its end: its counters, except those about the process."""
     return [metric for metric in metrics if metric.type in COUNTERS and not metric.name.startswith("process_")]
 
 
 def with_statistics(metrics: Sequence[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
-    """Metrics with those counters as these statistics have them, which are newer."""
+    """Metrics in which the counters known to the statistics are replaced by their newer values."""
     texts = {metric.name: metric.documentation for metric in metrics}
     made = {name: Metric(name, texts.get(name, ""), "counter") for name in OF_STATISTICS}
     for name, metric in made.items():
@@ -127,7 +128,7 @@ def with_statistics(metrics: Sequence[Metric], statistics: pb.ModelStatisticsRes
 
 
 def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Name and version of the model that a sample is of; None without one."""
+    """Name and version of a sample's model; None if it has none."""
     return labels.get("model"), labels.get("version")
 
 
@@ -135,6 +136,10 @@ def _metric_of(metric: Metric, samples: Iterable[Sample]) -> Metric:
     made = Metric(metric.name, metric.documentation, metric.type)
     made.samples = list(samples)
     return made
+
+
+def _slower(one: float, other: float) -> float:
+    return other if math.isnan(one) else max(one, other)  # NaN: it had no requests
 
 
 def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
@@ -146,5 +151,6 @@ def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
             totals[key] = one
         else:
             before = totals[key].value
-            totals[key] = totals[key]._replace(value=combine(before, one.value) if combine else before + one.value)
+            together = _slower if "quantile" in one.labels else combine
+            totals[key] = totals[key]._replace(value=together(before, one.value) if together else before + one.value)
     return _metric_of(metric, totals.values())

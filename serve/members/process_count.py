@@ -1,4 +1,4 @@
-"""How many server processes `--processes` asks for, and whether the machine has room for them."""
+"""The number of server processes that `--processes` asks for, and whether the machine has enough resources for them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from halfserve.serve.engine.resource_limits import available_bytes, usable_cores
 from halfserve.serve.protocol.open_files import FEWEST_FILES, most_files
 
 AUTO = "auto"
-PROCESS_BYTES = 100 * 2**20  # of a server without models
-FILES_EACH = 4  # that one process has open for each other one
-STATM = Path("/proc/self/statm")  # in pages: size, resident, shared
+PROCESS_BYTES = 100 * 2**20  # memory of a server without models
+FILES_EACH = 4  # open files in each process per other process
+STATM = Path("/proc/self/statm")  # sizes in pages: total, resident, shared
 
 
 def process_count(text: str, *, use_gpu: bool) -> int:
-    """The number that the option's text asks for: "auto" is one where models run on a GPU, and else one for each usable core.
+    """Parse the option's text; "auto" means one process if models run on a GPU, else one for each usable core.
 
     Raises:
-        ValueError: it is neither "auto" nor a whole number of 1 or more.
+        ValueError: the text is neither "auto" nor a whole number of 1 or more.
     """
     if text == AUTO:
         return 1 if use_gpu and device_count() else usable_cores()
@@ -30,10 +30,10 @@ def process_count(text: str, *, use_gpu: bool) -> int:
 
 
 def check_room(count: int) -> None:
-    """Check that so many processes can start at all.
+    """Check that `count` processes can start at all.
 
     Raises:
-        FailedPreconditionError: there is too little memory, or too few files may be opened.
+        FailedPreconditionError: there is too little memory, or the limit on open files is too low.
     """
     room = available_bytes()
     if room is not None and count * PROCESS_BYTES > room:
@@ -50,7 +50,7 @@ def check_room(count: int) -> None:
 
 
 def check_room_for_models(count: int) -> None:
-    """Check, in the first of so many processes, that the others have room for the same models.
+    """Check, in the first of `count` processes, that there is memory for the same models in the others.
 
     Raises:
         FailedPreconditionError: there is too little memory.
@@ -65,7 +65,7 @@ def check_room_for_models(count: int) -> None:
 
 
 def _own_bytes() -> int | None:
-    """Memory of this process that others do not share; None where the system does not say."""
+    """Memory of this process that is not shared with others, in bytes; None if the system does not report it."""
     try:
         _, resident, shared = STATM.read_text(encoding="ascii").split()[:3]
     except OSError:

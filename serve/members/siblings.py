@@ -1,6 +1,6 @@
-"""Calls to the other members, over the Unix sockets that they listen at in the folder of all.
+"""Calls to the other members, over the Unix sockets in their shared folder.
 
-The socket's name is the member's, PLACE-RESTARTS, which no other member ever has. A socket that nobody listens at is that of a
+A socket is named after its member, PLACE-RESTARTS, a name that is never reused. A socket without a listener belongs to a
 member that has ended for good.
 """
 
@@ -21,17 +21,17 @@ from halfserve.serve.transports.listening import Address, listen
 
 SUFFIX = ".sock"
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-QUERY_S = 5.0  # for an answer that takes a member some milliseconds
+QUERY_S = 5.0  # time limit for an answer that takes a member some milliseconds
 M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """What a member has answered in place of a message.
+    """Error that a member returned instead of an answer.
 
     Attributes:
-        code: of gRPC.
-        text: for the client.
+        code: gRPC status.
+        text: status message for the client.
     """
 
     code: grpc.StatusCode
@@ -39,50 +39,50 @@ class Refusal:
 
 
 class Siblings:
-    """The members beside this one. Lives on the event loop."""
+    """The other members. Lives on the event loop."""
 
     def __init__(self, folder: Path, own: str) -> None:
-        """The members of a folder; `own` is the name of this one."""
+        """Access the members of a folder; `own` is the name of this one."""
         self._folder = folder
         self._own = own
         self._channels: dict[str, Any] = {}  # grpc.aio.Channel; grpcio ships no types
 
     def listen(self) -> socket.socket:
-        """A socket at which the others find this member from now on.
+        """Create the socket at which the others find this member from now on.
 
         Raises:
-            BindError: the folder cannot be written to.
+            BindError: the folder is not writable.
         """
-        # Bound under another name: until it listens, it would look abandoned.
+        # Bound under another name first: until it listens, it would look abandoned.
         hidden = self._folder / f"{self._own}.new"
         (opened,) = listen(Address("", 0, "TMPDIR", hidden))
         hidden.rename(self._path(self._own))
         return opened
 
     def names(self) -> list[str]:
-        """The other members that were there at last."""
+        """Names of the other members with sockets in the folder."""
         return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}") if path.stem != self._own)
 
     async def ask(
         self, path: str, request: Message, answer: type[M], *, timeout_s: float | None = QUERY_S
     ) -> dict[str, M | Refusal]:
-        """Call a method of all of them at once; those that have ended are left out.
+        """Call a method of all other members concurrently; members that have ended are left out.
 
         Args:
-            path: of the method.
-            request: to send.
-            answer: the class of its answers.
-            timeout_s: for each answer; None for no limit.
+            path: path of the method.
+            request: request to send.
+            answer: class of the answers.
+            timeout_s: time limit of each answer in seconds; None for no limit.
         """
         names = self.names()
         answers = await asyncio.gather(*(self._ask(name, path, request, answer, timeout_s) for name in names))
         return {name: one for name, one in zip(names, answers, strict=True) if one is not None}
 
     async def query(self, path: str, request: Message, answer: type[M]) -> dict[str, M]:
-        """Call a method of all that must be answered by all; a member that does not know what it is asked for is left out.
+        """Call a method that all other members must answer; a member that does not know the requested thing is left out.
 
         Raises:
-            UnavailableError: one of them refused, or did not answer.
+            UnavailableError: a member refused, or did not answer.
         """
         answers = await self.ask(path, request, answer)
         for name, one in answers.items():
@@ -93,7 +93,7 @@ class Siblings:
         return {name: one for name, one in answers.items() if not isinstance(one, Refusal)}
 
     async def close(self) -> None:
-        """End the connections, and be no member any more."""
+        """Close the connections, and remove this member's socket."""
         self._path(self._own).unlink(missing_ok=True)
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(channel.close() for channel in channels.values()))
@@ -126,21 +126,21 @@ class Siblings:
             except (ConnectionRefusedError, FileNotFoundError):
                 self._path(name).unlink(missing_ok=True)
                 return True
-            except OSError:  # its backlog is full
+            except OSError:  # the listener's backlog is full
                 return False
         return False
 
 
 def process(name: str) -> str:
-    """A member as clients and the log know it."""
+    """Name of a member for clients and the log."""
     return f"process {name.partition('-')[0]}"
 
 
 def raise_first(answers: Mapping[str, Message | Refusal]) -> None:
-    """Report what a member has refused that others have done.
+    """Raise an error if a member refused what the others have carried out.
 
     Raises:
-        FailedPreconditionError: one has.
+        FailedPreconditionError: a member refused.
     """
     for name, answer in answers.items():
         if isinstance(answer, Refusal):

@@ -1,13 +1,14 @@
-"""The RPCs that concern all members, answered by one of them for all.
+"""RPCs that concern all members; the member that receives one answers for all.
 
-They become streams of one message each way, as answers of others take time; on the wire that is equal. The member that was
-asked acts first: what it refuses, no other member hears of.
+They become streams with one message each way, because other members' answers take time; the wire format is the same. The
+receiving member acts first, so that a request that it refuses does not reach the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import InferenceError, RegionInUseError
 from halfserve.serve.members.figures import Figures, LeftFigures
 from halfserve.serve.members.journal import Journal
 from halfserve.serve.members.merging import add_statistics, merge_index, merge_metrics
@@ -26,8 +28,9 @@ from halfserve.serve.protocol.rpcs import Health, one_message
 from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
 
 Local = Callable[[Any], Awaitable[Any]]
+Work = Callable[[Local, Any], Coroutine[Any, Any, Message]]
 HealthResponse = health_pb2.HealthCheckResponse
-Thing = tuple[str, str, Message]  # kind, name, and the command that concerns it alone
+Thing = tuple[str, str, Message]  # kind and name of a thing, and the command for it alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +38,16 @@ class Command:
     """A method that changes something at all members.
 
     Attributes:
-        answer: the class of its answers.
-        things: of a request, what to keep for members that join later; none where it only asks.
-        forgets: kind of the things, of which the request's `name` (or all) need not be kept any more; "" for none.
-        timeout_s: for another member's answer; None for no limit.
+        answer: class of its answers.
+        things: splits a request into the things that it changes, to be kept for members that join later; empty for a mere
+            query.
+        undoes: path of the command whose things (that of the request's `name`, or all) this one takes back; "" for none.
+        timeout_s: time limit of another member's answer in seconds; None for no limit.
     """
 
     answer: type[Message]
     things: Callable[[Any], Iterable[Thing]] = lambda _: ()
-    forgets: str = ""
+    undoes: str = ""
     timeout_s: float | None = 5.0
 
 
@@ -70,7 +74,8 @@ def _log_settings(request: pb.LogSettingsRequest) -> list[Thing]:
 
 
 TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettings"
-# Loading takes long, so that it has a journal of its own, with turns of its own.
+SYSTEM_REGISTER, CUDA_REGISTER = f"/{SERVICE}/SystemSharedMemoryRegister", f"/{SERVICE}/CudaSharedMemoryRegister"
+# Loads take long, so they have a journal and a lock of their own.
 MODEL_COMMANDS = {
     f"/{SERVICE}/RepositoryModelLoad": Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
     f"/{SERVICE}/RepositoryModelUnload": Command(answer=pb.RepositoryModelUnloadResponse, things=_model, timeout_s=None),
@@ -78,14 +83,14 @@ MODEL_COMMANDS = {
 OTHER_COMMANDS = {
     TRACE_SETTING: Command(answer=pb.TraceSettingResponse, things=_trace_settings),
     LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, things=_log_settings),
-    f"/{SERVICE}/SystemSharedMemoryRegister": Command(
+    SYSTEM_REGISTER: Command(
         answer=pb.SystemSharedMemoryRegisterResponse, things=lambda request: [("system", request.name, request)]
     ),
-    f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, forgets="system"),
-    f"/{SERVICE}/CudaSharedMemoryRegister": Command(
+    f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, undoes=SYSTEM_REGISTER),
+    CUDA_REGISTER: Command(
         answer=pb.CudaSharedMemoryRegisterResponse, things=lambda request: [("cuda", request.name, request)]
     ),
-    f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, forgets="cuda"),
+    f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, undoes=CUDA_REGISTER),
 }
 FIGURES = "/halfserve.Member/Figures"
 COMMANDS = MODEL_COMMANDS | OTHER_COMMANDS
@@ -96,8 +101,8 @@ class WholeService:
     """Makes services answer for all members. Lives on the event loop.
 
     Attributes:
-        models: the journal of what is loaded and unloaded.
-        others: the journal of all other commands.
+        models: journal of loads and unloads.
+        others: journal of all other commands.
     """
 
     def __init__(self, siblings: Siblings, left: LeftFigures, models: Journal, others: Journal) -> None:
@@ -108,10 +113,14 @@ class WholeService:
         self._tasks: set[asyncio.Task[Message]] = set()
 
     def spread(self, service: Service) -> None:
-        """Have a service answer for all."""
+        """Have a service answer for all members."""
+        registers = {
+            path: (request_class(service, path), local_method(service, path)) for path in (SYSTEM_REGISTER, CUDA_REGISTER)
+        }
         for path, command in COMMANDS.items():
             journal = self.models if path in MODEL_COMMANDS else self.others
-            self._replace(service, path, partial(self._command, journal, path, command))
+            work = partial(self._unregister, *registers[command.undoes]) if command.undoes else self._carry_out
+            self._replace(service, path, partial(self._command, partial(work, journal, path, command), command))
         self._replace(service, STATISTICS, self._statistics)
         self._replace(service, INDEX, self._index)
         self._replace(service, READY, self._model_ready)
@@ -119,39 +128,75 @@ class WholeService:
         service.exposition = partial(self._exposition, service)
 
     def _replace(self, service: Service, path: str, answer: Callable[[Local, Any], Awaitable[Message]]) -> None:
-        """Have `answer` answer a method; it gets this service's own method, and the request."""
+        """Replace a method by `answer`, which gets this service's own method and the request."""
         request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
         whole = one_message(partial(answer, local_method(service, path)))
         service.unary.pop(path, None)
         service.streams[path] = StreamMethod(request, whole, is_large=is_large)
 
-    async def _command(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
-        things = list(command.things(request))
-        if not things and not command.forgets:
+    async def _command(self, work: Work, command: Command, local: Local, request: Any) -> Message:
+        if not list(command.things(request)) and not command.undoes:
             answer: Message = await local(request)
             return answer
-        # What was begun is finished even if the client goes.
-        task = asyncio.get_running_loop().create_task(self._carry_out(journal, path, command, local, request, things))
+        # A command that was begun is completed even if the client disconnects.
+        task = asyncio.get_running_loop().create_task(work(local, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _carry_out(
-        self, journal: Journal, path: str, command: Command, local: Local, request: Any, things: list[Thing]
-    ) -> Message:
+    async def _carry_out(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
+        things = command.things(request)
         async with journal.turn():
             answer: Message = await local(request)
-            # On a thread: a load may bring a model's files along.
+            # On a thread, as a load request may contain a model's files.
             begun = [
                 await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in things
             ]
-            if command.forgets:
-                journal.forget(command.forgets, request.name)
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
             for entry in begun:
                 journal.done(entry)
         raise_first(answers)
         return answer
+
+    async def _unregister(
+        self,
+        registration: type[Message],
+        register: Local,
+        journal: Journal,
+        path: str,
+        command: Command,
+        local: Local,
+        request: Any,
+    ) -> Message:
+        """Take back what `register` has done, each region at all members or at none: a member refuses one that it uses."""
+        registers, refusals = COMMANDS[command.undoes], list[str]()
+        async with journal.turn():
+            for entry in journal.entries():
+                if entry.path != command.undoes:
+                    continue
+                region = registration.FromString(entry.request)
+                ((kind, name, _),) = registers.things(region)
+                if request.name not in {"", name}:
+                    continue
+                one = type(request)(name=name)
+                try:
+                    await local(one)
+                except RegionInUseError as error:
+                    refusals.append(str(error))
+                    continue
+                answers = await self._siblings.ask(path, one, command.answer, timeout_s=command.timeout_s)
+                refused = [answer.text for answer in answers.values() if isinstance(answer, Refusal)]
+                if not refused:
+                    journal.forget(kind, name)
+                    continue
+                refusals += refused
+                # Those that still have it refuse that.
+                await self._siblings.ask(command.undoes, region, registers.answer, timeout_s=registers.timeout_s)
+                with contextlib.suppress(InferenceError):  # its memory is gone
+                    await register(region)
+        if refusals:
+            raise RegionInUseError("; ".join(refusals))
+        return command.answer()
 
     async def _statistics(self, local: Local, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         while True:
@@ -159,7 +204,7 @@ class WholeService:
             answer: pb.ModelStatisticsResponse = await local(request)
             others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
             ended = self._left.of_ended(others)
-            if self._left.mark() == mark:  # else a member that has answered may be among the ended
+            if self._left.mark() == mark:  # otherwise an answering member may have ended and be counted twice
                 break
         add_statistics(answer, [*others.values(), *(one.statistics for one in ended)])
         return answer
@@ -180,7 +225,7 @@ class WholeService:
     async def _check_health(self, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
         answer: Message = await local(request)
         if request.service in {"", SERVICE} or answer.status != HealthResponse.SERVING:  # type: ignore[attr-defined]  # grpc_health ships no types
-            return answer  # the server is ready where this member is
+            return answer  # the server as a whole is as ready as this member
         others = await self._siblings.ask(Health.CHECK_PATH, request, HealthResponse)
         if any(isinstance(one, Refusal) or one.status != HealthResponse.SERVING for one in others.values()):
             return HealthResponse(status=HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
@@ -201,13 +246,13 @@ class WholeService:
 
 
 def request_class(service: Service, path: str) -> type[Message]:
-    """The class of a method's requests."""
+    """Class of a method's requests."""
     method = service.unary.get(path) or service.streams[path]
     return method.request
 
 
 def local_method(service: Service, path: str) -> Local:
-    """A method with one message each way, as the service answers it now."""
+    """The service's current implementation of a method with one message each way."""
     unary = service.unary.get(path)
     if unary is not None:
         answer = unary.answer
@@ -225,12 +270,12 @@ def local_method(service: Service, path: str) -> Local:
 
 
 async def only(request: Any) -> AsyncIterator[Any]:
-    """A stream of one request."""
+    """Yield a single request as a stream."""
     yield request
 
 
 def add_figures(service: Service) -> None:
-    """Let the other members ask a member's own service for its figures."""
+    """Let other members read this member's counters through its own service."""
 
     async def answer(_: Message) -> Message:
         return wrappers_pb2.BytesValue(value=(await Figures.of(service.core)).to_bytes())

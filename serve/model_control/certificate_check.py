@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from halfserve.files.onnx_outline import DamagedFileError
 from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
-from halfserve.protos.onnx_outline import DamagedFileError
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.config.model_config import DeclaredConfig
@@ -36,19 +36,21 @@ VERDICT_KEY = "halfserve.certificate"  # the parameter that shows clients what `
 def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: VerifyingKey | None = None) -> str | None:
     """Compare a model file, and the files of its version that its answers depend on, with the certificate beside it.
 
-    A listed file that is missing is left to its reader. Files that the certificate does not list are named in a warning.
+    A listed file that is missing is reported by the code that reads it. Files that the certificate does not list are named in a
+    warning.
 
     Args:
         model: the model file.
         declared: the model's configuration, which names files that a certificate may list.
-        key: has to have signed the certificate; None asks for no signature.
+        key: public key whose signature the certificate must have; None requires no signature.
 
     Returns:
-        "passed" or "failed", as the certificate says; None, with a warning where there is a reason, if nothing vouches for the
-        model: there is no certificate, or the model does not name it.
+        "passed" or "failed", as the certificate says; None if no certificate vouches for the model, because there is none or
+        the model does not name it. A warning gives the reason, unless a certificate is neither there nor required.
 
     Raises:
-        ModelLoadError: they do not belong together, the certificate is not signed with the key, or cannot be read.
+        ModelLoadError: model and certificate do not belong together, or the certificate is not signed with the key or not
+            readable.
     """
     path = model.parent / CERTIFICATE
     if not path.exists():
@@ -77,10 +79,10 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
 
 
 def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
-    """The samples beside a version whose certificate has been checked; None where it vouches for none.
+    """Return the samples beside a version whose certificate has been checked; None if the certificate vouches for none.
 
     Raises:
-        ModelLoadError: the certificate can be read no longer.
+        ModelLoadError: the certificate can no longer be read.
     """
     if VERDICT_KEY not in version.config.parameters:
         return None
@@ -99,7 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
         content = json.loads(read_regular(path))
-    except OSError as error:  # of the system or the disk, not of the certificate
+    except OSError as error:  # an error of the system or the disk, not of the certificate
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise ModelLoadError(f"{path}: cannot be read: it is no JSON; export the model again, or remove the file") from None
@@ -137,7 +139,7 @@ def _check_files(path: Path, certificate: dict[str, Any], declared: DeclaredConf
 
 
 def _listed(path: Path, certificate: dict[str, Any]) -> dict[str, str]:
-    """The files that a certificate lists, with their hashes; all lie in the model's folder."""
+    """Return the files that a certificate lists, with their hashes; all lie in the model's folder."""
     files = certificate.get("files", {})
     if not isinstance(files, dict):
         raise _no_certificate(path)
@@ -149,7 +151,7 @@ def _listed(path: Path, certificate: dict[str, Any]) -> dict[str, str]:
 
 
 def _dependent(declared: DeclaredConfig | None) -> Iterator[str]:
-    """The files that answers may depend on besides the model's own, as paths in the version's folder."""
+    """Yield the files that answers may depend on besides the model's own, as paths in the version's folder."""
     if declared is not None:
         yield guard_settings(declared.message, declared.source).fp32_twin
         yield from sorted({f"../{output.label_filename}" for output in declared.message.output if output.label_filename})
@@ -157,7 +159,7 @@ def _dependent(declared: DeclaredConfig | None) -> Iterator[str]:
 
 
 def _look_into(model: Path) -> tuple[ModelDigests, str | None]:
-    """The hashes of a model with its data files, and the hash of the certificate that it names."""
+    """Return the hashes of a model with its data files, and the hash of the certificate that it names."""
     if model.suffix != ".onnx":
         digest = _file_sha256(model)
         return ModelDigests(file=digest, content=digest), None

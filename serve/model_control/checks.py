@@ -29,10 +29,10 @@ PAIR = 2
 
 
 def require_memory(model: Path, copies: int) -> None:
-    """Check that memory suffices for a model file and its data files, once per copy: the least that the model takes.
+    """Check that memory suffices for a model file and its data files, once per copy, which is the least that the model takes.
 
     Raises:
-        ModelLoadError: it does not.
+        ModelLoadError: memory does not suffice.
     """
     available = available_bytes()
     if available is None:
@@ -46,7 +46,7 @@ def require_memory(model: Path, copies: int) -> None:
 
 
 def _weights_bytes(model: Path) -> int:
-    """Size of the model file, its data files, and files beside it that begin with its name (model.onnx.data)."""
+    """Return the size of the model file, its data files, and files beside it that begin with its name (model.onnx.data)."""
     beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
     if model.suffix == ".xml":  # OpenVINO's weights
         beside.add(model.with_suffix(".bin"))
@@ -60,23 +60,25 @@ def _size(paths: Iterable[Path]) -> int:
 
 
 def _data(model: Path) -> tuple[frozenset[str], int]:
-    """The data files, and bytes that tensors read from them: more than their size where several read the same bytes."""
+    """Return the data files, and the bytes that tensors read from them: more than the files' size if several read the same
+    bytes.
+    """
     try:
         with open_onnx(model) as opened:
             return opened.data_files, data_bytes(opened.model, model)
-    except ModelLoadError:  # or another kind of model; loading it reports what is wrong
+    except ModelLoadError:  # or it is another kind of model; loading it reports the error
         return frozenset(), 0
 
 
 class _NotFoundOutError(Exception):
-    """Why batch invariance cannot be checked."""
+    """The reason why batch invariance cannot be checked."""
 
 
 def check_batch_invariance(version: LoadedVersion, budget_s: float) -> None:
-    """Compute requests one by one where sharing batches changes their answers, by computing two rows alone and together.
+    """Have requests computed one by one if sharing a batch changes their answers. Two rows are computed alone and together.
 
-    Where the configuration sets max_batch_size, requests share batches nevertheless, and a warning is logged. Where the check
-    is not possible within `budget_s` seconds, the first requests that meet are compared. The version has been warmed up.
+    If the configuration sets max_batch_size, requests share batches nevertheless, and a warning is logged. If the check is not
+    possible within `budget_s` seconds, the first requests that share a batch are compared. The version must be warmed up.
 
     Raises:
         ModelLoadError: the device was lost.
@@ -110,7 +112,7 @@ def _leave_in_doubt(version: LoadedVersion, invariance: BatchInvariance, reason:
     if own_parameter(version.config, "halfserve.max_compute_s") is None:
         invariance.is_doubtful = True
         return
-    # The comparison while serving could exceed halfserve.max_compute_s, which would take the copy out.
+    # Comparing requests while serving could exceed halfserve.max_compute_s, and the copy would be taken out of service.
     invariance.is_safe = False
     logger.warning(
         "%s/%s: whether rows of a batch depend on each other was not found out (%s); its requests are computed one by one. If "
@@ -123,7 +125,7 @@ def _leave_in_doubt(version: LoadedVersion, invariance: BatchInvariance, reason:
 
 
 def _found_mixed(version: LoadedVersion, budget_s: float) -> str | None:
-    """An output whose rows depend on each other; None where none does."""
+    """Return the name of an output whose rows depend on each other; None if there is none."""
     if own_parameter(version.config, "halfserve.warm_up") is False:
         raise _NotFoundOutError("halfserve.warm_up is off")
     inputs = _one_row(version)
@@ -135,12 +137,12 @@ def _found_mixed(version: LoadedVersion, budget_s: float) -> str | None:
         return _answer(version, rows)
 
     mixed = dependent_output(answer, *_pair(version, inputs, seed=0))
-    # Seen once, it may be a class that a rounding has changed.
+    # A single difference may be a predicted class that rounding has changed, so that a second one is required.
     return mixed and dependent_output(answer, *_pair(version, inputs, seed=1))
 
 
 def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
-    """Inputs like the warm-up's."""
+    """Return inputs of one row like those of the warm-up."""
     declared = declared_requests(version)
     like = declared[0] if declared else None
     if any(rows <= PAIR for rows in too_large(version, like)):
@@ -149,17 +151,17 @@ def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
 
 
 def _pair(version: LoadedVersion, row: Mapping[str, Array], *, seed: int) -> tuple[Tensors, Tensors, Tensors]:
-    """Two rows like this one, and both together."""
+    """Return two rows that vary this one, and both together."""
     random, on_cpu = np.random.default_rng(seed), version.backends[0].provider in CALLING_PROVIDERS
     first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in row.items()} for _ in range(PAIR))
     return first, second, {name: np.concatenate([first[name], second[name]]) for name in first}
 
 
 def _varied(row: Array, random: np.random.Generator, *, on_cpu: bool) -> Array:
-    """Another row of the same kind.
+    """Return another row of the same kind.
 
-    Integers may be indices, lengths or divisors: they stay small, and unchanged on a device, which an index out of range could
-    break.
+    Integers may be indices, lengths or divisors: they stay small, and on a device they are unchanged, because an index out of
+    range could break it.
     """
     kind = row.dtype.kind
     if row.dtype.hasobject or (kind in "iu" and not on_cpu):
@@ -174,13 +176,13 @@ def _varied(row: Array, random: np.random.Generator, *, on_cpu: bool) -> Array:
 
 
 def _answer(version: LoadedVersion, inputs: Tensors) -> Tensors:
-    """The first copy's answer."""
+    """Return the answer of the first copy."""
     rows = len(next(iter(inputs.values())))
     pause()
     result = run_alone(version, version.backends[0], WarmUpRequest(what="rows", rows=rows, inputs=inputs))
     if not isinstance(result, Answered):
         raise _NotFoundOutError("it does not take what can be guessed")
-    # Copies: the next run may reuse the memory.
+    # The arrays are copied because the next run may reuse their memory.
     outputs = {name: array.copy() for name, array in result.answers[0].items()}
     if any(array.shape[:1] != (rows,) for array in outputs.values()):
         raise _NotFoundOutError("its rows do not come out as they go in")

@@ -20,24 +20,24 @@ Names = Mapping[str, DeclaredConfig | None]
 
 
 class ModelCopies:
-    """Keeps the local copy as the served models need it. Lives on the event loop; the work is done on threads."""
+    """Keeps the models that are served or being loaded in the local copy. Lives on the event loop; threads do the work."""
 
     def __init__(self, copy: RepositoryCopy, core: InferenceCore, thread: LoaderThread) -> None:
         self._copy = copy
         self._core = core
         self._thread = thread
         self._arriving: list[str] = []  # models that are being loaded; a name may come twice
-        self._failing: set[str] = set()  # reported already
+        self._failing: set[str] = set()  # models whose failure has been logged
 
     def close(self) -> None:
         """Remove the copy's folder."""
         self._copy.close()
 
     async def start(self, names: Names | None, *, keep_going: bool) -> None:
-        """Copy the models of the start; None stands for all.
+        """Copy the models to load at the start; None stands for all.
 
         Raises:
-            ModelLoadError: the store cannot be read, or a model not be copied (unless `keep_going`).
+            ModelLoadError: the store cannot be read, or a model cannot be copied (unless `keep_going`).
         """
         failures = await (self._update(None) if names is None else self._with_steps(names))
         if keep_going:
@@ -54,7 +54,7 @@ class ModelCopies:
         self._report(await self._update(None))
 
     async def look(self, thread: LoaderThread) -> None:
-        """Show the names of the models that the store has now, on a thread that waits for no load.
+        """Update the list of the store's models, on a thread that does not wait for loads.
 
         Raises:
             ModelLoadError: the store cannot be read.
@@ -66,7 +66,7 @@ class ModelCopies:
         """Copy a model, with the models that an ensemble needs, and keep them until they are loaded.
 
         Raises:
-            UnavailableError: it cannot be copied now.
+            UnavailableError: a model cannot be copied now.
         """
         self._arriving.append(name)
         try:
@@ -95,7 +95,7 @@ class ModelCopies:
     async def _below(self, name: str, declared: DeclaredConfig | None) -> list[str]:
         try:
             return await self._thread.run(models_below, ModelRepository(self._copy.path), name, declared)
-        except ModelLoadError:  # whoever loads it reports it
+        except ModelLoadError:  # loading the model reports the error
             return []
 
     async def _update(self, names: Names | None, thread: LoaderThread | None = None) -> dict[str, str]:
@@ -108,7 +108,7 @@ class ModelCopies:
         return await (thread or self._thread).run(update)
 
     def _report(self, failures: Mapping[str, str]) -> None:
-        """Log what has begun to fail: the next look tries it again."""
+        """Log models that have begun to fail; each is tried again at the next update."""
         for name in failures.keys() - self._failing:
             logger.warning("%s", failures[name])
         self._failing = set(failures)

@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-AGAIN_S = 1.0  # until the next attempt to start a thread, where one failed
+AGAIN_S = 1.0  # seconds until the next attempt to start a thread
 QUICK_S = 1.0
 
 
 class _Run(Generic[T]):
-    """One function's run on the thread. Everything but `tell` happens on the event loop."""
+    """One function's run on the thread. All methods but `tell` are called on the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float | None, leave_behind: Callable[[], None]) -> None:
         self.done: asyncio.Future[T] = loop.create_future()
@@ -64,8 +64,8 @@ class _Run(Generic[T]):
 
     def _give_up(self) -> None:
         try:
-            self._leave_behind()  # even if its caller has gone: it blocks the others
-        except RuntimeError:  # the process may start no more threads: the others wait
+            self._leave_behind()  # even if its caller has gone, because the function blocks those behind it
+        except RuntimeError:  # the process may start no more threads, so the functions behind it wait
             self._overdue = self._loop.call_later(AGAIN_S, self._give_up)
         if not self.done.done():
             self.done.set_exception(TimeoutError(f"not done within {self._limit_s:g} s"))
@@ -75,11 +75,11 @@ class LoaderThread:
     """Runs one function after the other beside the event loop, and can abandon one that takes too long.
 
     Attributes:
-        in_service: there are requests, so the functions pause for them.
+        in_service: whether the server takes requests, for which the functions then pause.
     """
 
     def __init__(self, name: str = "loader", *, works_long: bool = True) -> None:
-        """`works_long`: its functions take long, and leave the core to threads that answer requests."""
+        """`works_long`: whether its functions take long, and should leave the core to threads that answer requests."""
         self._name = name
         self._worker = Worker(name)
         self._works_long = works_long
@@ -109,7 +109,7 @@ class LoaderThread:
         return await run.done
 
     def step_aside(self) -> None:
-        """Run the following functions on another thread: the running one waits for one of them.
+        """Run the following functions on another thread, because the running function waits for one of them.
 
         Raises:
             RuntimeError: the process may start no more threads.
@@ -139,11 +139,11 @@ class VersionLoader:
     """Makes model versions ready to serve.
 
     Attributes:
-        runtime: reads the files.
-        placement: where models run.
-        defaults: for what a model's configuration does not say.
+        runtime: reads and loads the model files.
+        placement: device and precision for models.
+        defaults: settings that a model's configuration leaves open.
         warm_up_budget_s: see `ControlOptions`.
-        certificate_key: has to have signed the models' certificates; None asks for no signature.
+        certificate_key: public key that must have signed the models' certificates; None requires no signature.
     """
 
     runtime: Runtime
@@ -153,10 +153,10 @@ class VersionLoader:
     certificate_key: VerifyingKey | None = None
 
     def load(self, files: ModelFiles) -> LoadedVersion:
-        """Check, load and try out one version. Any thread may do it.
+        """Check, load and try out one version. May be called on any thread.
 
         Raises:
-            ModelLoadError: it cannot be served; the text says why.
+            ModelLoadError: the version cannot be served; the message gives the reason.
         """
         try:
             verdict = check_certificate(files.model, files.config, self.certificate_key)
@@ -169,7 +169,7 @@ class VersionLoader:
             began = time.monotonic()
             warm_up(version, self.warm_up_budget_s)
             check_batch_invariance(version, self.warm_up_budget_s)
-            is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short: measuring them is pointless
+            is_quick = time.monotonic() - began < QUICK_S  # batches of a slow model are not short, and need not be measured
             short_s = short_sizes(version) if is_quick else {}
             mixed = proved_padding(version, self.warm_up_budget_s)
         except MemoryError:
@@ -177,10 +177,10 @@ class VersionLoader:
         return replace(version, short_s=short_s, mixed=mixed)
 
     def model(self, files: ModelFiles) -> Model:
-        """Load one version, with its threads; an ensemble is still to be connected to its steps. Any thread may do it.
+        """Load one version, with its threads; an ensemble is not yet connected to its steps. May be called on any thread.
 
         Raises:
-            ModelLoadError: it cannot be served; the text says why.
+            ModelLoadError: the version cannot be served; the message gives the reason.
         """
         if not is_ensemble(files.config.message):
             return self.load(files).model()

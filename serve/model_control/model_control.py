@@ -1,4 +1,4 @@
-"""Keep the served models as the control mode, the repository and requests want them."""
+"""Loads and unloads the served models according to the control mode, changes of the repository, and requests."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ class ModelControl:
         options: ControlOptions,
         copy: RepositoryCopy | None = None,
     ) -> None:
-        """`copy`: brings what `repository` has from object storage."""
+        """`copy`: the local copy of models in object storage that `repository` reads; None for a local repository."""
         self._core = core
         self._repository = repository
         self._options = options
         self._thread = LoaderThread()
-        # A thread of its own: listing models must not wait for a load.
+        # Listing models must not wait for a load, and therefore has a thread of its own.
         self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
         self._copies = None if copy is None else ModelCopies(copy, core, self._thread)
-        self._unreadable = False  # reported already
+        self._unreadable = False  # whether the repository's error has been logged
         self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
-        # Weak values: a lock exists while it is in use, as clients choose the names.
+        # The values are weak, so that a lock exists only while it is in use: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
-        self._nested: list[tuple[str, str]] = []  # models that are being loaded, each with one whose load it waits for
+        self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loaded_as_steps: set[str] = set()  # for ensembles, and not by a request of their own
-        self._refused_ensembles: set[str] = set()  # tried again when another model has come, in the mode POLL
+        self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
+        self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
         core.control = self
 
     async def start(self) -> None:
-        """Load the models of the start, and then watch the repository in the mode POLL.
+        """Load the models of the start, and then watch the repository if the mode is POLL.
 
         Raises:
-            ModelLoadError: a model cannot be served (unless `keep_going`), or there is none. All are tried; the log names the
-                others that cannot be served.
+            ModelLoadError: a model cannot be served (unless `keep_going`), or there is no model. All are tried; the log names
+                the others that cannot be served.
         """
         options = self._options
         follow_store = None
@@ -125,7 +125,7 @@ class ModelControl:
         """Load or reload a model by request; see `InferenceCore.load`."""
         self._require_explicit("loaded")
         check_name(name)
-        # A load that has begun is finished even if the client goes.
+        # A load that has begun is finished even if the client disconnects.
         if caller is None:
             await asyncio.shield(self._task(self._load(name, config, files)))
             return
@@ -150,7 +150,7 @@ class ModelControl:
         await asyncio.shield(self._task(self._unload(name, dependents=dependents)))
 
     async def refresh(self) -> None:
-        """List the loadable models."""
+        """Update the list of loadable models."""
         if self._lookout is None:
             return
         try:
@@ -173,7 +173,7 @@ class ModelControl:
 
     async def _load_local(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._loaded_as_steps.discard(name)
-        # Not in the lock of the ensemble: a lock inside of another could wait for ever.
+        # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
         refused_steps = [] if files else await self._load_steps(name, config)
         async with self._lock(name):
             upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
@@ -186,7 +186,7 @@ class ModelControl:
                 self._drop_uploads(name)
 
     async def _load_steps(self, name: str, config: str | None) -> list[str]:
-        """Load the models of an ensemble's steps that are not served; returns why some were refused."""
+        """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
         declared = await self._declared(self._repository, name, config)
         reasons = []
         for step in await self._below(name, declared):
@@ -200,13 +200,13 @@ class ModelControl:
         return reasons
 
     async def _declared(self, repository: ModelRepository, name: str, config: str | None) -> DeclaredConfig | None:
-        """The configuration that a load request brings; None where it brings none."""
+        """Parse the configuration that a load request brings; None if it brings none."""
         if config is None:
             return None
         return await self._thread.run(lambda: config_from_json(config, repository.path_of(name) / name))
 
     async def _below(self, name: str, declared: DeclaredConfig | None = None) -> list[str]:
-        """The models that an ensemble needs, in the order to load them; none for a model that cannot be loaded either."""
+        """Return the models that an ensemble needs, in the order to load them; none if the model itself cannot be loaded."""
         try:
             return await self._thread.run(models_below, self._repository, name, declared)
         except ModelLoadError:
@@ -240,13 +240,13 @@ class ModelControl:
                 await self._unload(step, dependents=True)
 
     def _steps(self, name: str) -> list[str]:
-        """The models of the steps of a served ensemble; none for another model."""
+        """Return the models of the steps of a served ensemble; none for another model."""
         return list(dict.fromkeys(step for model in self._core.served(name) for step in step_models(model.config)))
 
     def _drop_uploads(self, name: str) -> None:
         """Delete uploaded files that no serving version needs: a copy of a model may be loaded again from its files.
 
-        Where only some versions of a load were refused, versions of it and of the previous one serve side by side.
+        If only some versions of a load were refused, versions of it and of the previous load serve side by side.
         """
         paths = [model.path for model in self._core.served(name) if model.path is not None]
         kept = []
@@ -259,7 +259,7 @@ class ModelControl:
             self._uploads[name] = kept
 
     async def _follow(self, name: str, there: bool) -> None:
-        """The repository has changed."""
+        """Load or unload a model whose files in the repository have changed."""
         # As in Triton, a model that has come to a second repository is served from neither.
         if not there or len(await self._thread.run(self._repository.having, name)) > 1:
             self._refused_ensembles.discard(name)
@@ -276,7 +276,7 @@ class ModelControl:
             await self._bring_in(ensemble, log_level=logging.DEBUG)
 
     async def _bring_in(self, name: str, *, log_level: int = logging.WARNING) -> list[ModelLoadError]:
-        """Bring a model of the repository in; `log_level`: of a refusal."""
+        """Serve the repository's present versions of a model; `log_level` is the level at which refusals are logged."""
         async with self._lock(name):
             refused = await self._switch.bring_in(self._repository, name)
         self._refused_ensembles.discard(name)
@@ -296,14 +296,13 @@ class ModelControl:
 
     def _require_explicit(self, done: str) -> None:
         if self._options.mode is not ControlMode.EXPLICIT:
-            raise FailedPreconditionError(
-                f"models are not {done} by request here; start the server with --model-control explicit"
-            )
+            # Triton's status: clients that are written for it ask by it whether models are loaded by request.
+            raise UnavailableError(f"models are not {done} by request here; start the server with --model-control explicit")
         if not self._core.is_ready:
             raise UnavailableError("the server is shutting down; send the request to another replica")
 
     def _waited_for_by(self, name: str) -> set[str]:
-        """A model, and those for whose loads its own load waits."""
+        """Return a model and all models whose loads wait for its load."""
         found, after = set[str](), {name}
         while after:
             found |= after
@@ -327,7 +326,7 @@ class ModelControl:
 
 
 def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
-    """The models to copy from object storage; None stands for all."""
+    """Return the models to copy from object storage; None stands for all."""
     everything = options.mode is not ControlMode.EXPLICIT or ALL in options.load_at_start
     return None if everything else dict.fromkeys(options.load_at_start)
 
@@ -342,12 +341,12 @@ def _wanted_at_start(repository: ModelRepository, options: ControlOptions) -> li
             )
         return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
     if not names and options.mode is ControlMode.NONE:
-        find_models(repository.paths[0])  # raises what is wrong
+        find_models(repository.paths[0])  # raises a ModelLoadError that names the problem
     return names
 
 
 def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
-    """A repository with one model, from the files of a request."""
+    """Write the files of a request to a temporary repository with one model."""
     if config is None:
         raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
     try:
@@ -361,6 +360,6 @@ def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfi
             raise
     except OSError as error:
         logger.warning("%s: the files of a load request cannot be stored: %s", name, error, extra={"model": name})
-        reason = os.strerror(error.errno or errno.EIO)  # not the error's text, in which Python may list folders of the server
+        reason = os.strerror(error.errno or errno.EIO)  # the error's own text may list folders of the server
         raise UnavailableError(f"the files of the load request cannot be stored: {reason}") from None
     return folder

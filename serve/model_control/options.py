@@ -1,4 +1,4 @@
-"""Options of loading and unloading models while the server runs."""
+"""Options for loading and unloading models while the server runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ ALL = "*"
 
 
 class ControlMode(StrEnum):
-    """What decides which models are served.
+    """Selects the models that are served.
 
-    NONE: the repository at the start. POLL: the repository at any time. EXPLICIT: clients, by RepositoryModelLoad and
+    NONE: the repository's models at the start. POLL: the repository's present models. EXPLICIT: clients, by RepositoryModelLoad
+        and
     RepositoryModelUnload.
     """
 
@@ -23,22 +24,22 @@ class ControlMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions:
-    """Which models are served, how they are loaded, and how the server shuts down.
+    """Selection and loading of models, and the shutdown of the server.
 
     Attributes:
         mode: see `ControlMode`.
         load_at_start: models to load at the start in the mode EXPLICIT; `ALL` stands for all.
         poll_interval_s: seconds between two scans of the repository in the mode POLL.
         settle_s: seconds for which changed files must stay the same before they are loaded.
-        keep_going: start although some models cannot be served.
+        keep_going: whether to start although some models cannot be served.
         uploads: whether load requests may bring model files.
-        warm_up_budget_s: seconds for trying out all batch sizes of one model version; the check of batch invariance may take as
-            many again, and so may the proof that the version may be padded.
+        warm_up_budget_s: seconds for trying out all batch sizes of one model version; the check of batch invariance may take
+            the same time again, and so may the proof that the version may be padded.
         load_limit_s: seconds for loading one model version and trying it out.
-        certificate_key: PEM file of the Ed25519 public key that has to have signed the models' certificates; None asks for no
+        certificate_key: PEM file of the Ed25519 public key that must have signed the models' certificates; None requires no
             signature.
-        lame_duck_s: seconds after SIGTERM in which the server is not ready and still takes requests, so that load balancers
-            notice before clients do.
+        lame_duck_s: seconds after SIGTERM in which the server is not ready but still takes requests, so that load balancers
+            stop sending requests before it refuses any.
     """
 
     mode: ControlMode = ControlMode.NONE

@@ -1,8 +1,8 @@
-"""Proof that a model may be padded, before it serves: a padded row must get what it gets alone and unpadded.
+"""Proof that a model may be padded, before it serves: a padded row must get the answer that it gets alone and unpadded.
 
 A model may ignore its mask, mask weakly, or compute long rows in another way; then padding would change answers. So short rows
 are computed alone, and beside long ones, at several lengths up to the longest that the model takes or that the time allows.
-Longer requests are not padded. What batches cost is measured afterwards, so that the first requests are batched well.
+Longer requests are not padded. Afterwards the duration of batches is measured, so that the first requests are batched well.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTim
 logger = logging.getLogger(__name__)
 
 FIRST_LENGTH = 8
-STEP, SHORT_STEP = 4, 2  # from one length that is tried to the next
-# Where no setting says how long batches may be: rows that are longer gain little from a batch, and may take much memory.
+STEP, SHORT_STEP = 4, 2  # factor from one tried length to the next
+# The longest length to try without a setting: longer rows gain little from a batch, and may take much memory.
 LONGEST = 1024
-PROOF_SHARE = 0.75  # of the time; the rest is for measuring
+PROOF_SHARE = 0.75  # part of the time that the proof may take; the rest is for measuring
 MEASURED_LENGTHS = (4, 16, 64)
 MEASURED_ROWS = (1, 8)
-ENOUGH_S = 0.05  # no further batch is measured after one of this length and FEWEST in all
+ENOUGH_S = 0.05  # measuring ends after FEWEST batches once a batch takes this long
 FEWEST = 4
-TIMES = 3  # that each is measured; the shortest counts
+TIMES = 3  # measurements of each batch; the shortest counts
 
 
 def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], float] = time.monotonic) -> MixedLengths | None:
-    """What chooses and pads requests of different lengths; None where the configuration does not ask for it.
+    """Return the component that chooses and pads requests of different lengths; None if the configuration does not ask for it.
 
-    Also None, with a warning, where padding changes the model's answers by more than the certificate's budget, or where that
-    cannot be found out within `budget_s` seconds. Buckets that are longer than the model takes, or than could be tried in that
-    time, are replaced, with a warning. The version has been warmed up.
+    None also, with a warning, if padding changes the model's answers by more than the certificate's budget, or if that cannot
+    be determined within `budget_s` seconds. Buckets that are longer than the model takes, or than could be tried in that time,
+    are replaced, with a warning. The version must be warmed up.
 
     Raises:
         ModelLoadError: the configuration's padding does not fit the model, or the device was lost.
@@ -60,7 +60,7 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
     except NotProvedError as error:
         _warn(version, f"it is served without padding, so requests of different lengths do not share batches: {error}")
         for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
-            version.config.parameters.pop(key, None)  # clients see what is in force
+            version.config.parameters.pop(key, None)  # clients see the settings in force
         return None
     settings = _in_force(version, settings, reached, budget_s)
     trial.until = began + budget_s
@@ -70,17 +70,17 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
 
 @dataclass(frozen=True)
 class _Reached:
-    """The longest length that padding was proved for, and whether longer ones were left out for want of time."""
+    """The longest length for which padding was proved, and whether the proof ended there for want of time."""
 
     length: int
     is_cut_short: bool = False
 
 
 def _proved(trial: PaddingTrial) -> _Reached:
-    """Compare rows that are padded to rising lengths with what they get alone.
+    """Compare rows that are padded to rising lengths with their answers alone.
 
     Raises:
-        NotProvedError: padding changes an answer, or that cannot be found out.
+        NotProvedError: padding changes an answer, or whether it does cannot be determined.
         ModelLoadError: the device was lost.
     """
     version = trial.version
@@ -98,7 +98,7 @@ def _proved(trial: PaddingTrial) -> _Reached:
     except OutOfTimeError:
         if not proof.length:
             raise NotProvedError("finding out whether padding changes its answers takes too long") from None
-        # Of a model that takes no longer row, nothing is left to prove.
+        # Nothing is left to prove for a model that takes no longer row.
         is_cut_short = bool(trial.rows(proof.length + 1, 0))
     if not proof.length:
         raise NotProvedError(f"it does not take what can be guessed ({trial.refusal}); describe a request in model_warmup")
@@ -108,11 +108,11 @@ def _proved(trial: PaddingTrial) -> _Reached:
 
 
 class _Proof:
-    """Compares answers to padded rows with what the rows get alone.
+    """Compares the answers to padded rows with the answers that the rows get alone.
 
     Attributes:
-        length: that was proved last.
-        rows: that the next rows share batches with, in rising length.
+        length: the longest length proved so far.
+        rows: rows that share batches with the next, longer rows, in rising length.
     """
 
     def __init__(self, trial: PaddingTrial) -> None:
@@ -125,12 +125,12 @@ class _Proof:
         self._errors = {name: OutputErrors[tuple[int, int]]([axis for named, axis in cut if named == name]) for name in names}
 
     def lengths(self) -> Iterator[int]:
-        """The lengths to pad rows to, in rising order; with smaller steps where the time is short."""
+        """Yield the lengths to pad rows to, in rising order; with smaller steps if the time is short."""
         settings = self._trial.settings
         if settings.buckets:
             yield from settings.buckets
             return
-        # Padding takes two rows at least.
+        # A batch with padding has at least two rows.
         longest = LONGEST if settings.max_tokens is None else max(1, settings.max_tokens // 2)
         length = min(FIRST_LENGTH, longest)
         yield length
@@ -140,18 +140,18 @@ class _Proof:
             yield length
 
     def _tokens(self, length: int) -> int:
-        """That `reach` takes about: the rows so far with a longer one, which is run alone too."""
+        """Estimate the tokens that `reach` computes: the rows so far and a longer one in a batch, and the longer one alone."""
         return length * (len(self.rows) + 2)
 
     def reach(self, asked: int) -> bool:
         """Pad rows to a length, or to the longest below it that the model takes.
 
         Returns:
-            Whether a longer one may be possible.
+            Whether a longer length may be possible.
 
         Raises:
             NotProvedError: an answer differs.
-            OutOfTimeError: there is no time for it.
+            OutOfTimeError: not enough time is left.
             ModelLoadError: the device was lost.
         """
         trial = self._trial
@@ -213,7 +213,7 @@ def _of_a_row(lengths: tuple[int, int]) -> str:
 
 
 def _require_finite(outputs: Tensors, alone: Sequence[Tensors]) -> None:
-    """Check that places which are cut off are finite where the answers are: the precision guard looks at whole batches."""
+    """Check that padded places are finite if the answers are, because the precision guard looks at whole batches."""
     for name, array in outputs.items():
         if not _is_finite(array) and all(_is_finite(answer[name]) for answer in alone):
             raise NotProvedError(f"output {name!r} is NaN or infinite in padded places")
@@ -224,7 +224,7 @@ def _is_finite(array: Array) -> bool:
 
 
 def _in_force(version: LoadedVersion, settings: PaddingSettings, reached: _Reached, budget_s: float) -> PaddingSettings:
-    """The settings with the lengths that were proved; clients see them in the configuration."""
+    """Return the settings with the proved lengths, and write them into the configuration, where clients see them."""
     longest = reached.length
     buckets = tuple(bucket for bucket in settings.buckets if bucket <= longest)
     if settings.buckets and longest not in buckets:
@@ -252,7 +252,7 @@ def _warn(version: LoadedVersion, text: str) -> None:
 
 
 def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measured]:
-    """Seconds of batches of rising size, until one takes long or the time is over."""
+    """Yield rows, length and seconds of batches of rising size, until one takes long or the time is over."""
     most = trial.version.config.max_batch_size
     sizes = [(rows, length) for length in settings.buckets or MEASURED_LENGTHS for rows in MEASURED_ROWS if rows <= most]
     for number, (rows, length) in enumerate(sorted(sizes, key=lambda size: size[0] * size[1]), 1):
@@ -262,7 +262,7 @@ def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measur
             requests = [trial.request(length, seed) for seed in range(rows)]
             seconds = min(trial.seconds(requests, length) for _ in range(TIMES))
         except (NotProvedError, OutOfTimeError):
-            return  # longer than the model takes, or no time left
+            return  # the length is over the model's limit, or no time is left
         yield rows, length, seconds
         if seconds > ENOUGH_S and number >= FEWEST:
             return

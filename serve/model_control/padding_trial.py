@@ -1,4 +1,4 @@
-"""Rows that padding is tried out on, and the model's answers to them: alone and unpadded, and padded together."""
+"""The rows on which padding is tried, and the model's answers to them: alone and unpadded, and padded together."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 from halfserve.serve.model_control.certificate_check import vouched_samples
 from halfserve.serve.model_control.warm_up import declared_requests
 
-SHORTEST = (1, 2, 4, 8)  # lengths that are tried first
-EACH = 2  # rows of each of these; together they tell how large the columns of an output are
-TOKENS = 1000  # made-up tokens are below this where the model takes them all, on the CPU
-FEW_TOKENS = 4  # likewise where the model has fewer, and on a device, which an index out of range could break
+SHORTEST = (1, 2, 4, 8)  # the first lengths to try
+EACH = 2  # rows of each length, from which together the size of an output's columns is determined
+TOKENS = 1000  # made-up tokens are below this if the model takes them all on the CPU
+FEW_TOKENS = 4  # the bound if it does not, and on a device, which an index out of range could break
 
 
 class NotProvedError(Exception):
-    """Why a model is not padded."""
+    """The reason why a model is not padded."""
 
 
 class OutOfTimeError(Exception):
-    """The next run would end after the time that is allowed."""
+    """The next run would end after the allowed time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A request of one row, and what the row gets alone and unpadded."""
+    """A request of one row, and the answer that it gets alone and unpadded."""
 
     length: int
     request: InferRequest
@@ -47,16 +47,16 @@ class Row:
 class PaddingTrial:
     """Runs rows on a version's first copy.
 
-    A row is cut or repeated from a sample: a request of model_warmup whose padded inputs files give, or a row that `export` has
-    recorded. What a sample has of the padding's value before and behind its tokens is cut off, and one of nothing else is not
-    used: it cannot be told from padding. Where there is no sample, rows are made up. An integer for each row may be its length,
-    or something else that 1 is a valid value of; where it is made up, both are tried.
+    A row is cut or repeated from a sample: a request of model_warmup whose padded inputs are read from files, or a row that
+    `export` has recorded. Places at a sample's ends that hold only the padding's value are cut off, and a sample of nothing
+    else is not used, because it cannot be told from padding. Without samples, rows are made up. A model may take one integer
+    per row, which may be the row's length or something else for which 1 is a valid value; in made-up rows, both are tried.
 
     Attributes:
-        version: that runs.
-        settings: how it is padded; the buckets and the longest length are not used.
-        until: when to stop, in seconds of the clock.
-        refusal: the model's latest error for a row alone.
+        version: the loaded model version.
+        settings: its padding; the buckets and the longest length are not used.
+        until: end of the allowed time, in seconds of the clock.
+        refusal: the model's latest error for a single row.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class PaddingTrial:
         self._lengths = [name for name in counts if all((one[name] == self._length(one)).all() for one in self._samples)]
         self._says_length: tuple[bool, ...] = (True, False) if counts and not self._samples else (False,)
         self._tokens = FEW_TOKENS
-        self._largest, self._token_s = 0, 0.0  # tokens of the largest run, and seconds that each of them took
+        self._largest, self._token_s = 0, 0.0  # tokens of the largest run, and seconds per token in it
 
     def short_rows(self) -> list[Row]:
-        """EACH rows of every length in SHORTEST that the model takes, in rising length.
+        """Return EACH rows of every length in SHORTEST that the model takes, in rising length.
 
         Raises:
-            OutOfTimeError: there is no time for them.
+            OutOfTimeError: not enough time is left.
             ModelLoadError: the device was lost.
         """
         if self.version.backends[0].provider in CALLING_PROVIDERS and not self._samples:
@@ -98,10 +98,9 @@ class PaddingTrial:
         return rows
 
     def rows(self, length: int, seed: int) -> list[Row]:
-        """Rows of a length with what they get alone: one for each value that an integer of the row may have.
+        """Return rows of a length with their answers alone: one row for each value that an integer of the row may have.
 
-        None of them where the model does not take the length. A value that it refuses while it takes another is not tried
-        again.
+        There are none if the model does not take the length. A value that it refuses while it takes another is not tried again.
 
         Raises:
             ModelLoadError: the device was lost.
@@ -116,7 +115,7 @@ class PaddingTrial:
         return list(taken.values())
 
     def sample_rows(self, above: int, most: int) -> Iterator[Row]:
-        """The samples themselves, of lengths above `above` and up to `most`."""
+        """Yield the samples themselves, of lengths above `above` and up to `most`."""
         for sample in self._samples:
             length = self._length(sample)
             if above < length <= most:
@@ -126,13 +125,14 @@ class PaddingTrial:
                     yield row
 
     def longest_taken(self, taken: int, refused: int) -> int:
-        """The longest length that the model takes, `taken` or more, and below `refused`, which it does not take.
+        """Return the longest length that the model takes: at least `taken`, and below `refused`, which it does not take.
 
         Raises:
-            OutOfTimeError: there is no time to find it.
+            OutOfTimeError: not enough time is left.
             ModelLoadError: the device was lost.
         """
-        # Most models end at a power of two: it and the length after it are tried before the middle of what is left.
+        # The longest length is most often a power of two: it and the length after it are tried before the middle of the
+        # interval.
         guess, after = 2 * taken, 1
         while refused - taken > 1:
             if not taken < guess < refused:
@@ -145,14 +145,14 @@ class PaddingTrial:
         return taken
 
     def padded(self, rows: Sequence[Row], length: int) -> tuple[Tensors, list[Tensors]]:
-        """Compute rows together as they are served, each padded to a length.
+        """Compute rows together as in serving, each padded to a length.
 
         Returns:
             The whole batch's outputs, and each row's answer, as views: the next run may reuse the memory.
 
         Raises:
-            NotProvedError: they cannot be computed together.
-            OutOfTimeError: there is no time for it.
+            NotProvedError: the rows cannot be computed together.
+            OutOfTimeError: not enough time is left.
             ModelLoadError: the device was lost.
         """
         sizes = self.version.limits.padded_rows
@@ -174,11 +174,11 @@ class PaddingTrial:
         return outputs, answers
 
     def seconds(self, requests: Sequence[InferRequest], length: int) -> float:
-        """Seconds that a batch of requests of one length takes.
+        """Return the seconds that a batch of requests of one length takes.
 
         Raises:
-            NotProvedError: the model does not take it.
-            OutOfTimeError: there is no time left.
+            NotProvedError: the model refuses the batch.
+            OutOfTimeError: not enough time is left.
             ModelLoadError: the device was lost.
         """
         self.require_time(len(requests) * length)
@@ -188,10 +188,10 @@ class PaddingTrial:
         return (result.times.split - result.times.started) / 1e9
 
     def require_time(self, tokens: int) -> None:
-        """Check by the largest run's time that a run of `tokens` (rows times length) can end in time.
+        """Check, by the time per token of the largest run, that a run of `tokens` (rows times length) can end in time.
 
         Raises:
-            OutOfTimeError: it cannot.
+            OutOfTimeError: it cannot end in time.
         """
         if not self.has_time(tokens):
             raise OutOfTimeError
@@ -200,7 +200,9 @@ class PaddingTrial:
         return self._clock() + tokens * self._token_s <= self.until
 
     def request(self, length: int, seed: int, *, says_length: bool | None = None) -> InferRequest:
-        """A request of one row of this length; `says_length`: an integer for the row is its length, and not 1."""
+        """Return a request of one row of this length; `says_length`: whether an integer per row is set to its length, or else
+        to 1.
+        """
         random = np.random.default_rng(seed)
         if self._samples:
             return self._as_request(self._stretched(self._samples[seed % len(self._samples)], length, random))
@@ -215,12 +217,12 @@ class PaddingTrial:
             self.refusal = str(result.error)
             return None
         self._learn(length, started)
-        # Copies: the next run may reuse the memory.
+        # The arrays are copied because the next run may reuse their memory.
         (answer,) = result.answers
         return Row(length=length, request=request, alone={name: array.copy() for name, array in answer.items()})
 
     def _learn(self, tokens: int, started: float) -> None:
-        if tokens >= self._largest:  # in small runs, what any run costs is most of the time
+        if tokens >= self._largest:  # in small runs, the fixed cost of a run is most of the time
             self._largest, self._token_s = tokens, (self._clock() - started) / tokens
 
     def _run(self, requests: Sequence[InferRequest]) -> Answered | Failed:
@@ -241,7 +243,7 @@ class PaddingTrial:
         return InferRequest(given, tuple(spec.name for spec in interface.outputs), 1, bucket, None, _drop)
 
     def _may_be_length(self, spec: TensorSpec) -> bool:
-        """Whether an input is one integer for each row."""
+        """Return whether an input has one integer per row."""
         is_one = all(size in {1, ANY_SIZE} for size in spec.shape[1:])
         return is_one and spec.name not in self._padding.inputs and spec.datatype.array_dtype.kind in "iu"
 
@@ -259,15 +261,15 @@ class PaddingTrial:
             return np.full(shape, length).astype(dtype)
         first = self.settings.rule.inputs[0]
         if padded is not first or dtype.kind == "b":
-            return np.ones(shape, dtype)  # a mask's own places, a valid type
+            return np.ones(shape, dtype)  # 1 marks used places in a mask, and is a valid token type
         values = np.array([value for value in range(1, self._tokens) if value != first.value])
         tokens = random.choice(values, shape)
         if length > 1:
-            tokens.flat[0] = values[-1]  # so that a later refusal is one of the length
+            tokens.flat[0] = values[-1]  # tries the largest token in each row, so that a later refusal is due to the length
         return tokens.astype(dtype)
 
     def _recorded(self) -> Iterator[Tensors]:
-        """The rows that `export` has recorded, where they fit the model as clients see it."""
+        """Yield the rows that `export` has recorded, if they fit the model as clients see it."""
         recorded = vouched_samples(self.version)
         if recorded is None:
             return
@@ -279,18 +281,20 @@ class PaddingTrial:
                 yield {name: array[row : row + 1] for name, array in arrays.items()}
 
     def _tokens_of(self, sample: Tensors) -> Array:
-        """For each place of a sample, whether its first padded input has another value than padding; none for no length."""
+        """Return for each place of a sample whether its first padded input differs from the padding; empty for a sample of no
+        length.
+        """
         first, length = self.settings.rule.inputs[0], self._length(sample)
         by_place = np.moveaxis(sample[first.name][:1], first.axes[0], 0).reshape(length, -1) if length else np.zeros((0, 1))
         return np.asarray((by_place != first.value).any(axis=1))
 
     def _without_padding(self, sample: Tensors) -> Tensors:
-        """One row of a sample, from its first token to its last."""
+        """Return one row of a sample, from its first token to its last."""
         tokens = np.flatnonzero(self._tokens_of(sample))
         return self._cut(sample, np.arange(tokens[0], tokens[-1] + 1))
 
     def _cut(self, sample: Tensors, places: Array) -> dict[str, Array]:
-        """One row of a sample, with these of its places."""
+        """Return one row of a sample, with only these places."""
         row = {name: array[:1] for name, array in sample.items()}
         for padded in self.settings.rule.inputs:
             for axis in padded.axes:
@@ -298,18 +302,18 @@ class PaddingTrial:
         return row
 
     def _length(self, sample: Tensors) -> int:
-        """0 where its inputs disagree about it."""
+        """Return the length of a sample; 0 if its inputs disagree about it."""
         place = self._padding.place(self._as_request(sample).bucket)
         return 0 if place is None else place.length
 
     def _stretched(self, sample: Tensors, length: int, random: np.random.Generator) -> dict[str, Array]:
-        """One row of a sample, cut or repeated to a length; an integer that is each sample's length becomes this one."""
+        """Return one row of a sample, cut or repeated to a length; an input that states each sample's length gets this one."""
         own = self._length(sample)
         row = self._cut(sample, (np.arange(length) + random.choice(self._used(sample))) % own)
         return row | {name: np.full_like(row[name], length) for name in self._lengths}
 
     def _used(self, sample: Tensors) -> Array:
-        """Places of a sample that it uses most: where the fewest inputs have their padding's value, as a mask has."""
+        """Return the places of a sample at which the most inputs, such as a mask, differ from their padding's value."""
         used = np.zeros(self._length(sample), np.int64)
         for padded in self.settings.rule.inputs:
             by_place = np.moveaxis(sample[padded.name][:1], padded.axes[0], 0).reshape(len(used), -1)
@@ -318,4 +322,4 @@ class PaddingTrial:
 
 
 def _drop(_: object) -> None:
-    """Take an answer that no client waits for."""
+    """Discard an answer that no client waits for."""

@@ -1,4 +1,4 @@
-"""Bring a model's versions into service and out: a new one serves once it is ready, an old one until it is replaced."""
+"""Brings versions of a model into service and takes them out: an old version serves until the new one is ready."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from halfserve.serve.model_control.watch import VersionFingerprint, version_fing
 
 logger = logging.getLogger(__name__)
 
-LEAVE_S = 30.0  # for a model's accepted requests, before an unload returns anyway
+LEAVE_S = 30.0  # seconds to wait for a model's accepted requests before an unload returns anyway
 RELOADING = "serves as it was loaded before; what is there now is being loaded"
 OLD_ONE_SERVES = "serves as it was loaded before; what is there now was refused: "
 
 
 class Switch:
-    """Changes the core's models, one model at a time. Lives on the event loop; the work is done on the loader's thread."""
+    """Replaces the core's models, one model at a time. Lives on the event loop; the loader's thread does the work."""
 
     def __init__(self, core: InferenceCore, loader: VersionLoader, thread: LoaderThread, *, load_limit_s: float) -> None:
         self._core = core
@@ -32,17 +32,17 @@ class Switch:
         self._thread = thread
         self._load_limit_s = load_limit_s
         self._fingerprints: dict[tuple[str, int], VersionFingerprint] = {}
-        self.log_level = logging.DEBUG  # of successes; DEBUG during the start
+        self.log_level = logging.DEBUG  # level of messages about successes; DEBUG during the start
 
     async def bring_in(
         self, repository: ModelRepository, name: str, declared: DeclaredConfig | None = None
     ) -> list[ModelLoadError]:
-        """Serve exactly the versions of a model that its policy selects. Unchanged ones go on serving.
+        """Serve exactly the versions of a model that its policy selects. Unchanged versions keep serving.
 
         `declared` is a configuration in place of the model's own.
 
         Returns:
-            Why versions were refused. If there is one, no serving version is taken out.
+            The errors of refused versions. If there is one, no serving version is taken out.
         """
         try:
             found = await self._found(repository, name, declared)
@@ -65,7 +65,7 @@ class Switch:
         return refused
 
     def reasons(self, repository: ModelRepository, name: str, refused: list[ModelLoadError]) -> list[str]:
-        """The refusals of the latest `bring_in` in the words of the index, which may also list earlier ones."""
+        """Return the refusals of the latest `bring_in` in the words of the repository index; some may be of earlier calls."""
         texts = tuple(_for_clients(str(error), repository) for error in refused)
         return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
 
@@ -125,11 +125,11 @@ class Switch:
             raise ModelLoadError(
                 f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"
             ) from None
-        except OSError as error:  # of the file system, or too many files or threads: a stack trace would not help
+        except OSError as error:  # an error of the file system, or too many files or threads; a stack trace would not help
             raise ModelLoadError(f"{files.model}: cannot be loaded: {error.strerror or error}") from None
 
     def _make(self, files: ModelFiles) -> Model:
-        """On the loader's thread, including the start of the model's threads, which takes long on a busy machine."""
+        """Load a version and start its threads, on the loader's thread, because that takes long on a busy machine."""
         return self._loader.model(files)
 
     def _refuse(self, repository: ModelRepository, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
@@ -157,7 +157,7 @@ def _look(
 
 
 def _for_clients(text: str, repository: ModelRepository) -> str:
-    """An error's text with paths relative to the repository."""
+    """Return an error's text with paths relative to the repository."""
     paths = [form for path in repository.paths for form in (path.resolve(), path)]
     for root in (*paths, *(path.parent for path in paths)):
         text = text.replace(f"{root}/", "")

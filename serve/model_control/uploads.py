@@ -1,4 +1,4 @@
-"""Names, paths and contents of load requests, checked before they meet the file system. Contents decide, not names."""
+"""Checks of a load request's names, paths and contents before they are written. A file's kind is determined by its content."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path, PurePosixPath
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from halfserve.protos.onnx_outline import read_outline
+from halfserve.files.onnx_outline import read_outline
 from halfserve.serve.backends.onnx_runtime.onnx_file import locations
 from halfserve.serve.backends.runtimes import PYTHON_SUFFIX, ZIP
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 
-MAX_NAME_BYTES = 255  # what file systems take
+MAX_NAME_BYTES = 255  # most bytes of a name in common file systems
 MAX_DEPTH = 4
 MAX_FILES = 1000
 EXPECTED = "expected an ONNX model, a data file that one names, or text such as labels"
@@ -27,10 +27,10 @@ MAX_INSTRUCTIONS = 100_000  # parsed at most, which takes 0.1 s
 
 
 def check_name(name: str) -> None:
-    """Check that a model's name is only a folder's name.
+    """Check that a model's name is a plain folder name.
 
     Raises:
-        InvalidArgumentError: it is not.
+        InvalidArgumentError: the name is not valid.
     """
     if not _is_plain(name):
         raise InvalidArgumentError(
@@ -57,17 +57,17 @@ def check_paths(paths: Collection[str]) -> None:
 
 
 def _is_plain(part: str) -> bool:
-    """Whether it is a single visible path component on any system."""
+    """Return whether the text is a single visible path component on any system."""
     good = bool(part) and not part.startswith(".") and part.isprintable() and not set(part) & set('/\\:*?"<>|')
     return good and len(part.encode()) <= MAX_NAME_BYTES
 
 
 def write_upload(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of a load request, by path, into an empty folder; all are checked before one is written.
+    """Write the files of a load request, by path, into an empty folder; all are checked before the first is written.
 
     Raises:
         InvalidArgumentError: a path leads elsewhere, is hidden, or is both a file and a folder; or a content is not allowed.
-        OSError: as the system reports it.
+        OSError: a file cannot be written.
     """
     check_paths(files.keys())
     models = {path: model for path, content in files.items() if (model := _model(content)) is not None}
@@ -82,7 +82,7 @@ def write_upload(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _model(content: bytes) -> ModelProto | None:
-    """The graph of an ONNX model; None for other content."""
+    """Return the graph of an ONNX model; None for other content."""
     try:
         model = read_outline(io.BytesIO(content), len(content), ModelProto).model
     except (DecodeError, ValueError):
@@ -99,7 +99,7 @@ def _data_files(model: ModelProto, path: str) -> frozenset[str]:
 
 
 def _require_kind(path: str, content: bytes, *, is_data: bool) -> None:
-    """Check a file that is not an ONNX model. Pickles are refused under any name: they can run code when they are loaded."""
+    """Check a file that is not an ONNX model. Pickles are refused under any name, because loading one can run code."""
     if path.endswith(PYTHON_SUFFIX):
         what = "Python code"
     elif content.startswith(ZIP):
@@ -121,7 +121,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _is_pickle(content: bytes) -> bool:
-    """Whether the content begins with pickle instructions up to a STOP, found without executing them."""
+    """Return whether the content begins with pickle instructions up to a STOP, which are not executed."""
     names = set[str]()
     try:
         for instruction, _, _ in islice(pickletools.genops(content), MAX_INSTRUCTIONS):

@@ -1,6 +1,6 @@
-"""Run a model version before it serves: a model that cannot run is found out, and its first request is fast.
+"""Runs a model version before it serves, so that a model that cannot run is refused, and the first request is fast.
 
-It runs the batches that its configuration describes, and one of every size that the batcher will give it.
+The runs are the batches that its configuration describes, and one batch of every size that the batcher will form.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 logger = logging.getLogger(__name__)
 
 
-MEMORY_SHARE = 0.25  # for inputs and outputs: a model's own need is unknown
-POINTER_BYTES = 8  # an element of text in an array
-WARM_UP_FOLDER = "warmup"  # of a model folder; holds the files that model_warmup names
+MEMORY_SHARE = 0.25  # part of the available memory for inputs and outputs, because the model's own need is unknown
+POINTER_BYTES = 8  # size of a text element in an array
+WARM_UP_FOLDER = "warmup"  # folder beside the versions with the files that model_warmup names
 RUNS = 8
 
 
@@ -45,12 +45,12 @@ class WarmUpRequest:
     """One batch to run.
 
     Attributes:
-        what: a description.
-        rows: of the batch dimension; 1 for a model without one.
-        inputs: by name, in the shapes that clients use.
-        times: to run it.
-        binding: the model must answer it to be served; not so where sizes had to be guessed.
-        from_files: names of the inputs whose values are given in files, and not zeros or random numbers of a given shape.
+        what: description for messages.
+        rows: size of the batch dimension; 1 for a model without one.
+        inputs: arrays by name, in the shapes that clients use.
+        times: number of runs.
+        binding: whether a failure refuses the model; False if sizes had to be guessed.
+        from_files: names of the inputs whose values are read from files, instead of zeros or random numbers of a given shape.
     """
 
     what: str
@@ -64,7 +64,7 @@ class WarmUpRequest:
         return self.inputs[name].nbytes // self.rows
 
     def to_model(self, version: LoadedVersion) -> InferRequest:
-        """As a backend takes it; the answer is dropped."""
+        """Return the request in the form that a backend takes; its answer is discarded."""
         interface = version.interface
         inputs: Tensors = {spec.name: spec.to_model(self.inputs[spec.name]) for spec in interface.inputs}
         if version.sequences is not None:
@@ -80,17 +80,17 @@ class WarmUpRequest:
 
 
 def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
-    """The requests of the configuration's model_warmup, except those of `too_large_declared`.
+    """Return the requests of the configuration's model_warmup, except those of `too_large_declared`.
 
     Raises:
-        ModelLoadError: one contradicts the model's inputs, or a file cannot be read.
+        ModelLoadError: a request contradicts the model's inputs, or a file cannot be read.
     """
     left_out = too_large_declared(version)
     return [_declared(version, warm_up) for warm_up in version.config.model_warmup if warm_up not in left_out]
 
 
 def too_large_declared(version: LoadedVersion) -> list[ModelWarmup]:
-    """Entries of model_warmup whose inputs alone would take more than MEMORY_SHARE of the available memory."""
+    """Return the entries of model_warmup whose inputs alone would take more than MEMORY_SHARE of the available memory."""
     available = available_bytes()
     if available is None:
         return []
@@ -104,10 +104,10 @@ def _bytes(warm_up: ModelWarmup) -> int:
 
 
 def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:
-    """One batch of a single row, one of the largest size, and one of every preferred size, except `too_large` ones.
+    """Yield one batch of a single row, one of the largest size, and one of every preferred size, except `too_large` ones.
 
-    They repeat the first row of `like`, a request of the model's configuration; without one every element is 1, a valid index,
-    length and divisor, and open sizes are 1.
+    They repeat the first row of `like`, a request of the model's configuration. Without one, open sizes are 1 and so is every
+    element, which is a valid index, length and divisor.
     """
     batched = version.config.max_batch_size > 0
     guessed = like is None and any(ANY_SIZE in _own_shape(spec, batched=batched) for spec in version.interface.inputs)
@@ -128,7 +128,7 @@ def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterat
 
 
 def too_large(version: LoadedVersion, like: WarmUpRequest | None) -> list[int]:
-    """Batch sizes, in rows, whose inputs and outputs would take more than MEMORY_SHARE of the available memory."""
+    """Return the batch sizes, in rows, whose inputs and outputs would take more than MEMORY_SHARE of the available memory."""
     available = available_bytes()
     if available is None:
         return []
@@ -144,13 +144,13 @@ def _sizes(version: LoadedVersion) -> list[int]:
 
 
 def _row_bytes(spec: TensorSpec, version: LoadedVersion) -> int:
-    """At least; open sizes count as 1."""
+    """Return the least bytes of a row; open sizes count as 1."""
     own = _own_shape(spec, batched=version.config.max_batch_size > 0)
     return math.prod(1 if size == ANY_SIZE else size for size in own) * spec.datatype.array_dtype.itemsize
 
 
 def _own_shape(spec: TensorSpec, *, batched: bool) -> tuple[int, ...]:
-    """Without the batch dimension."""
+    """Return the shape without the batch dimension."""
     return spec.shape[1:] if batched else spec.shape
 
 
@@ -187,7 +187,7 @@ def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
 
 
 def _row(spec: TensorSpec, given: Any, declared: DeclaredConfig, where: str, *, batched: bool) -> Array:
-    """The data of one row of an input, without the batch dimension."""
+    """Return the data of one row of an input, without the batch dimension."""
     shape = tuple(given.dims)
     mismatch = spec.mismatch((1, *shape) if batched else shape)
     if mismatch is not None:
@@ -232,12 +232,12 @@ def _from_file(spec: TensorSpec, shape: tuple[int, ...], declared: DeclaredConfi
 def warm_up(version: LoadedVersion, budget_s: float) -> None:
     """Run every copy on the requests of its configuration, then on every batch size.
 
-    After `budget_s` seconds no further size is run. One row, and each declared request once, always are.
+    After `budget_s` seconds no further size is run. A single row, and each declared request once, are always run.
 
     Raises:
         ModelLoadError: the model failed, or its answer does not fit its interface.
     """
-    is_code = version.interface.kind is PYTHON  # runs on declared requests alone: guessed ones may have effects
+    is_code = version.interface.kind is PYTHON  # code runs only on declared requests, because guessed ones may have effects
     if own_parameter(version.config, "halfserve.warm_up") is False or version.config.model_transaction_policy.decoupled:
         return
     for warm_up_declared in too_large_declared(version):
@@ -266,7 +266,7 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
 
 
 def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, until: float) -> int:
-    """How many times the request was run: as it says, or until the time is over, and once at least."""
+    """Run the request as often as it says, or until the time is over, but at least once; returns the number of runs."""
     for done in range(1, request.times + 1):
         _try(version, backend, request)
         if time.monotonic() > until:
@@ -275,7 +275,7 @@ def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, un
 
 
 def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
-    """Whether the model has answered; a failure is an error unless the request's sizes are guessed."""
+    """Return whether the model has answered; a failure is an error unless the request's sizes are guessed."""
     result = run_alone(version, backend, request)
     wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)
     if wrong is None:
@@ -303,7 +303,7 @@ def run_alone(version: LoadedVersion, backend: Backend, request: WarmUpRequest) 
 
 
 def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:
-    """Why an answer does not fit the interface; None where it does."""
+    """Return why an answer does not fit the interface; None if it fits."""
     batched = version.config.max_batch_size > 0
     for spec in version.interface.outputs:
         shape = tuple(outputs[spec.name].shape)
@@ -322,11 +322,11 @@ def _warn(version: LoadedVersion, text: str, *values: object) -> None:
 
 
 def short_sizes(version: LoadedVersion) -> dict[int, float]:
-    """Measure batches of growing size until one is not short, so that the first ones that serve can run on the event loop.
+    """Measure batches of growing size until one is not short, so that the first short batches of clients run on the event loop.
 
     Returns:
-        Seconds that a batch takes at best on the slowest copy, by rows. Empty where requests may differ in shape or time, where
-        batches run on a device, or where warm-up is off.
+        Batch rows -> least seconds that a batch takes on the slowest copy. Empty if requests may differ in shape or time, if
+        batches run on a device, or if warm-up is off.
     """
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return {}
@@ -345,9 +345,9 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
 
 
 def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> float:
-    """The fastest of RUNS runs, stopped early where the first ones are too long; inf where the model fails.
+    """Return the seconds of the fastest of RUNS runs, stopped early if the first ones are too long; inf if the model fails.
 
-    By the clock: a runtime with threads of its own keeps this thread waiting, and would keep the event loop.
+    The time is that of the clock: a runtime with threads of its own keeps this thread waiting, and would keep the event loop.
     """
     shortest = math.inf
     for _ in range(RUNS):

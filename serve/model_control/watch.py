@@ -1,4 +1,4 @@
-"""Watch a repository by the fingerprints of its files: changes that have settled are loaded."""
+"""Watches a repository by the fingerprints of its files. Changes that have settled are loaded."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from halfserve.serve.model_control.loading import LoaderThread
 logger = logging.getLogger(__name__)
 
 
-MAX_DEPTH = 4  # below a model's folder: version, twin, and data files in folders of their own
+MAX_DEPTH = 4  # levels below a model's folder: version, twin, and data files in folders of their own
 Fingerprint: TypeAlias = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Path, device, inode, times of change and size of a file, or of all files below a folder; hidden files do not count.
+    """Return path, device, inode, times of change and size of a file, or of all files below a folder except hidden ones.
 
-    Two times: reproducible builds give all files the same modification time, and `cp -p` keeps it; the inode's change time
-    differs. A folder that changes meanwhile gives what was seen; () is a missing path.
+    Two times are needed: reproducible builds give all files the same modification time, and `cp -p` keeps it; the inode's
+    change time differs. For a folder that changes meanwhile, the files seen are returned; a missing path gives ().
     """
     if os.path.isdir(path):  # noqa: PTH112  (pathlib's raises where a folder above may not be looked into)
         return tuple(sorted(_below(path, "", MAX_DEPTH)))
@@ -59,20 +59,21 @@ def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int, int
         status = path.stat()
     except OSError:
         return
-    # Another link to a file changes it too: copies from object storage share their files with other servers.
+    # Linking a file again changes its change time too, and copies from object storage share their files with other servers.
     changed_ns = status.st_ctime_ns if status.st_nlink == 1 else 0
     yield name, status.st_dev, status.st_ino, status.st_mtime_ns, changed_ns, status.st_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionFingerprint:
-    """Equal for two scans of unchanged files, so that a reload leaves the version alone.
+    """The files and configuration of a version. Equal for two scans of unchanged files, so that a reload leaves the version
+    alone.
 
     Attributes:
-        model: the model file, which may move from one repository to another.
-        version: the files of the version's folder.
-        beside: the files of the model's folder: configuration, labels.
-        config: in use, which may have come with a load request.
+        model: path of the model file, which may move from one repository to another.
+        version: fingerprint of the version's folder.
+        beside: fingerprint of the files in the model's folder: configuration, labels.
+        config: the serialized configuration in use, which may have come with a load request.
     """
 
     model: Path
@@ -82,7 +83,7 @@ class VersionFingerprint:
 
 
 def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:
-    """Scan a version's files. `bare`: the model is a file without a folder of its own."""
+    """Scan a version's files. `bare`: whether the model is a file without a folder of its own."""
     folder = files.config.source.parent
     beside = () if bare else tuple(entry for path in sorted(folder.iterdir()) if path.is_file() for entry in fingerprint(path))
     return VersionFingerprint(
@@ -94,11 +95,13 @@ def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:
 
 
 Follow = Callable[[str, bool], Awaitable[None]]
-Look = dict[str, dict[Path, Fingerprint]]  # of each model, by the path of the repository that has it
+Look = dict[str, dict[Path, Fingerprint]]  # fingerprints by model, and by the path of the repository that has it
 
 
 class RepositoryWatch:
-    """Scans all files periodically. Files that are still being written change between two scans, and wait."""
+    """Scans all files periodically. Files that are still being written differ between two scans, and are loaded after a later
+    one.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class RepositoryWatch:
     ) -> None:
         """`interval_s`: seconds between scans; `settle_s`: seconds for which a change must stay. Scans run on `thread`.
 
-        `refresh` brings the files up to date before each scan, where they are a copy; it raises ModelLoadError where it cannot.
+        `refresh` updates the files before each scan if they are a copy; it raises ModelLoadError if it cannot.
         """
         self._repository = repository
         self._thread = thread
@@ -126,7 +129,7 @@ class RepositoryWatch:
         self._known = await self._look() or {}
 
     async def run(self, follow: Follow) -> None:
-        """Call `follow(model, whether it is there)` for every change, for ever."""
+        """Call `follow(model, whether it is there)` for every change, forever."""
         while True:
             await asyncio.sleep(self._interval_s)
             before = await self._look()
@@ -142,7 +145,7 @@ class RepositoryWatch:
                 before = after
 
     async def _follow(self, follow: Follow, name: str, there: bool) -> None:
-        """An error with one change must not end the watch."""
+        """Load a change; its errors are logged, because they must not end the watch."""
         try:
             await follow(name, there)
         except Exception:
@@ -159,7 +162,7 @@ class RepositoryWatch:
             del self._known[name]
 
     async def _look(self) -> Look | None:
-        """The present fingerprints; None where the repository cannot be read now, which unloads no model."""
+        """Return the present fingerprints; None if the repository cannot be read now, which unloads no model."""
         try:
             if self._refresh is not None:
                 await self._refresh()
@@ -181,7 +184,7 @@ class RepositoryWatch:
 
 
 def _look(repository: ModelRepository) -> Look:
-    names = repository.names()  # first: its errors say what is wrong
+    names = repository.names()  # comes first, because its errors name the problem
     return {
         name: {path: fingerprint(path if path.is_file() else path / name) for path in repository.having(name)} for name in names
     }

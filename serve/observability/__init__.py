@@ -1,1 +1,1 @@
-"""What an operator sees of a running server: metrics, traces, the access log."""
+"""Metrics, traces and the access log of a running server."""

@@ -1,7 +1,7 @@
-"""One line of JSON per request, without the contents of any tensor.
+"""The access log: one line of JSON per request, without the contents of any tensor.
 
 Lines are formatted by hand, in a fourth of the time of json.dumps, and on the event loop: a formatting thread would hold the
-interpreter lock for milliseconds at a time. Some dozens are made together, while this code is in the processor's caches. A
+interpreter lock for milliseconds at a time. Some dozens are formatted together, while this code is in the processor's caches. A
 thread writes them.
 """
 
@@ -16,20 +16,20 @@ from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.observability.observed_request import MAX_TEXT, Caller, ObservedRequest, loggable
 from halfserve.serve.observability.outbox import Outbox
 
-TOGETHER = 64  # answers; making their lines takes some 100 us
-THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # formatting a float takes longer than the rest of a line
+TOGETHER = 64  # number of answers whose lines are made together, in some 100 us
+THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # cached, as formatting a float takes longer than all the rest
 
 
 class AccessLogEntry(NamedTuple):
     """An answer without a line yet; times in nanoseconds on time.monotonic_ns()'s clock.
 
     Attributes:
-        request: that was answered.
-        model: that computed it.
-        response_bytes: of the answer.
-        batch: when its batch passed each stage.
-        batch_rows: of its whole batch.
-        ended: when the answer was handed over.
+        request: the answered request.
+        model: the model version that computed it.
+        response_bytes: size of the serialized response.
+        batch: times at which its batch passed each stage.
+        batch_rows: rows of its whole batch.
+        ended: time at which the answer was handed over.
     """
 
     request: ObservedRequest
@@ -42,18 +42,18 @@ class AccessLogEntry(NamedTuple):
 
 class AccessLogger:
     def __init__(self, outbox: Outbox[str], process: int | None = None) -> None:
-        """A log of the requests of one process; `process` is its number where several write the same log."""
+        """Log the requests of one process; `process` is its number if several processes write the same log, else None."""
         self._outbox = outbox
         self._process = "" if process is None else f',"process":{process}'
         outbox.fill = self._write
-        self._answers: list[AccessLogEntry] = []  # without a line yet
+        self._answers: list[AccessLogEntry] = []  # answers without a line yet
         self._second = self._millisecond = -1
         self._stamp = self._time = ""
-        self._model: Model | None = None  # of the latest line, and its part of that
+        self._model: Model | None = None  # model of the latest line, whose part of the line is cached
         self._model_text = ""
 
     def answered(self, exchange: ObservedRequest, response_bytes: int, ended_ns: int) -> None:
-        """Log an answer, which was handed over at `ended_ns` on time.monotonic_ns()'s clock."""
+        """Log an answer that was handed over at `ended_ns` on time.monotonic_ns()'s clock."""
         model = exchange.model
         times = None if model is None else model.statistics.latest
         if model is None or times is None:
@@ -77,12 +77,12 @@ class AccessLogger:
         """Log a request that failed.
 
         Args:
-            caller: of its call.
+            caller: client and headers of the call.
             asked: model, version and id, as far as they could be read.
-            request_bytes: of its message.
-            status: the gRPC status's name.
-            error: None: its client has disconnected.
-            spent_ns: since its arrival; 0 if it did not reach its model.
+            request_bytes: size of the serialized request.
+            status: name of the gRPC status.
+            error: the reason of the failure; None if the client has disconnected.
+            spent_ns: nanoseconds since the request arrived; 0 if it did not reach its model.
         """
         self._write()  # keeps the order of the lines
         name, version, request_id = asked
@@ -112,7 +112,7 @@ class AccessLogger:
         queue = _ms((batch.started - request.arrived_ns) // 1000)
         compute = _ms((batch.split - batch.started) // 1000)
         total = _ms((ended - request.arrived_ns) // 1000)
-        context = request.trace or request.caller.parent  # the caller's logs have its trace, also where nobody records it
+        context = request.trace or request.caller.parent  # callers log the trace id even if no trace is recorded
         trace = "" if context is None else f',"trace_id":"{context.trace_id:032x}"'
         request_id = _request_id(request.request_id, request.caller)
         return (
@@ -124,7 +124,9 @@ class AccessLogger:
         )
 
     def _at(self, time_ns: int) -> str:
-        """A time such as 2026-02-01T12:00:00.250Z; formatted once a millisecond, and most of it once a second."""
+        """Return a time such as 2026-02-01T12:00:00.250Z, which is formatted once per millisecond, and most of it once per
+        second.
+        """
         millisecond = time_ns // 1_000_000
         if millisecond != self._millisecond:
             self._millisecond = millisecond
@@ -142,16 +144,16 @@ def _computed_by(model: Model) -> str:
 
 
 def _ms(microseconds: int) -> str:
-    """Non-negative microseconds as milliseconds."""
+    """Format non-negative microseconds as milliseconds."""
     return f"{microseconds // 1000}{THOUSANDTHS[microseconds % 1000]}"
 
 
 def _token(caller: Caller) -> str:
-    """The name of the token's holder, which needs no quoting."""
+    """Return the field with the name of the token's holder, which needs no quoting; "" without a token."""
     return f',"token":"{caller.token}"' if caller.token else ""
 
 
 def _request_id(request_id: bytes, caller: Caller) -> str:
-    """The request's own id, or the call's `x-request-id`, which a proxy logs too."""
+    """Return the request's own id, or the call's `x-request-id`, which a proxy logs too."""
     shown = request_id or caller.headers.get(b"x-request-id", b"")
     return quoted(shown[:MAX_TEXT].decode("utf-8", "replace")) if shown else '""'

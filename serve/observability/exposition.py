@@ -42,12 +42,13 @@ from halfserve.serve.observability.metrics import (
     state_metric,
     triton_metrics,
 )
+from halfserve.serve.observability.summaries import LATENCY_COUNTERS, summary_metrics
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = 8  # models, whose figures take some milliseconds to write
-STATES_TOGETHER = 256  # of versions, which take 8 us each
-# Figures that other rooms register with the engine: (type, name, text).
+TOGETHER = 8  # number of models whose figures are written at a time, in some milliseconds
+STATES_TOGETHER = 256  # number of versions whose states are written at a time, in 8 us each
+# Figures that other packages register with the engine: (type, name, help text).
 READINGS = {
     "connections": ("gauge", "halfserve_connections", "Open gRPC connections"),
     "http_connections": ("gauge", "halfserve_http_connections", "Open HTTP connections"),
@@ -75,7 +76,7 @@ REFUSALS = zeros(
 PACKAGES = ("halfserve", "onnxruntime-gpu", "onnxruntime")
 
 Nvml = Any  # the module pynvml, of the package nvidia-ml-py, which ships no types
-# Under Triton's names. perf_analyzer reads them, and accepts one label, gpu_uuid, and plain digits.
+# The figures have Triton's names. perf_analyzer reads them, and accepts one label, gpu_uuid, and plain digits.
 GPU_FIGURES: tuple[tuple[str, str, str, Callable[[Nvml, Any], float]], ...] = (
     ("nv_gpu_utilization", "gauge", "Share of time the GPU was busy, 0 to 1", lambda n, d: _gpu_busy(n, d) / 100),
     ("nv_gpu_memory_total_bytes", "gauge", "GPU memory", lambda n, d: int(n.nvmlDeviceGetMemoryInfo(d).total)),
@@ -87,7 +88,7 @@ GPU_FIGURES: tuple[tuple[str, str, str, Callable[[Nvml, Any], float]], ...] = (
 
 
 async def exposition(core: InferenceCore) -> tuple[bytes, str]:
-    """The body of the answer, and its content type."""
+    """Return the body of the answer, and its content type."""
     texts = MetricTexts()
     async for metric in collect(core):
         texts.add([metric])
@@ -95,13 +96,16 @@ async def exposition(core: InferenceCore) -> tuple[bytes, str]:
 
 
 async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
-    """All metrics; one may come in parts. Runs on the server's event loop, and yields to it every few models."""
-    models = core.models()
+    """Yield all metrics; one may come in parts. Runs on the server's event loop, and yields to it every few models."""
+    models, latencies = core.models(), core.figures.latencies
     for at in range(0, len(models), TOGETHER):
         some = models[at : at + TOGETHER]
         for metrics in (triton_metrics, model_metrics, guard_metrics, sequence_metrics):
             for metric in metrics(some):
-                yield metric
+                if latencies.has_counters or metric.name not in LATENCY_COUNTERS:
+                    yield metric
+        for metric in summary_metrics(some, latencies.quantiles) if latencies.quantiles else ():
+            yield metric
         await asyncio.sleep(0)
     statuses = core.index()
     for at in range(0, len(statuses), STATES_TOGETHER):
@@ -156,14 +160,14 @@ def _process() -> ProcessCollector:
 
 
 class CpuMetrics:
-    """The machine's processors and memory under Triton's names, from /proc; no metrics where there is none."""
+    """The machine's processors and memory under Triton's names, from /proc; no metrics on systems without /proc."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._busy = self._all = 0
 
     def collect(self) -> Iterator[Metric]:
-        """The nv_cpu_* metrics. Utilization is that since the previous call."""
+        """Yield the nv_cpu_* metrics. Utilization is the average since the previous call."""
         try:
             fields = (self._proc / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
             lines = (self._proc / "meminfo").read_text(encoding="ascii").splitlines()
@@ -184,7 +188,9 @@ class CpuMetrics:
             yield metric
 
     def _utilization(self, ticks: list[int]) -> float:
-        """From user, nice, system, idle, iowait, irq, softirq and steal."""
+        """Return the busy share since the previous call, from the ticks of user, nice, system, idle, iowait, irq, softirq and
+        steal.
+        """
         total = sum(ticks)
         busy = total - ticks[3] - ticks[4]
         share = (busy - self._busy) / max(1, total - self._all)
@@ -198,7 +204,9 @@ def _cpu() -> CpuMetrics:
 
 
 def pinned_memory_metrics() -> Iterator[Metric]:
-    """Triton's figures of its pool of pinned memory, which dashboards read. There is none here: the runtimes have their own."""
+    """Yield Triton's figures of its pool of pinned memory, which dashboards read. They are 0: the runtimes have their own
+    pools.
+    """
     for name, text in (
         ("nv_pinned_memory_pool_total_bytes", "Pool of pinned memory; 0: there is none"),
         ("nv_pinned_memory_pool_used_bytes", "Pinned memory of the pool in use"),
@@ -210,7 +218,7 @@ def pinned_memory_metrics() -> Iterator[Metric]:
 
 @cache
 def find_nvml() -> Nvml | None:
-    """NVIDIA's management library, initialized; None without the package, a driver or a device."""
+    """Return NVIDIA's management library, initialized; None without the package, a driver or a device."""
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -224,7 +232,7 @@ def find_nvml() -> Nvml | None:
 
 
 def gpu_metrics(nvml: Nvml | None) -> Iterator[Metric]:
-    """The nv_gpu_* metrics of every device; a figure that a device does not report is left out."""
+    """Yield the nv_gpu_* metrics of every device; a figure that a device does not report is left out."""
     if nvml is None:
         return
     devices = list(_devices(nvml))
@@ -237,7 +245,7 @@ def gpu_metrics(nvml: Nvml | None) -> Iterator[Metric]:
 
 
 def _devices(nvml: Nvml) -> Iterator[tuple[Any, dict[str, str]]]:
-    """The devices that answer, with their labels. The loss of one must not cost the metrics of the others."""
+    """Yield the devices that answer, with their labels. The loss of one must not cost the metrics of the others."""
     with suppress(nvml.NVMLError):
         for index in range(nvml.nvmlDeviceGetCount()):
             with suppress(nvml.NVMLError):

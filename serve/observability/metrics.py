@@ -32,7 +32,7 @@ from halfserve.serve.engine.whole_requests import DecoupledRequests
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
-# Triton has four reasons of failures. An error of any other class is the model's own: BACKEND, and OTHER for an ensemble.
+# Triton has four reasons of failures. An error of a class not listed here counts as BACKEND, or as OTHER for an ensemble.
 REASONS = {
     "queue_full": "REJECTED",
     "overloaded": "REJECTED",
@@ -53,7 +53,7 @@ TRITON_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
     ("compute_infer_duration_us", "Time in the backend", lambda t: t.compute_infer.ns // 1000),
     ("compute_output_duration_us", "Time to take outputs apart", lambda t: t.compute_output.ns // 1000),
 )
-# Of models with a response cache.
+# Counters of models with a response cache.
 CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
     ("nv_cache_num_hits_per_model", "Requests that the response cache answered", lambda t: t.cache_hit.count),
     ("nv_cache_num_misses_per_model", "Requests that it had no answer for", lambda t: t.cache_miss.count),
@@ -116,7 +116,7 @@ class MetricTexts:
         self._parts: dict[str, list[bytes]] = {}
 
     def add(self, metrics: Iterable[Metric]) -> None:
-        """Add samples. A counter's type stands under their name; metrics without samples are left out."""
+        """Add samples. A counter's type line has the name of its samples; metrics without samples are left out."""
         for metric in metrics:
             if not metric.samples:
                 continue
@@ -125,8 +125,8 @@ class MetricTexts:
                 kind = "gauge" if metric.type == "info" else metric.type
                 text = metric.documentation.translate(HELP_ESCAPES)
                 self._parts[name] = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n".encode(errors="replace")]
-            # A label or a text may have half of a surrogate pair, which UTF-8 does not have: "?" stands for it.
-            # Formatted here, between two turns of the event loop, and not all at once in `joined`.
+            # A label or a text may have half of a surrogate pair, which UTF-8 cannot encode: "?" replaces it. Lines are
+            # formatted here, between two turns of the event loop, and not all at once in `joined`.
             self._parts[name].append("".join(map(_line, metric.samples)).encode(errors="replace"))
 
     def joined(self) -> bytes:
@@ -135,7 +135,7 @@ class MetricTexts:
 
 
 def number(value: float) -> str:
-    """A value in plain digits, as short as possible without loss."""
+    """Format a value in plain digits, as short as possible without loss."""
     if isinstance(value, int):
         return str(value)
     if not math.isfinite(value):
@@ -147,7 +147,7 @@ def number(value: float) -> str:
 
 
 def _line(sample: Sample) -> str:
-    # By name as in Triton, whose metrics are looked for by whole lines; the bucket comes last.
+    # Labels are sorted by name as in Triton, because scripts search its metrics for whole lines; the bucket comes last.
     ordered = sorted(sample.labels.items(), key=_place)
     labels = ",".join([f'{key}="{_escaped(value)}"' for key, value in ordered])
     return f"{sample.name}{{{labels}}} {number(sample.value)}\n" if labels else f"{sample.name} {number(sample.value)}\n"
@@ -290,7 +290,7 @@ def labels_of(model: Model) -> Labels:
 
 
 def _add_histogram(metric: Metric, labels: Labels, edges: Iterable[str], at_most: Iterable[float], total: float) -> None:
-    """Add one histogram; `at_most` are its cumulative counts, one per edge and one for all."""
+    """Add one histogram; `at_most` has its cumulative counts, one per edge and one for all values."""
     count = 0.0
     for edge, count in zip((*edges, "+Inf"), at_most, strict=True):
         metric.add_sample(f"{metric.name}_bucket", labels | {"le": edge}, count)

@@ -1,4 +1,4 @@
-"""The observation of one server: access log and traces, which can be switched while it runs."""
+"""Access log and traces of one server, which can be switched while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
 from halfserve.serve.observability.settings import (
-    OTLP,
     TENSORS,
     TIMESTAMPS,
     AccessLog,
@@ -26,6 +25,7 @@ from halfserve.serve.observability.settings import (
     Value,
     check_can_trace,
     destination,
+    file_of,
     settings_at_start,
 )
 from halfserve.serve.observability.span_export import Exporter, make_exporter
@@ -33,33 +33,33 @@ from halfserve.serve.observability.tracing import Tracer, TraceRecord
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # for the last lines and traces
+CLOSE_S = 2.0  # seconds that writing the last lines and traces may take
 MAX_TRACES_WAITING = 8192
-TRACES_EVERY_S = 5.0  # as OpenTelemetry's own processor
+TRACES_EVERY_S = 5.0  # the interval of OpenTelemetry's own processor
 StatusName = Callable[[Exception | None], str]
-NEVER = 2**62  # requests
+NEVER = 2**62  # a countdown of this many requests never ends
 
 
 class Observability:
-    """Lives on the event loop.
+    """Starts, switches and closes the access log and the traces of one server. Lives on the event loop.
 
     Attributes:
-        observer: counts and observes requests; None while nothing is logged or traced.
+        observer: counts and observes requests; None while neither log nor traces are on.
         logs: the current log settings.
         traces: the current trace settings.
-        trace_to: where traces go if there are any.
+        trace_to: destination of traces: OTLP, a path, or "" for none.
     """
 
     def __init__(self, options: ObserveOptions, core: InferenceCore, status_name: StatusName) -> None:
-        """Start what the options ask for.
+        """Start the log and the traces that the options ask for.
 
         Args:
-            options: what to observe from the start.
+            options: the access log and traces at the start.
             core: the models, and the server's figures.
-            status_name: the gRPC status's name for an error.
+            status_name: returns the name of the gRPC status for an error.
 
         Raises:
-            FailedPreconditionError: a file cannot be written, or traces cannot be made.
+            FailedPreconditionError: a file cannot be written, or OpenTelemetry is not installed.
         """
         self._options = options
         self._figures = core.figures
@@ -77,7 +77,7 @@ class Observability:
         self._follow()
 
     def update_logs(self, changes: Mapping[str, Value]) -> None:
-        """Change what is logged.
+        """Change the log settings.
 
         Raises:
             InvalidArgumentError: a name or a value is invalid; then nothing has changed.
@@ -88,7 +88,7 @@ class Observability:
             self._follow()
 
     def update_traces(self, model: str, changes: Mapping[str, Sequence[str]]) -> None:
-        """Change what is traced, of a model or ("") of all models without settings of their own.
+        """Change the trace settings of a model or, under "", of all models without settings of their own.
 
         Raises:
             InvalidArgumentError: a name or a value is invalid; then nothing has changed.
@@ -114,13 +114,13 @@ class Observability:
     def _check(self) -> None:
         if self._options.access_log_file is not None:
             check_writable(self._options.access_log_file, "the access log")
-        if self.trace_to not in {"", OTLP}:
-            check_writable(Path(self.trace_to), "traces")
+        if file := file_of(self.trace_to):
+            check_writable(Path(file), "traces")
         if self.traces.is_on:
             check_can_trace(self.trace_to)
 
     def _follow(self) -> None:
-        """Follow the current settings."""
+        """Apply the current settings."""
         if self.logs.access_log is not AccessLog.OFF and self._log is None:
             self._log = self._start_log()
         if self.traces.is_on and self._tracer is None:
@@ -140,7 +140,9 @@ class Observability:
         return AccessLogger(outbox, self._options.process)
 
     def _start_tracer(self) -> Tracer:
-        exporter = make_exporter(self.trace_to, lambda: self.traces.everywhere.settings.log_frequency)
+        exporter = make_exporter(
+            self.trace_to, lambda: self.traces.everywhere.settings.log_frequency, process=self._options.process
+        )
         outbox: Outbox[TraceRecord] = Outbox(
             exporter.deliver, name="traces", bound=MAX_TRACES_WAITING, every_s=TRACES_EVERY_S, prepare=exporter.prepare
         )
@@ -153,22 +155,23 @@ class Observability:
 
 
 class Observer:
-    """Chooses the requests that are logged or traced, by a countdown that is the only cost of all others.
+    """Selects the requests that are logged or traced, by a countdown that is the only cost of all others.
 
     Lives on the event loop.
 
     Attributes:
-        until: requests until the next one that may be chosen; the caller counts it down and calls `choose` at 0.
-        log: gets the lines; None while nothing is logged.
-        tracer: decides on requests that may be traced; None while nothing is traced.
+        until: number of requests until the next one that may be selected; the caller counts it down and calls `choose` at 0.
+        log: writes the access log; None while it is off.
+        tracer: decides on requests that may be traced; None while traces are off.
     """
 
     def __init__(self, core: InferenceCore, status_name: StatusName) -> None:
-        """An observer that chooses nothing yet.
+        """Make an observer that selects nothing yet.
 
         Args:
-            core: the models.
-            status_name: the gRPC status's name for an error, such as "INVALID_ARGUMENT"; of None, for a cancelled call.
+            core: finds the models.
+            status_name: returns the name of the gRPC status for an error, such as "INVALID_ARGUMENT"; for None that of a
+                cancelled call.
         """
         self._core = core
         self._status_name = status_name
@@ -178,13 +181,13 @@ class Observer:
         self._log_left = self._trace_left = self._step = self.until = NEVER
 
     def listen(self, log: AccessLogger | None, log_every: int, tracer: Tracer | None, trace_every: int) -> None:
-        """Set what to log and trace from now on.
+        """Set the access log and the tracer from now on.
 
         Args:
             log: gets failures, and one in `log_every` answers; None logs nothing.
-            log_every: 0 logs no answers.
-            tracer: decides on one in `trace_every` requests, and on all whose callers have decided; None traces nothing.
-            trace_every: 0 traces nothing.
+            log_every: interval of logged answers, in requests; 0 logs no answers.
+            tracer: decides on one in `trace_every` requests, and on all whose callers sent a decision; None traces nothing.
+            trace_every: interval of traced requests, in requests; 0 traces nothing.
         """
         self.log, self.tracer = log, tracer
         self._log_left = self._log_every = log_every or NEVER
@@ -194,7 +197,7 @@ class Observer:
     def choose(self, exchange: ObservedRequest) -> None:
         """Decide whether the request that was just counted is logged, and whether it may be traced.
 
-        One countdown serves the log and the traces; it restarts here when it has ended.
+        One countdown serves the log and the traces; it is restarted here once it has ended.
         """
         if self.until > 0:
             return
@@ -220,12 +223,12 @@ class Observer:
             self.tracer.answered(exchange, response_bytes, now_ns)
 
     def unanswered(self, exchange: ObservedRequest, error: Exception | None) -> None:
-        """Trace the failure; `failed` logs it, whether the request was chosen or not."""
+        """Trace a failure; `failed` logs it, whether the request was selected or not."""
         if exchange.trace is not None and self.tracer is not None:
             self.tracer.failed(exchange, self._status_name(error), error, time.monotonic_ns())
 
     def failed(self, caller: Caller, asked: tuple[str, str, str], request_bytes: int, error: Exception | None) -> None:
-        """Log a request that failed, or (None) whose client has disconnected; `asked` is its model, version and id."""
+        """Log a request that failed or, if `error` is None, whose client left; `asked` is its model, version and id."""
         if self.log is not None:
             model = self._model(asked[0], asked[1])
             version = asked[1] if model is None else str(model.version)

@@ -1,4 +1,4 @@
-"""One request that is logged or traced, from its arrival to its answer, and its W3C trace context.
+"""One request that is logged or traced, from its arrival to its answer, with its W3C trace context.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -15,14 +15,14 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 
 Result = bytes | InferenceError
-MAX_ERROR: Final = 512  # characters
-MAX_TEXT: Final = 256  # characters of a text from a client, in a line or a span: many of them may wait for a disk
+MAX_ERROR: Final = 512  # most characters of an error's text
+MAX_TEXT: Final = 256  # most characters of a client's text in a line or a span, because many of them may wait for a disk
 PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 SAMPLED: Final = 0x01
 
 
 def loggable(error: Exception | None) -> str:
-    """The text of an error that may be logged; "" for a runtime's own error, whose text may contain values of tensors."""
+    """Return the text of an error for the log; "" for a runtime's own error, whose text may contain values of tensors."""
     return "" if not isinstance(error, InferenceError) or isinstance(error, BackendError) else str(error)[:MAX_ERROR]
 
 
@@ -31,10 +31,10 @@ class TraceContext:
     """A trace, and the caller's span in it.
 
     Attributes:
-        trace_id: 128 bits.
-        parent_id: of the caller's span, 64 bits; 0 if the trace begins here.
-        sampled: the caller's decision to trace.
-        state: the caller's `tracestate`, passed on.
+        trace_id: number of 128 bits.
+        parent_id: id of the caller's span, 64 bits; 0 if the trace begins here.
+        sampled: whether the caller has decided to trace.
+        state: the caller's `tracestate`, which is passed on.
     """
 
     trace_id: int
@@ -44,7 +44,7 @@ class TraceContext:
 
 
 def parent_of(headers: Mapping[bytes, bytes]) -> TraceContext | None:
-    """The caller's context, from the header `traceparent`; None without one, or if the standard calls it invalid."""
+    """Return the caller's context from the header `traceparent`; None without one, or if the standard calls it invalid."""
     value = headers.get(b"traceparent")
     if value is None:
         return None
@@ -66,48 +66,50 @@ class Caller:
     """The origin of a call.
 
     Attributes:
-        peer: the client's address.
-        headers: of the call.
-        token: the name of the token's holder; "" without a token.
-        parent: the trace that it belongs to; None if it names none.
+        peer: address of the client.
+        headers: headers of the call, names in lower case.
+        token: name of the token's holder; "" without a token.
+        parent: trace context that the headers contain; None if they contain none.
+        is_rest: the call came over REST, not over gRPC.
     """
 
-    __slots__ = ("headers", "parent", "peer", "token")
+    __slots__ = ("headers", "is_rest", "parent", "peer", "token")
 
-    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "") -> None:
+    def __init__(self, peer: str, headers: Mapping[bytes, bytes], token: str = "", *, is_rest: bool = False) -> None:
         self.peer = peer
+        self.is_rest = is_rest
         self.headers = headers
         self.token = token
         self.parent = parent_of(headers)
 
 
 class RequestListener(Protocol):
-    """Follows an observed request."""
+    """Records the course of an observed request."""
 
     def began(self, exchange: ObservedRequest) -> None:
-        """The request is valid and its model known; it is about to be queued."""
+        """The request is valid and about to be queued; `exchange.model` is set."""
 
     def answered(self, exchange: ObservedRequest, response_bytes: int) -> None:
-        """The request was answered."""
+        """The request has been answered."""
 
     def unanswered(self, exchange: ObservedRequest, error: Exception | None) -> None:
-        """The request failed; None: its client has disconnected."""
+        """The request has failed; `error` is None if its client has disconnected."""
 
 
 class ObservedRequest:
     """A request that is logged or traced. Other requests have no such object.
 
     Attributes:
-        caller: of the call that brought it.
-        request_bytes: of its message.
-        model: that it asks; None until it has been checked.
-        request_id: as sent, its first MAX_TEXT bytes; b"" without one.
-        rows: of its batch dimension.
-        arrived_ns: on time.monotonic_ns()'s clock.
-        is_logged: its answer gets a line.
-        is_trace_due: its turn in the trace rate has come.
-        trace: its trace; None if it is not traced.
-        cancel: frees its place in the queue.
+        caller: client and headers of the call.
+        request_bytes: size of the serialized request.
+        model: the requested model version; None until the request has been checked.
+        request_id: first MAX_TEXT bytes of the request's id; b"" without one.
+        rows: size of its batch dimension.
+        arrived_ns: time of arrival on time.monotonic_ns()'s clock.
+        is_logged: whether its answer gets a line.
+        is_trace_due: whether its turn in the trace rate has come.
+        trace: its trace context; None if it is not traced.
+        cancel: removes it from the queue.
     """
 
     __slots__ = (
@@ -134,12 +136,12 @@ class ObservedRequest:
         self.cancel: Callable[[], None] | None = None
 
     def expect(self, request_bytes: int, reply: Callable[[Result], None]) -> None:
-        """Take over the reply to a request that has arrived."""
+        """Record the size of a request that has arrived, and take over its reply."""
         self.request_bytes = request_bytes
         self._reply = reply
 
     def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
-        """The request is valid; it is about to be queued."""
+        """Record the model and the properties of a valid request, which is about to be queued."""
         self.model = model
         self.request_id = request_id[:MAX_TEXT]
         self.rows = request.rows
@@ -157,12 +159,12 @@ class ObservedRequest:
         reply(result)
 
     def refused(self, error: Exception) -> None:
-        """The request was not queued."""
+        """Record that the request was not queued."""
         self._listener.unanswered(self, error)
         self._break_cycles()
 
     def gone(self) -> None:
-        """The client has disconnected."""
+        """Cancel the request, because its client has disconnected."""
         if self.cancel is not None:
             self.cancel()
         self._listener.unanswered(self, None)
@@ -175,4 +177,4 @@ class ObservedRequest:
 
 
 def _discard(result: Result) -> None:
-    """The reply of a request that has ended."""
+    """Do nothing: the reply of a request that has ended."""

@@ -1,4 +1,4 @@
-"""From the event loop to a thread that writes: to a file, a pipe, or a collector on the network."""
+"""Passes items from the event loop to a thread that writes them to a file, a pipe, or a collector on the network."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from halfserve.serve.engine.errors import FailedPreconditionError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BOUND = 65_536  # items
-EVERY_S = 1.0  # each time the thread wakes, it takes the interpreter from the event loop
-MOST = 2048  # items that are handed over at once
+BOUND = 65_536  # most items that may wait
+EVERY_S = 1.0  # seconds between two deliveries: each time the thread wakes, it takes the interpreter lock from the event loop
+MOST = 2048  # most items that are handed over at once
 LINE_FEED = ord("\n")
 
 
@@ -29,7 +29,7 @@ class Outbox(Generic[T]):
     """Collects items for a short while and hands them over together. Items over the bound are dropped and counted.
 
     Attributes:
-        fill: called before items are handed over; puts items that were announced by `expect` alone.
+        fill: called before items are handed over; puts items that were only announced by `expect`.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Outbox(Generic[T]):
         every_s: float = EVERY_S,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """An outbox of the running event loop.
+        """Start the thread of an outbox for the running event loop.
 
         Args:
             deliver: called on the thread with the new items; if it raises, they are lost, and the first loss is logged.
-            name: of the thread.
-            bound: items that may wait.
+            name: name of the thread.
+            bound: most items that may wait.
             every_s: seconds between two deliveries.
             prepare: called on the thread when it starts; an error that it raises is raised again by `deliver`.
         """
@@ -69,7 +69,7 @@ class Outbox(Generic[T]):
 
     @property
     def dropped(self) -> int:
-        """Items that were refused for lack of room, or whose delivery failed."""
+        """Number of items that were refused for lack of room, or whose delivery failed."""
         return self._refused + self._lost
 
     def put(self, item: T) -> None:
@@ -85,12 +85,12 @@ class Outbox(Generic[T]):
             self.expect()
 
     def expect(self) -> None:
-        """Hand over the items, and those that `fill` puts, within `every_s`."""
+        """Hand over the items that wait, and the items that `fill` puts, within `every_s`."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._every_s, self._time_is_up)
 
     def close(self, wait_s: float) -> None:
-        """Deliver the remaining items, for at most `wait_s` seconds, and end the thread."""
+        """Deliver the remaining items within `wait_s` seconds, and end the thread."""
         if not self._closed:
             self._time_is_up()
             self._closed = True
@@ -131,7 +131,7 @@ def check_writable(path: Path, what: str) -> None:
     """Check that a file can be written, so that an error shows when the server starts and not at the first line.
 
     Raises:
-        FailedPreconditionError: it cannot; the text says why.
+        FailedPreconditionError: the file cannot be written; the message gives the reason.
     """
     folder = path.parent
     if not folder.is_dir():
@@ -146,14 +146,14 @@ def check_writable(path: Path, what: str) -> None:
 
 
 class LineFile:
-    """Appends whole lines. A file that was moved or deleted meanwhile, as by a log rotation, is opened again."""
+    """Appends whole lines to a file. If the file was moved or deleted meanwhile, as by a log rotation, it is opened again."""
 
     def __init__(self, path: Path | None) -> None:
-        """A file that is opened at the first write; None is standard error."""
+        """Make a file that is opened at the first write; None stands for standard error."""
         self._path = path
         self._descriptor: int | None = None
-        self._opened: os.stat_result | None = None  # cached: each fstat waits for the interpreter lock afterwards
-        self._is_torn = False  # a full disk has cut the last line
+        self._opened: os.stat_result | None = None  # cached because each fstat waits for the interpreter lock afterwards
+        self._is_torn = False  # whether a full disk has cut the last line
 
     def write(self, lines: list[str]) -> None:
         """Append lines, each with its line feed.
@@ -178,7 +178,7 @@ class LineFile:
     def _open(self) -> int:
         if self._path is None:
             return sys.stderr.fileno()
-        if self._descriptor is not None and not self._is_here(self._path):
+        if self._descriptor is not None and not _is_at(self._path, self._opened):
             self.close()
             self._is_torn = False
         if self._descriptor is None:
@@ -186,9 +186,62 @@ class LineFile:
             self._opened = os.fstat(self._descriptor)
         return self._descriptor
 
-    def _is_here(self, path: Path) -> bool:
+
+class ArrayFile:
+    """Writes a JSON array that is whole after each write, so that it can be read at any time, also after a crash.
+
+    The first write replaces a file that is there. If another program moved, deleted or changed the file meanwhile, the next
+    write begins a new array.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """A file that is opened at the first write."""
+        self._path = path
+        self._descriptor: int | None = None
+        self._opened: os.stat_result | None = None
+        self._end = 0  # where the closing bracket is
+
+    def write(self, values: list[str]) -> None:
+        """Append values, each as JSON, over the closing bracket.
+
+        Raises:
+            OSError: the file cannot be written; the array is as before.
+        """
+        descriptor = self._open()
+        data = (("," if self._end > 1 else "") + "\n" + ",\n".join(values) + "]").encode()
+        place, rest = self._end, memoryview(data)
         try:
-            there = path.stat()
-        except FileNotFoundError:
-            return False
-        return self._opened is not None and os.path.samestat(there, self._opened)
+            while rest:
+                written = os.pwrite(descriptor, rest, place)
+                place, rest = place + written, rest[written:]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.pwrite(descriptor, b"]", self._end)
+                os.ftruncate(descriptor, self._end + 1)
+            raise
+        self._end = place - 1
+
+    def close(self) -> None:
+        """Close the file; a later `write` begins another one."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        if self._descriptor is not None and not (
+            _is_at(self._path, self._opened) and os.fstat(self._descriptor).st_size == self._end + 1
+        ):
+            self.close()
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o640)
+            self._opened = os.fstat(self._descriptor)
+            self._end = os.write(self._descriptor, b"[]") - 1
+        return self._descriptor
+
+
+def _is_at(path: Path, opened: os.stat_result | None) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return opened is not None and os.path.samestat(there, opened)

@@ -1,6 +1,6 @@
-"""What is logged and traced: the options at the start, and the settings that clients may change while the server runs.
+"""Settings of the access log and traces: the options at the start, and the settings that clients may change later.
 
-The environment variables: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
+The environment variables are defined in https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ CHANGEABLE = ("trace_level", *LEAST)
 FIXED_TRACE_SETTINGS = ("trace_mode", "trace_file")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 OTLP = "otlp"  # a destination of traces besides files
+TRITON = "triton:"  # before the path of a file in Triton's own format
 OTLP_PACKAGE = "opentelemetry.exporter.otlp.proto.grpc"
 
 
 class AccessLog(StrEnum):
-    """Which requests get a line in the access log. SAMPLED is every error, and one in `access_log_every` answers."""
+    """The requests that get a line in the access log. SAMPLED logs every error, and one in `access_log_every` answers."""
 
     OFF = "off"
     ERRORS = "errors"
@@ -40,25 +41,35 @@ class AccessLog(StrEnum):
     ALL = "all"
 
 
+class TraceLevel(StrEnum):
+    """What is traced from the start."""
+
+    OFF = "OFF"
+    TIMESTAMPS = "TIMESTAMPS"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObserveOptions:
-    """What to observe from the start. All but the destinations can be changed while the server runs.
+    """Access log and traces at the start. All settings but the destinations can be changed while the server runs.
 
     Attributes:
-        access_log: which requests are logged.
+        access_log: selects the requests that are logged.
         access_log_file: gets one JSON object per line; None is standard error.
         access_log_every: under SAMPLED, one in this many answered requests is logged.
-        trace_to: "otlp" (to the collector that the OTEL_* environment variables name), the path of a file, or "" for no traces.
-        trace_rate: one in this many requests is traced, unless its caller has decided.
-        trace_count: number of traces at most; -1 is no limit.
+        trace_to: "otlp" (to the collector that the OTEL_* environment variables name), the path of a file of OpenTelemetry's
+            JSON, "triton:" and the path of a file in Triton's own format, or "" for no traces.
+        trace_level: OFF traces nothing until a client changes the level.
+        trace_rate: one in this many requests is traced, unless its caller has sent a decision.
+        trace_count: most traces in all; -1 is no limit.
         trace_log_frequency: traces in one file before the next one begins; 0 puts all in one.
-        process: number of this server process among those that write the same access log; None where there is one.
+        process: number of this server process among the writers of the same files; None if it is the only one.
     """
 
     access_log: AccessLog = AccessLog.OFF
     access_log_file: Path | None = None
     access_log_every: int = 100
     trace_to: str = ""
+    trace_level: TraceLevel = TraceLevel.TIMESTAMPS
     trace_rate: int = 1000
     trace_count: int = UNBOUNDED
     trace_log_frequency: int = 0
@@ -66,7 +77,7 @@ class ObserveOptions:
 
 
 class LogFormat(StrEnum):
-    """Triton's formats of a message. Both write what --log-format says, whose times are ISO 8601 in any case."""
+    """Triton's formats of a message. Both write the format of --log-format, whose times are ISO 8601 in any case."""
 
     DEFAULT = "default"
     ISO8601 = "ISO8601"
@@ -77,12 +88,12 @@ class LogSettings:
     """The settings of the RPC LogSettings; the first five are Triton's.
 
     Attributes:
-        log_info: write informative messages.
-        log_warning: write warnings.
-        log_error: write errors.
-        log_verbose_level: write debugging messages from 1 on.
-        log_format: of messages; see `LogFormat`.
-        access_log: which requests get a line.
+        log_info: whether informative messages are written.
+        log_warning: whether warnings are written.
+        log_error: whether errors are written.
+        log_verbose_level: level of verbosity; debugging messages are written from 1 on.
+        log_format: Triton's format of messages; see `LogFormat`.
+        access_log: selects the requests that get a line.
         access_log_every: under "sampled", one in this many answered requests is logged.
     """
 
@@ -95,19 +106,19 @@ class LogSettings:
     access_log_every: int = 100
 
     def as_values(self) -> dict[str, Value]:
-        """By name, as they go over the wire."""
+        """Return the settings by name, in their types on the wire."""
         return {name: str(value) if isinstance(value, StrEnum) else value for name, value in vars(self).items()}
 
     def shown(self, asked: Collection[str] = ()) -> dict[str, Value]:
-        """What a client sees, by name: Triton's settings, so that scripts can compare them, and of our own those that are not
-        the default or that it has `asked` for.
+        """Return the settings that a client sees, by name: Triton's own, so that scripts can compare them, and halfserve's
+        settings that differ from the default or that the client has `asked` for.
         """
         default = LogSettings().as_values()
         values = {n: v for n, v in self.as_values().items() if n not in OWN_LOG_SETTINGS or v != default[n] or n in asked}
-        return {"log_file": "", **values}  # messages go to standard error
+        return {"log_file": "", **values}  # messages go to standard error, not to a file
 
     def changed(self, changes: Mapping[str, Value]) -> LogSettings:
-        """These settings with some changes.
+        """Return these settings with some changes.
 
         Raises:
             InvalidArgumentError: a name or a value is invalid.
@@ -116,7 +127,7 @@ class LogSettings:
         return replace(self, **checked)
 
     def takes(self, level: int) -> bool:
-        """Whether messages of one of logging's levels are written."""
+        """Return whether messages of one of logging's levels are written."""
         if level >= logging.ERROR:
             return self.log_error
         if level >= logging.WARNING:
@@ -167,7 +178,7 @@ def _checked_log_setting(name: str, value: Value) -> Value:
     if name == "log_format":
         return _one_of(name, value, LogFormat)
     if name == "access_log":
-        # Triton's own client sends a setting that it does not know as a bool.
+        # Triton's client sends settings that it does not know as bools.
         return AccessLog(("off", "all")[value]) if isinstance(value, bool) else _one_of(name, value, AccessLog)
     if name in {"log_verbose_level", "access_log_every"}:
         least = int(name == "access_log_every")
@@ -209,7 +220,7 @@ class TraceSettings:
         return TIMESTAMPS in self.levels
 
     def as_values(self) -> dict[str, list[str]]:
-        """By Triton's names."""
+        """Return the settings under Triton's names, as lists of texts."""
         return {
             "trace_level": list(self.levels),
             "trace_rate": [str(self.rate)],
@@ -219,12 +230,12 @@ class TraceSettings:
 
 
 class TraceSampler:
-    """Counts the requests that one set of settings applies to.
+    """Counts the requests to which one group of settings applies.
 
     Attributes:
-        settings: that apply.
+        settings: the trace settings of these requests.
         left: number of further traces; UNBOUNDED is no limit.
-        turn: requests without a decision of their caller.
+        turn: number of requests so far whose callers sent no decision.
     """
 
     __slots__ = ("left", "settings", "turn")
@@ -235,7 +246,7 @@ class TraceSampler:
         self.turn = 0
 
     def take(self, *, decided: bool | None) -> bool:
-        """Whether the next request is traced; `decided` is its caller's decision, None without one."""
+        """Return whether the next request is traced; `decided` is its caller's decision, None without one."""
         if not self.settings.is_on or not self.left or decided is False:
             return False
         if decided is None:
@@ -248,11 +259,11 @@ class TraceSampler:
 
 
 class TraceControl:
-    """The current settings, global and per model, and those of the start, which cleared ones return to.
+    """The current settings, global and per model, and the settings at the start, which cleared settings return to.
 
     Attributes:
         everywhere: the sampler of all models without settings of their own.
-        by_model: the samplers of the others.
+        by_model: the samplers of models with settings of their own.
     """
 
     def __init__(self, settings: TraceSettings) -> None:
@@ -261,7 +272,7 @@ class TraceControl:
         self.by_model: dict[str, TraceSampler] = {}
         self._own: dict[
             str, dict[str, tuple[str, ...]]
-        ] = {}  # what was set for one model; its other settings are the global ones
+        ] = {}  # settings of one model alone; its other settings are the global ones
 
     @property
     def is_on(self) -> bool:
@@ -274,7 +285,7 @@ class TraceControl:
         return not self.by_model
 
     def of(self, model: str) -> TraceSettings:
-        """The settings of a model, or ("") the global ones. `count` is the number of traces left."""
+        """Return the settings of a model, or under "" the global ones. `count` is the number of traces left."""
         sampler = self.by_model.get(model, self.everywhere)
         return replace(sampler.settings, count=sampler.left)
 
@@ -297,7 +308,7 @@ class TraceControl:
             self.everywhere = TraceSampler(_with(self.everywhere.settings, news))
             if "trace_count" not in checked:
                 self.everywhere.left = left
-        if "trace_count" in checked:  # a new count starts over for every model that it applies to
+        if "trace_count" in checked:  # a new count starts over for every model to which it applies
             restarts = {model} if model else {name for name in self.by_model if "trace_count" not in self._own[name]}
             self.by_model = {name: sampler for name, sampler in self.by_model.items() if name not in restarts}
         self._rebuild()
@@ -314,7 +325,7 @@ class TraceControl:
 
 
 def _with(settings: TraceSettings, values: Mapping[str, tuple[str, ...]]) -> TraceSettings:
-    """Settings with checked changes."""
+    """Return settings with checked changes."""
     now = {name: tuple(value) for name, value in settings.as_values().items()} | dict(values)
     return TraceSettings(
         levels=now["trace_level"],
@@ -325,7 +336,7 @@ def _with(settings: TraceSettings, values: Mapping[str, tuple[str, ...]]) -> Tra
 
 
 def _checked_trace_setting(name: str, values: Sequence[str]) -> tuple[str, ...] | None:
-    """The values of a setting; None clears it."""
+    """Return the values of a setting; None clears it."""
     if name in FIXED_TRACE_SETTINGS:
         raise InvalidArgumentError(f"{name} is set when the server starts (--trace-to), not over the network")
     if name not in CHANGEABLE:
@@ -353,15 +364,27 @@ def _levels(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def destination(options: ObserveOptions, environment: Mapping[str, str]) -> str:
-    """Where traces go if there are any: OTLP, a path, or "" for nowhere."""
+    """Return the destination of traces: OTLP, a path, TRITON and a path, or "" for none."""
     named = any(environment.get(name) for name in ENDPOINTS) or environment.get("OTEL_TRACES_EXPORTER") == OTLP
     return options.trace_to or (OTLP if named else "")
 
 
+def is_tritons(to: str) -> bool:
+    """Return whether a destination of traces is a file in Triton's own format."""
+    return to.startswith(TRITON)
+
+
+def file_of(to: str) -> str:
+    """Return the path of a destination; "" for one that is no file."""
+    return "" if to == OTLP else to.removeprefix(TRITON)
+
+
 def settings_at_start(options: ObserveOptions, environment: Mapping[str, str]) -> TraceSettings:
-    """OFF unless an option or OTEL_TRACES_EXPORTER=otlp asks for traces."""
+    """Return the trace settings at the start: OFF unless an option or OTEL_TRACES_EXPORTER=otlp asks for traces."""
+    if is_tritons(options.trace_to):
+        environment = {}  # the variables are OpenTelemetry's
     asked = bool(options.trace_to) or environment.get("OTEL_TRACES_EXPORTER") == OTLP
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or options.trace_level is TraceLevel.OFF:
         asked = False
     rate = sampler_rate(environment) if asked else None
     return TraceSettings(
@@ -373,7 +396,7 @@ def settings_at_start(options: ObserveOptions, environment: Mapping[str, str]) -
 
 
 def sampler_rate(environment: Mapping[str, str]) -> int | None:
-    """The rate that OTEL_TRACES_SAMPLER sets: one in this many requests, 0 for none; None if it sets none that we know.
+    """Return the rate that OTEL_TRACES_SAMPLER sets: one in this many requests, 0 for none; None if it names no known sampler.
 
     A caller's own decision has priority under each of them, so that no trace is incomplete.
     """
@@ -390,17 +413,18 @@ def sampler_rate(environment: Mapping[str, str]) -> int | None:
 
 
 def check_can_trace(to: str) -> None:
-    """Check that traces can be made and have a destination.
+    """Check that traces have a destination, and the packages that they need.
 
     Raises:
-        FailedPreconditionError: they have none, or a package is missing.
+        FailedPreconditionError: there is no destination, or a package is missing.
     """
     if not to:
         raise FailedPreconditionError(
             "traces have nowhere to go; start the server with --trace-to FILE or --trace-to otlp, "
             "or with OTEL_EXPORTER_OTLP_ENDPOINT set"
         )
-    for package in ("opentelemetry.sdk.trace", *([OTLP_PACKAGE] if to == OTLP else [])):
+    packages = () if is_tritons(to) else ("opentelemetry.sdk.trace", *([OTLP_PACKAGE] if to == OTLP else []))
+    for package in packages:
         try:
             found = find_spec(package) is not None
         except ModuleNotFoundError:

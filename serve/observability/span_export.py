@@ -1,6 +1,8 @@
-"""Export of spans: to a collector, or into files as OTLP's JSON. Used on the tracing thread; OpenTelemetry is imported there.
+"""Export of traces: to a collector, or into files, as OTLP's JSON or in Triton's own format.
 
+Used on the tracing thread; OpenTelemetry is imported there, and only for its own formats.
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ and https://opentelemetry.io/docs/specs/otlp/
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md#json-trace-output
 """
 
 from __future__ import annotations
@@ -8,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import count
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from halfserve.serve.observability.outbox import LineFile
-from halfserve.serve.observability.settings import OTLP
+from halfserve.serve.observability.outbox import ArrayFile, LineFile
+from halfserve.serve.observability.settings import OTLP, file_of, is_tritons
 from halfserve.serve.observability.tracing import Span, SpanPlace, TraceRecord, spans_of, whole_batches
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ class Exporter(Protocol):
     """Takes records of traced requests; its methods are called on one thread."""
 
     def prepare(self) -> None:
-        """Import OpenTelemetry, which takes some 100 ms, before there are requests to answer.
+        """Import what the export needs before there are requests to answer; OpenTelemetry takes some 100 ms.
 
         Raises:
             ImportError: it is not installed.
@@ -48,14 +51,20 @@ class Exporter(Protocol):
         """Close files and connections."""
 
 
-def make_exporter(to: str, log_frequency: Callable[[], int]) -> Exporter:
+def make_exporter(to: str, log_frequency: Callable[[], int], *, process: int | None = None) -> Exporter:
     """An exporter to a collector (OTLP) or to a file.
 
     Args:
-        to: "otlp" or a path.
+        to: "otlp", a path, or "triton:" and a path.
         log_frequency: traces per file, read for each file.
+        process: number of this process among several, which share a file of lines. Each has an array of its own: FILE-NUMBER.
     """
-    return OtlpExporter() if to == OTLP else FileExporter(Path(to), log_frequency)
+    if to == OTLP:
+        return OtlpExporter()
+    path = Path(file_of(to))
+    if not is_tritons(to):
+        return FileExporter(path, log_frequency, OtlpFormat())
+    return FileExporter(path if process is None else path.with_name(f"{path.name}-{process}"), log_frequency, TritonFormat())
 
 
 class OtlpExporter:
@@ -97,40 +106,47 @@ class OtlpExporter:
         return self._parts
 
 
-class FileExporter:
-    """Into files, each line an OTLP ExportTraceServiceRequest as JSON, which a collector's otlpjsonfile receiver reads."""
-
-    def __init__(self, path: Path, log_frequency: Callable[[], int]) -> None:
-        self._path = path
-        self._log_frequency = log_frequency
-        self._file = LineFile(path)
-        self._number = self._traces = 0
-        self._resource: Mapping[str, Any] | None = None
+class TraceFormat(Protocol):
+    """How files show traces."""
 
     def prepare(self) -> None:
-        self._attributes()
+        """See `Exporter.prepare`."""
+
+    def file(self, path: Path) -> LineFile | ArrayFile:
+        """A file that takes what `written` returns; it is opened when it is first written."""
+
+    def written(self, records: Sequence[TraceRecord]) -> list[str]:
+        """The text of some traces."""
+
+
+class FileExporter:
+    """Into files of one format."""
+
+    def __init__(self, path: Path, log_frequency: Callable[[], int], form: TraceFormat) -> None:
+        self._path = path
+        self._log_frequency = log_frequency
+        self._form = form
+        self._file = form.file(path)
+        self._number = self._traces = 0
+
+    def prepare(self) -> None:
+        self._form.prepare()
 
     def deliver(self, records: list[TraceRecord]) -> None:
-        """Append lines; a new file begins after `log_frequency` traces: FILE.0, FILE.1, ...
+        """Append traces; a new file begins after `log_frequency` traces: FILE.0, FILE.1, ...
 
         Raises:
             OSError: they cannot be written.
         """
-        attributes = self._attributes()
         rest = records
         while rest:
             end = whole_batches(rest, self._room())
             part, rest = rest[:end], rest[end:]
-            self._file.write([to_line(spans_of(part), attributes, SCOPE)])
+            self._file.write(self._form.written(part))
             self._traces += len(part)
 
     def close(self) -> None:
         self._file.close()
-
-    def _attributes(self) -> Mapping[str, Any]:
-        if self._resource is None:
-            self._resource = resource().attributes
-        return self._resource
 
     def _room(self) -> int:
         """The number of traces to write now; begins the next file if this one is full."""
@@ -140,10 +156,67 @@ class FileExporter:
         if self._number and self._traces < each:
             return min(CHUNK, each - self._traces)
         self._file.close()
-        self._file = LineFile(self._path.with_name(f"{self._path.name}.{self._number}"))
+        self._file = self._form.file(self._path.with_name(f"{self._path.name}.{self._number}"))
         self._number += 1
         self._traces = 0
         return min(CHUNK, each)
+
+
+class OtlpFormat:
+    """Each line is an OTLP ExportTraceServiceRequest as JSON, which a collector's otlpjsonfile receiver reads."""
+
+    def __init__(self) -> None:
+        self._resource: Mapping[str, Any] | None = None
+
+    def prepare(self) -> None:
+        self._attributes()
+
+    def file(self, path: Path) -> LineFile:
+        return LineFile(path)
+
+    def written(self, records: Sequence[TraceRecord]) -> list[str]:
+        return [to_line(spans_of(records), self._attributes(), SCOPE)]
+
+    def _attributes(self) -> Mapping[str, Any]:
+        if self._resource is None:
+            self._resource = resource().attributes
+        return self._resource
+
+
+class TritonFormat:
+    """A JSON array that has two objects for each trace: its id and model, and when it passed each stage.
+
+    Times are nanoseconds on the monotonic clock, as Triton's are. A message is received at one moment and sent at one moment:
+    this server measures neither, and Triton's own tools leave out traces without them.
+    """
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
+    def file(self, path: Path) -> ArrayFile:
+        return ArrayFile(path)
+
+    def written(self, records: Sequence[TraceRecord]) -> list[str]:
+        return [text for record in records for text in _triton_objects(next(self._ids), record)]
+
+
+def _triton_objects(number: int, record: TraceRecord) -> tuple[str, str]:
+    received, sent = ("HTTP_RECV", "HTTP_SEND") if record.is_rest else ("GRPC_WAITREAD", "GRPC_SEND")
+    arrived, batch, ended = record.arrived_ns, record.batch, record.ended_ns
+    passed = [(name, arrived) for name in (f"{received}_START", f"{received}_END", "REQUEST_START", "QUEUE_START")]
+    if batch is not None:
+        passed += [("COMPUTE_START", batch.started), ("COMPUTE_INPUT_END", batch.assembled)]
+        passed += [("COMPUTE_OUTPUT_START", batch.computed), ("COMPUTE_END", batch.split)]
+    passed += [(name, ended) for name in ("REQUEST_END", f"{sent}_START", f"{sent}_END")]
+    request_id = f',"request_id":{quoted(record.request_id)}' if record.request_id else ""
+    stamps = ",".join([f'{{"name":"{name}","ns":{ns}}}' for name, ns in passed])
+    return (
+        f'{{"id":{number},"model_name":{quoted(record.model)},"model_version":{record.version}{request_id}}}',
+        f'{{"id":{number},"timestamps":[{stamps}]}}',
+    )
 
 
 def to_line(spans: Sequence[Span], resource: Mapping[str, Any], scope: tuple[str, str]) -> str:

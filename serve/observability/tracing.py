@@ -1,8 +1,8 @@
-"""Traces: which requests are traced (on the event loop), and spans from the records of those (on the tracing thread).
+"""Traces: selects the requests to trace (on the event loop), and makes spans from their records (on the tracing thread).
 
-A request's span has two children, queue and compute. A batch is a trace of its own, as its requests may belong to several
-traces: its span links to each of their spans, and each request's compute span links to it. Spans are made at once from past
-times. They are not the SDK's own: files are written without those in a third of the time.
+A request's span has two children, queue and compute. A batch has a trace of its own, as its requests may belong to several
+traces: its span links to each request's span, and each request's compute span links to it. Spans are made at once from past
+times. They are not the SDK's own objects: without these, files are written in a third of the time.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ class TraceRecord:
     """A traced request that has ended; times in nanoseconds on time.monotonic_ns()'s clock.
 
     Attributes:
-        context: its trace.
-        model: asked.
-        version: of it.
-        request_id: as sent, its first MAX_TEXT bytes.
-        rows: of its batch dimension.
-        request_bytes: of its message.
-        response_bytes: of the answer; 0 without one.
-        status: the gRPC status's name.
-        error: for the client; "" without one.
-        peer: the client's address.
-        epoch_ns: to add to the monotonic clock for nanoseconds since the epoch.
-        arrived_ns: when the request arrived.
-        ended_ns: when the answer was handed over.
-        batch: when the batch passed each stage, shared by its records; None if the request was not computed.
+        context: trace context of the request.
+        model: name of the requested model.
+        version: version of the model.
+        request_id: first MAX_TEXT bytes of the request's id.
+        rows: size of the request's batch dimension.
+        request_bytes: size of the serialized request.
+        response_bytes: size of the serialized response; 0 without one.
+        status: name of the gRPC status.
+        error: error text for the client; "" without an error.
+        peer: address of the client.
+        epoch_ns: offset from the monotonic clock to nanoseconds since the epoch.
+        arrived_ns: time at which the request arrived.
+        ended_ns: time at which the answer was handed over.
+        batch: times at which the batch passed each stage, shared by its records; None if the request was not computed.
         batch_rows: rows of the whole batch.
+        is_rest: the request came over REST, not over gRPC.
     """
 
     context: TraceContext
@@ -67,6 +68,7 @@ class TraceRecord:
     ended_ns: int
     batch: BatchTimes | None
     batch_rows: int
+    is_rest: bool = False
 
 
 class Tracer:
@@ -79,16 +81,16 @@ class Tracer:
 
     @property
     def every(self) -> int:
-        """One in this many requests needs a decision: every one if models differ in their settings."""
+        """Interval of requests that need a decision: 1, which is every request, if models differ in their settings."""
         return self._control.everywhere.settings.rate if self._control.is_uniform else 1
 
     def decide(self, model: str, parent: TraceContext | None, *, is_due: bool) -> TraceContext | None:
-        """The trace of a new request; None if it is not traced.
+        """Return the trace context of a new request; None if it is not traced.
 
         Args:
-            model: that it asks.
-            parent: its caller's context, whose decision has priority.
-            is_due: it is one in `every`.
+            model: name of the requested model.
+            parent: trace context of its caller, whose decision has priority.
+            is_due: whether the request is one in `every`.
         """
         if parent is None and not is_due:
             return None
@@ -96,7 +98,7 @@ class Tracer:
         decided = True if self._control.is_uniform else None  # with uniform settings `is_due` has decided
         if not sampler.take(decided=decided if parent is None else parent.sampled):
             return None
-        # Not secret; OpenTelemetry's own generator makes ids in the same way.
+        # The ids are not secret; OpenTelemetry's own generator makes them in the same way.
         return parent or TraceContext(trace_id=random.getrandbits(128) or 1)
 
     def answered(self, exchange: ObservedRequest, response_bytes: int, ended_ns: int) -> None:
@@ -129,6 +131,7 @@ class Tracer:
                 ended_ns=ended_ns,
                 batch=batch,
                 batch_rows=model.statistics.latest_rows if batch else 0,
+                is_rest=exchange.caller.is_rest,
             )
         )
 
@@ -137,17 +140,17 @@ class Span(NamedTuple):
     """A span that has ended.
 
     Attributes:
-        name: what was done.
-        trace_id: 128 bits.
-        span_id: 64 bits.
-        parent_id: of the span it is part of; 0 for none.
-        start_ns: since the epoch.
-        end_ns: likewise.
+        name: name of the operation.
+        trace_id: number of 128 bits.
+        span_id: number of 64 bits.
+        parent_id: id of the enclosing span; 0 for none.
+        start_ns: start in nanoseconds since the epoch.
+        end_ns: end in nanoseconds since the epoch.
         attributes: figures and names.
-        links: to other spans.
+        links: trace and span ids of related spans.
         kind: INTERNAL or SERVER.
-        is_parent_remote: the parent is the caller's.
-        error: "" without one.
+        is_parent_remote: whether the parent is the caller's span.
+        error: text of the error; "" without one.
         state: the caller's `tracestate`.
     """
 
@@ -166,7 +169,7 @@ class Span(NamedTuple):
 
 
 def spans_of(records: Sequence[TraceRecord]) -> list[Span]:
-    """All spans of these records, grouped by batch."""
+    """Return all spans of these records, grouped by batch."""
     made: list[Span] = []
     for _, group in groupby(records, key=lambda record: id(record.batch) if record.batch else id(record)):
         _add_group(list(group), made)
@@ -174,7 +177,7 @@ def spans_of(records: Sequence[TraceRecord]) -> list[Span]:
 
 
 def whole_batches(records: Sequence[TraceRecord], most: int) -> int:
-    """The number of records to export at a time: `most`, plus the rest of the last one's batch.
+    """Return the number of records to export at a time: `most`, plus the rest of the last one's batch.
 
     A batch whose records are exported separately would become two batches.
     """
@@ -199,7 +202,7 @@ def _add_group(records: list[TraceRecord], made: list[Span]) -> None:
 
 
 def _request_span(record: TraceRecord, trace_id: int, span_id: int, epoch_ns: int) -> Span:
-    """A request's span; `epoch_ns` is the same in all spans of a batch, as each reading differs a little."""
+    """Make a request's span; `epoch_ns` is the same in all spans of a batch, because each reading differs a little."""
     context = record.context
     return Span(
         "inference.GRPCInferenceService/ModelInfer",
@@ -229,7 +232,7 @@ def _request_span(record: TraceRecord, trace_id: int, span_id: int, epoch_ns: in
 
 
 def _add_batch(batch: BatchTimes, record: TraceRecord, requests: list[SpanPlace], made: list[Span]) -> SpanPlace:
-    """Append the spans of a batch and its stages; `record` is of any of its requests."""
+    """Append the spans of a batch and its stages; `record` is the record of any of its requests."""
     epoch_ns = record.epoch_ns
     trace_id, span_id = random.getrandbits(128) or 1, _new_id()
     attributes: Mapping[str, str | int] = {

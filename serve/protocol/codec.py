@@ -10,32 +10,34 @@ from typing import Any, Final
 
 import numpy as np
 
-from halfserve.protos.datatypes import Datatype
+from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from halfserve.serve.protocol.encoded_pictures import encoded_spec, late_pictures
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
 
+BYTES: Final = BY_WIRE["BYTES"]
 # Typed contents whose packed encoding is the array's memory. Element by element a batch of images takes 0.25 s.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 # From this many bytes of a BYTES input, or elements of typed contents, on, decoding (0.05 to 0.25 us each) is left to the
 # thread that runs the model.
 LATE_BYTES: Final = 2**14
 LATE_ELEMENTS: Final = 2**12
-PIECE: Final = 4096  # elements per assignment, which holds the GIL
+PIECE: Final = 4096  # elements per assignment; the GIL is held during each
 
 
 @dataclass(frozen=True)
 class DecodedInputs:
-    """The decoded tensors of a request."""
+    """The decoded tensors of a request, and its batch size."""
 
     inputs: Tensors  # read-only views on the received bytes where possible; slow or shared-memory tensors are read on first use
-    rows: int  # of the batch dimension; 1 for a model without one
-    bucket: Hashable  # equal for requests of the same shape, apart from the batch dimension
+    rows: int  # size of the batch dimension; 1 for a model without one
+    bucket: Hashable  # equal for requests whose shapes differ at most in the batch dimension
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
@@ -60,13 +62,15 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
             raise InvalidArgumentError(f"input {spec.name!r} has contents and {other}, expected one of them")
         try:
             if place is not None:
-                arrays[spec.name] = _from_shared(memory, place, spec, tensor.shape)
+                array: Array | LateArray = _from_shared(memory, place, spec, tensor.shape)
             elif raw:
-                arrays[spec.name] = _from_raw(next(entries), spec, tensor.shape)
+                array = _from_raw(next(entries), spec, tensor.shape)
             else:
-                arrays[spec.name] = _from_contents(tensor.contents, spec, tensor.shape)
+                array = _from_contents(tensor.contents, spec, tensor.shape)
         except ValueError as error:
             raise _wrong(spec, error) from None
+        is_encoded = spec.datatype is not model.inputs[spec.name].datatype
+        arrays[spec.name] = late_pictures(spec.name, array, model.pictures[spec.name]) if is_encoded else array
     if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
         missing = ", ".join(map(repr, left_out))
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
@@ -77,9 +81,10 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
 
 
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
-    """The layout of the raw contents of requests like this checked one; None if each must be parsed.
+    """Return the layout of the raw contents that all requests like this checked one have; None if each must be parsed.
 
-    Each must be parsed if elements have no fixed size, if their bytes need a check (BOOL), or if inputs have other parameters.
+    A request must be parsed if its elements have no fixed size, if their bytes need a check (BOOL), or if its inputs have
+    parameters other than those of shared memory.
     """
     sent = [tensor for tensor in request.inputs if not tensor.parameters]
     if not request.inputs or len(request.raw_input_contents) != len(sent):
@@ -88,6 +93,8 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
     for tensor in request.inputs:
         spec = model.inputs[tensor.name]
         dtype = spec.datatype.array_dtype
+        if tensor.datatype != spec.datatype.wire:  # encoded pictures
+            return None
         if not PARAMETERS.issuperset(tensor.parameters) or dtype.hasobject or dtype == np.bool_:
             return None
         elements = math.prod(tensor.shape)
@@ -97,7 +104,7 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
 
 
 def input_slices(request: ModelInferRequest) -> list[RegionSlice | None]:
-    """The shared memory slice of each input; None for an input that is sent."""
+    """Return the shared memory slice of each input; None for an input whose bytes are in the request."""
     return [slice_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
 
 
@@ -116,7 +123,10 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mappin
     if spec.name in seen:
         raise InvalidArgumentError(f"input {spec.name!r} is given twice; expected once")
     if tensor.datatype != spec.datatype.wire:
-        raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
+        if tensor.datatype == BYTES.wire and spec.name in model.pictures:
+            spec = encoded_spec(spec, len(tensor.shape))
+        else:
+            raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
     mismatch = spec.mismatch(tensor.shape)
     if mismatch is not None:
         raise InvalidArgumentError(f"input {spec.name!r} {mismatch}")
@@ -136,7 +146,7 @@ def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
 
 
 def _left_out(given: Mapping[str, object], model: Model) -> list[str]:
-    """The required inputs that a request leaves out."""
+    """Return the names of the required inputs that a request leaves out."""
     return [name for name, spec in model.inputs.items() if name not in given and not spec.optional]
 
 
@@ -168,7 +178,7 @@ def _from_contents(contents: Any, spec: TensorSpec, shape: Sequence[int]) -> Arr
         raise ValueError(f"has {len(values)} elements in {datatype.contents}, expected {expected} for shape {list(shape)}")
     if datatype.contents in LIKE_RAW and values:
         contents.DiscardUnknownFields()
-        written = memoryview(contents.SerializeToString())  # tag, length, elements
+        written = memoryview(contents.SerializeToString())  # consists of the tag, the length and the elements
         return from_raw(written[-len(values) * (datatype.itemsize or 1) :], datatype, shape)
     if len(values) > LATE_ELEMENTS:
         return _late(spec, shape, partial(_one_by_one, values, datatype))

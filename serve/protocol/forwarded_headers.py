@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.protocol.inference import RESERVED, Cancel, Reply, Watch, WatchableInference
 
-CASE_SENSITIVE = "(?-i)"  # at a pattern's start; in Python's syntax it stands before a group alone
-# The transport's own headers, which Triton does not see as metadata either, and parameters that this server would obey.
+CASE_SENSITIVE = "(?-i)"  # Triton's spelling at a pattern's start; Python's syntax allows it only with a group
+# The transport's own headers, which Triton does not show as metadata either, and parameters that this server would obey.
 NEVER = re.compile(rf":.*|grpc-.*|te|content-type|{RESERVED.pattern}")
 
 
@@ -21,7 +21,7 @@ class HeaderPattern:
         """Compile a pattern, which ignores case unless it begins with "(?-i)".
 
         Raises:
-            ValueError: it is no regular expression; the text says why.
+            ValueError: the text is not a regular expression; the message gives the reason.
         """
         pattern = text.removeprefix(CASE_SENSITIVE)
         try:
@@ -30,7 +30,7 @@ class HeaderPattern:
             raise ValueError(f"{text!r} is no regular expression ({error}); expected one such as 'x-tenant.*'") from None
 
     def forwarding(self, inference: WatchableInference, headers: Mapping[bytes, bytes]) -> WatchableInference:
-        """The entry for requests with these headers, names in lower case: the given one if none of them is selected."""
+        """Return the entry for requests with these headers, names in lower case; the given entry if no header is selected."""
         parameters = ModelInferRequest()
         for key, value in headers.items():
             name = key.decode("latin-1")
@@ -42,11 +42,11 @@ class HeaderPattern:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardedHeaders:
-    """Which headers become parameters; None for none.
+    """Patterns that select the headers that become parameters; None selects none.
 
     Attributes:
-        grpc: of gRPC calls.
-        http: of HTTP requests.
+        grpc: applies to gRPC calls.
+        http: applies to HTTP requests.
     """
 
     grpc: HeaderPattern | None = None
@@ -59,7 +59,7 @@ class ForwardingInference:
     __slots__ = ("_inference", "_parameters")
 
     def __init__(self, inference: WatchableInference, parameters: bytes) -> None:
-        """`parameters`: a serialized ModelInferRequest with nothing else."""
+        """`parameters`: a serialized ModelInferRequest that contains only the parameters to add."""
         self._inference = inference
         self._parameters = parameters
 

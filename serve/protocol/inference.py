@@ -1,4 +1,4 @@
-"""ModelInfer: from a request's bytes to the queue, and from the outputs to a response's bytes."""
+"""ModelInfer: takes a request's bytes to the queue, and turns the outputs into a response's bytes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
-MANY_TEXTS: Final = 4096  # texts
+MANY_TEXTS: Final = 4096  # number of texts in a response from which a thread serializes it
 LARGE_BYTES: Final = 2**20
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
-TRITONS: Final = "triton_"  # begins the parameters that are for the server, not for models
+TRITONS: Final = "triton_"  # prefix of the parameters that are for the server, not for models
 # Parameters that mean something to the server.
 RESERVED: Final = re.compile(f"{TRITONS}.*|sequence_(id|start|end)|priority|timeout")
 
@@ -54,21 +54,21 @@ class ManyReplies(Protocol):
     """A client that takes any number of responses to one request."""
 
     def begin(self, *, wants_empty_final: bool) -> None:
-        """The request is one of a decoupled model; the client may want a last response without outputs."""
+        """The request is for a decoupled model. `wants_empty_final`: the client wants a last response without outputs."""
 
     def response(self, response: bytes | InferenceError, *, final: bool) -> None:
-        """One response. At the end the request's `Reply` gets one without outputs, or the error."""
+        """Take one response. At the end the request's `Reply` gets one without outputs, or the error."""
 
 
-# Takes a request for a model that is not served here, see `Inference.infer`; None if no other server has it either.
+# Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
 Elsewhere = Callable[[bytes, float | None, Reply], Cancel | None]
 
 
 class TakenRequest:
-    """The request that is being taken now, so that what lies between a stream and `Inference` need not hand it on.
+    """The request that is being taken now, so that the layers between a stream and `Inference` need not pass it on.
 
     Attributes:
-        many: takes its responses; None where it gets one.
+        many: takes the request's responses; None for a request that gets a single response.
     """
 
     def __init__(self) -> None:
@@ -81,12 +81,12 @@ TAKEN: Final = TakenRequest()
 class OutcomeListener(Protocol):
     """Records requests without a response."""
 
-    def failed(self, data: bytes, error: Exception) -> None: ...  # a request ended with an error
-    def gone(self, data: bytes) -> None: ...  # the client of a request has gone
+    def failed(self, data: bytes, error: Exception) -> None: ...  # a request has ended with an error
+    def gone(self, data: bytes) -> None: ...  # the client of a request has disconnected
 
 
 class InferenceEntry(Protocol):
-    """Takes requests."""
+    """Takes serialized requests."""
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel: ...  # see `Inference.infer`
 
@@ -121,7 +121,7 @@ class Inference:
         self._cache = cache
 
     def with_elsewhere(self, elsewhere: Elsewhere) -> Inference:
-        """The same, but for requests for models that other servers have."""
+        """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
         return Inference(self._core, self._memory, self._cache, elsewhere)
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
@@ -129,7 +129,7 @@ class Inference:
 
         Args:
             data: a serialized ModelInferRequest; a view must not change any more.
-            time_left_s: until the client's deadline; None without one.
+            time_left_s: seconds until the client's deadline; None without one.
             reply: gets the serialized ModelInferResponse, or the error.
             watch: is called before the request is queued.
 
@@ -198,16 +198,16 @@ class Inference:
     def _ask_elsewhere(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, error: InferenceError
     ) -> Cancel | None:
-        """Have another server answer a request that this one refuses with `error`; None if none can."""
+        """Forward a request that this server refuses with `error`; None if no other server can answer it."""
         if self._elsewhere is None or not isinstance(error, NotFoundError | UnavailableError):
             return None
         return self._elsewhere(bytes(data), time_left_s, reply)
 
     def failed(self, data: bytes, error: Exception) -> None:
-        """Nothing: only observed inference records failures."""
+        """Do nothing: only observed inference records failures."""
 
     def gone(self, data: bytes) -> None:
-        """Nothing: only observed inference records cancellations."""
+        """Do nothing: only observed inference records cancellations."""
 
     def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
         check_fields(data)
@@ -227,7 +227,7 @@ class Inference:
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
     ) -> Tensors:
-        for place in cached.slices:  # the region may have been unregistered or replaced
+        for place in cached.slices:  # since the request was cached, the region may have been unregistered
             self._memory.check(place)
         if cached.input_slices is None:
             return RawInputs(layout, data, offsets)
@@ -259,7 +259,7 @@ class Inference:
     def response(
         self, cached: CachedRequest, request_id: bytes, since: int, result: Tensors | InferenceError
     ) -> bytes | InferenceError:
-        """The serialized response, or the error."""
+        """Return the serialized response, or the error."""
         if isinstance(result, InferenceError):
             return result
         try:
@@ -273,7 +273,7 @@ class Inference:
 
 
 class _Answering:
-    """Serializes the response when the outputs are there. A class, as it is made faster than a partial function."""
+    """Serializes the response once the outputs are there. A class, because making one is faster than `functools.partial`."""
 
     __slots__ = ("_cached", "_inference", "_reply", "_request_id")
 
@@ -303,7 +303,7 @@ class _Responding:
 
 
 class _Releasing:
-    """Lets the regions of a request be unregistered from its answer on."""
+    """Allows the regions of a request to be unregistered once it is answered."""
 
     __slots__ = ("_reply", "_use")
 
@@ -317,9 +317,9 @@ class _Releasing:
 
 
 class _Cancellation:
-    """Frees a request's place in the queue, drops its response, and lets its regions be unregistered.
+    """Frees a request's place in the queue, drops its response, and allows its regions to be unregistered.
 
-    It is made when the request has been queued, from when on its regions are in use.
+    Made once the request is queued; from then on its regions are in use.
     """
 
     __slots__ = ("_deferred", "_request", "_scheduler", "_use")
@@ -346,7 +346,7 @@ def _parameters(request: ModelInferRequest) -> Mapping[str, Parameter]:
     """The request's parameters by name; one without a value is left out.
 
     Raises:
-        InvalidArgumentError: the name of one begins as the server's own do.
+        InvalidArgumentError: a parameter's name has the prefix that is reserved for the server.
     """
     for name in request.parameters:
         if name.startswith(TRITONS) and name != EMPTY_FINAL:
@@ -358,13 +358,13 @@ def _parameters(request: ModelInferRequest) -> Mapping[str, Parameter]:
 
 
 def _timeout(request: ModelInferRequest) -> float | None:
-    """The request parameter `timeout`, in seconds."""
+    """Return the request parameter `timeout`, in seconds; None if it is absent or 0."""
     microseconds = _whole(request, "timeout", "microseconds")
     return microseconds / 1e6 if microseconds else None
 
 
 def _whole(request: ModelInferRequest, name: str, what: str) -> int:
-    """A non-negative integer parameter; 0 if absent."""
+    """Return a non-negative integer parameter; 0 if absent."""
     parameter = request.parameters.get(name)
     if parameter is None:
         return 0
@@ -376,14 +376,14 @@ def _whole(request: ModelInferRequest, name: str, what: str) -> int:
 
 
 def _deadline(seconds: float) -> float:
-    """A time on time.monotonic()'s clock."""
+    """Return the time in `seconds` from now, on time.monotonic()'s clock."""
     return time.monotonic() + seconds
 
 
 class DeferredResponse:
     """A response that a thread serializes if it is large, to keep the event loop free. Lives on the event loop.
 
-    A text takes 0.3 us; a megabyte written to shared memory 0.2 to 1 ms.
+    Serializing a text takes 0.3 us, writing a megabyte to shared memory 0.2 to 1 ms.
     """
 
     __slots__ = ("_is_gone", "_keep", "_reply", "_write")
@@ -438,13 +438,22 @@ class ObservedInference:
     __slots__ = ("_caller", "_inference", "_observer", "has_parent")
 
     def __init__(
-        self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes], token: str = ""
+        self,
+        inference: WatchableInference,
+        observer: Observer,
+        peer: str,
+        headers: Mapping[bytes, bytes],
+        token: str = "",
+        *,
+        is_rest: bool = False,
     ) -> None:
-        """`headers` of the calls, names in lower case; `token`: the name of its holder."""
+        """`headers`: of the calls, with names in lower case; `token`: the name of the token's holder; `is_rest`: whether the
+        calls came over REST.
+        """
         self._inference = inference
         self._observer = observer
-        self._caller = Caller(peer, headers, token)
-        self.has_parent = self._caller.parent is not None  # the client's trace context
+        self._caller = Caller(peer, headers, token, is_rest=is_rest)
+        self.has_parent = self._caller.parent is not None  # whether the client sent a trace context
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
         """See `Inference.infer`."""
@@ -488,7 +497,7 @@ class ChosenInference(ObservedRequest):
 
 
 def _asked(data: bytes) -> tuple[str, str, str]:
-    """Model, version and id of a request, as far as readable."""
+    """Return the model, version and id of a request, as far as they can be read."""
     try:
         request = parse_request(data)
     except InvalidArgumentError:

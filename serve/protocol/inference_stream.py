@@ -1,6 +1,6 @@
-"""ModelStreamInfer: many requests over one call, answered in the requests' order.
+"""ModelStreamInfer: many requests over one call, answered in the order of the requests.
 
-Requests of decoupled models get any number of responses, which are sent as they come, between the others.
+Requests of decoupled models get any number of responses, which are sent as soon as they are ready, between the others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.protocol.inference import TAKEN, AnyInference, Cancel
 from halfserve.serve.protocol.messages import check_fields, parse, split_request
@@ -39,12 +39,12 @@ class _Slot:
     """One request of the stream.
 
     Attributes:
-        request: as received.
-        answer: that waits for its turn; an error where it ends the stream.
-        cancel: takes the request back.
-        is_many: it gets any number of responses, out of turn.
-        wants_empty_final: the client wants a last response without outputs.
-        is_final_sent: the last response has been sent.
+        request: the serialized request.
+        answer: waits until all earlier requests are answered; an error if it ends the stream.
+        cancel: cancels the request.
+        is_many: whether the request gets any number of responses, out of order.
+        wants_empty_final: whether the client wants a last response without outputs.
+        is_final_sent: whether the last response has been sent.
     """
 
     __slots__ = ("_stream", "answer", "cancel", "is_final_sent", "is_many", "request", "wants_empty_final")
@@ -57,12 +57,12 @@ class _Slot:
         self.is_many = self.wants_empty_final = self.is_final_sent = False
 
     def begin(self, *, wants_empty_final: bool) -> None:
-        """See ManyReplies."""
+        """See `ManyReplies`."""
         self.is_many, self.wants_empty_final = True, wants_empty_final
         self._stream.leave_order(self)
 
     def response(self, response: bytes | InferenceError, *, final: bool) -> None:
-        """See ManyReplies."""
+        """See `ManyReplies`."""
         self.is_final_sent |= final
         self._stream.respond(self, response, final=final)
 
@@ -77,13 +77,14 @@ class InferenceStream:
         ended: Callable[[], None] | None = None,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
-        """A stream without requests.
+        """Open a stream without requests.
 
         Args:
-            inference: answers them.
+            inference: answers the requests.
             send: gets each serialized ModelStreamInferResponse, on the event loop.
-            ended: called when a request has ended without a message.
-            fail: ends the stream with the error of a request, once the requests before it are answered; None answers errors.
+            ended: called when a request has ended without a last message.
+            fail: ends the stream with the error of a request, once the requests before it are answered; None sends errors as
+                responses.
         """
         self._inference = inference
         self._send = send
@@ -91,14 +92,14 @@ class InferenceStream:
         self._break = fail
         self._slots: deque[_Slot] = deque()
         self._many: set[_Slot] = set()
-        self.held_bytes = 0  # of unanswered requests
+        self.held_bytes = 0  # total size of the unanswered requests
 
     def __len__(self) -> int:
-        """Unanswered requests."""
+        """Return the number of unanswered requests."""
         return len(self._slots) + len(self._many)
 
     def receive(self, data: bytes, time_left_s: float | None) -> None:
-        """Take a serialized ModelInferRequest. Errors are answered, not raised."""
+        """Take a serialized ModelInferRequest. Errors become responses and are not raised."""
         slot = _Slot(self, data)
         self._slots.append(slot)
         self.held_bytes += len(data)
@@ -123,13 +124,13 @@ class InferenceStream:
         self.held_bytes = 0
 
     def leave_order(self, slot: _Slot) -> None:
-        """The responses to this request are sent as they come, and those to later requests wait for it no more."""
+        """Take a request out of the order: its responses are sent as they come, and later requests no longer wait for it."""
         self._slots.remove(slot)
         self._many.add(slot)
         self._send_in_order()
 
     def respond(self, slot: _Slot, response: bytes | InferenceError, *, final: bool) -> None:
-        """Send one of many responses."""
+        """Send one of many responses to a request."""
         if slot not in self._many:
             return
         if isinstance(response, Exception):
@@ -157,7 +158,7 @@ class InferenceStream:
             self._answer(slot, answer)
 
     def _answer_of(self, data: bytes, error: Exception, *, final: bool) -> bytes | Exception:
-        """The response to a request that failed; the error itself where it ends the stream."""
+        """Return the response to a failed request; the error itself if errors end the stream."""
         return _error(data, error, final=final) if self._break is None else error
 
     def _put(self, answer: bytes | Exception) -> None:
@@ -167,7 +168,7 @@ class InferenceStream:
             self._break(answer)
 
     def _end(self, slot: _Slot, last: bytes | Exception | None) -> None:
-        """A request with many responses has ended."""
+        """Send the last message of a request with many responses."""
         if slot not in self._many:
             return
         self._many.remove(slot)
@@ -209,7 +210,7 @@ def _discard(_: bytes) -> None:
 
 
 def _id_of(data: bytes) -> str:
-    """The request's id, which its error response repeats; "" for undecodable bytes."""
+    """Return the request's id, which its error response repeats; "" if the bytes cannot be decoded."""
     try:
         check_fields(data)
         cut = split_request(data)

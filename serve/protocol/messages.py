@@ -1,5 +1,4 @@
-"""Request and response messages as bytes: parsing, limits, decompression, and the wire format where the hot path writes it by
-hand.
+"""Request and response messages as bytes: parsing, limits, decompression, and the wire format that the hot path writes itself.
 
 A field is a tag, and for length-delimited fields a varint length and its bytes:
 https://protobuf.dev/programming-guides/encoding/
@@ -14,24 +13,25 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 from halfserve.serve.engine.requests import Parameter
 
 NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
 FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
-# Of one message. Two bytes can be an input that takes microseconds and, parsed, a hundred bytes. A request with ten thousand
-# inputs and ten thousand outputs stays below the limit.
+# Fields of one message. An input of two bytes takes microseconds to parse and a hundred bytes of memory afterwards. A request
+# with ten thousand inputs and ten thousand outputs stays below the limit.
 MAX_FIELDS: Final = 2**15
-# Of its inputs and outputs together, shape sizes included: a parameter takes 0.5 us and 150 bytes.
+# Fields of all its inputs and outputs together, shape sizes included: a parameter takes 0.5 us and 150 bytes.
 MAX_INNER_FIELDS: Final = 2**16
 REQUEST_TENSORS = {5 << 3 | WITH_LENGTH, 6 << 3 | WITH_LENGTH}
 TENSOR_SHAPE: Final = 3 << 3 | WITH_LENGTH
 REQUEST_ID: Final = 3 << 3 | WITH_LENGTH
 REQUEST_RAW: Final = 7 << 3 | WITH_LENGTH
 REQUEST_PARAMETER: Final = 4 << 3 | WITH_LENGTH
-# How the parameter of a sequence's id begins: the key of the map's entry, and the tag of its value, whose length is one byte.
+# First bytes of the parameter with a sequence's id: the key of the map's entry, and the tag of its value, whose length is 1
+# byte.
 SEQUENCE_ID_ENTRY: Final = b"\x0a\x0bsequence_id\x12"
 INT64_ID: Final = 2 << 3 | NUMBER
 STRING_ID: Final = 3 << 3 | WITH_LENGTH
@@ -41,8 +41,8 @@ RESPONSE_RAW: Final = bytes((RESPONSE_RAW_TAG,))
 M = TypeVar("M", bound=Message)
 # zlib's wbits by coding: "deflate" means zlib's format in HTTP and gRPC, not raw deflate.
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
-PIECE_BYTES: Final = 2**16  # of input at a time: zlib copies the rest behind a member's end
-MAX_MEMBERS: Final = 1024  # concatenated gzip members: an empty one takes 20 bytes and some microseconds
+PIECE_BYTES: Final = 2**16  # compressed bytes per call: zlib copies all that follows a member's end
+MAX_MEMBERS: Final = 1024  # most concatenated gzip members: an empty one takes 20 bytes and some microseconds
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class SplitRequest:
     """A request, split into its fixed and its varying bytes."""
 
     skeleton: bytes  # the message without its id, the value of its sequence id and its raw contents
-    id: bytes  # the request's id, ASCII
-    id_offset: int  # of the id in the message; 0 without one
+    id: bytes  # the request's id in ASCII; empty without one
+    id_offset: int  # offset of the id in the message; 0 without one
     raw: list[tuple[int, int]]  # (offset, size) of each entry of raw_input_contents in the message
-    sequence: tuple[int, int] = (0, 0)  # (offset, size) of the parameter sequence_id's value, an InferParameter
+    sequence: tuple[int, int] = (0, 0)  # (offset, size) of the value of the parameter sequence_id, an InferParameter
 
 
 def split_request(data: bytes) -> SplitRequest | None:
@@ -69,7 +69,7 @@ def split_request(data: bytes) -> SplitRequest | None:
             tag, length, body = data[position], data[position + 1], position + 2
             if length > 0x7F:
                 length, body = _varint(data, position + 1)
-            # Not length-delimited, or a field number over 15, or a second id, which protobuf validates too.
+            # The field is not length-delimited, has a number over 15, or is a second id, which protobuf has to validate too.
             if tag & 0x87 != WITH_LENGTH or (tag == REQUEST_ID and id_offset):
                 return None
             after = body + length
@@ -96,7 +96,7 @@ def split_request(data: bytes) -> SplitRequest | None:
 
 
 def _hole(data: bytes, tag: int, position: int, body: int, after: int) -> int:
-    """Where a field's varying bytes begin, which end with the field; -1 for a field without.
+    """Return where a field's varying bytes begin, which end with the field; -1 for a field without any.
 
     Raises:
         IndexError: the message is malformed.
@@ -107,7 +107,7 @@ def _hole(data: bytes, tag: int, position: int, body: int, after: int) -> int:
 
 
 def _sequence_value(data: bytes, start: int, end: int) -> int:
-    """Where the value of the parameter sequence_id begins, which ends at `end`; -1 where the entry is another one.
+    """Return where the value of the parameter sequence_id begins, which ends at `end`; -1 if the entry is another parameter.
 
     Raises:
         IndexError: the message is malformed.
@@ -119,7 +119,7 @@ def _sequence_value(data: bytes, start: int, end: int) -> int:
 
 
 def sequence_id(value: bytes) -> Parameter | None:
-    """The id in the value of the parameter sequence_id; None where it is none.
+    """Return the id in the value of the parameter sequence_id; None if the value has no id.
 
     Raises:
         InvalidArgumentError: it is malformed.
@@ -134,7 +134,7 @@ def sequence_id(value: bytes) -> Parameter | None:
     except (IndexError, UnicodeDecodeError):
         pass
     try:
-        parameter = InferParameter.FromString(value)  # a negative one, or another type
+        parameter = InferParameter.FromString(value)  # the id is negative, or the value has another type
     except DecodeError:
         raise _malformed(ModelInferRequest) from None
     choice = parameter.WhichOneof("parameter_choice")
@@ -142,9 +142,9 @@ def sequence_id(value: bytes) -> Parameter | None:
 
 
 def has_too_many_fields(data: bytes) -> bool:
-    """Whether a message has more than MAX_FIELDS fields, or its tensors more than MAX_INNER_FIELDS; False if it is malformed.
+    """Return whether a message has more than MAX_FIELDS fields, or its tensors more than MAX_INNER_FIELDS; False if malformed.
 
-    Fields below these, such as the elements of typed contents, are not counted.
+    Fields nested more deeply, such as the elements of typed contents, are not counted.
     """
     if len(data) <= MAX_FIELDS:
         return False
@@ -162,7 +162,7 @@ def has_too_many_fields(data: bytes) -> bool:
 
 
 def _inner_fields(data: bytes, start: int, end: int, most: int) -> int:
-    """Count the fields of an input or output, up to one more than `most`."""
+    """Count the fields of an input or output; counting stops at `most` + 1."""
     count = 0
     for tag, body, after in _fields(data, start, end):
         count += 1 + (after - body if tag == TENSOR_SHAPE else 0)
@@ -198,7 +198,7 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes
 
     Args:
         head: a message with the model's name and version.
-        request_id: of the request, ASCII.
+        request_id: the request's id in ASCII.
         outputs: a message with the entries of the outputs.
         raw: the bytes of each output.
     """
@@ -209,7 +209,7 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes
 
 
 def split_response(data: bytes) -> tuple[bytes, list[memoryview]]:
-    """A response without its raw contents, and these: views, as they may be large."""
+    """Return a response without its raw contents, and the raw contents as views, because they may be large."""
     pieces: list[bytes] = []
     raw: list[memoryview] = []
     whole, position = memoryview(data), 0
@@ -223,17 +223,17 @@ def split_response(data: bytes) -> tuple[bytes, list[memoryview]]:
 
 
 def put_id(request_id: bytes) -> bytes:
-    """The response's id field; empty without an id."""
+    """Return the response's id field; empty without an id."""
     return RESPONSE_ID + encoded_varint(len(request_id)) + request_id if request_id else b""
 
 
 def raw_tag(size: int) -> bytes:
-    """Tag and length of an output of `size` bytes."""
+    """Return the tag and length that precede an output of `size` bytes."""
     return RESPONSE_RAW + encoded_varint(size)
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at a position, and the position after it."""
+    """Return the varint at a position, and the position after it."""
     number = shift = 0
     while True:
         byte = data[position]
@@ -289,15 +289,15 @@ def inflate(data: bytes, coding: str, limit: int, *, what: str, advice: str) -> 
     """Decompress `data` within bounds.
 
     Args:
-        data: as received, complete.
+        data: the complete compressed bytes.
         coding: one of WINDOW_BITS.
-        limit: bytes of the result; at most one more is ever decompressed.
+        limit: most bytes of the result; at most one more is decompressed.
         what: names the data in errors.
-        advice: what to do if it is too large.
+        advice: tells the client what to do if the data are too large.
 
     Raises:
-        InvalidArgumentError: it is malformed, truncated, or followed by other bytes.
-        MessageTooLargeError: it is over the limit.
+        InvalidArgumentError: the data are malformed, truncated, or followed by other bytes.
+        MessageTooLargeError: the result is over the limit.
     """
     view, bits = memoryview(data), WINDOW_BITS[coding]
     inflater, members = zlib.decompressobj(bits), 1

@@ -14,15 +14,15 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
-FEWEST_FILES = 64  # that a server can work with; an idle one has 17
-ENOUGH = 65_536  # files for all allowed connections
+FEWEST_FILES = 64  # fewest files that a server can work with; an idle one has 17 open
+ENOUGH = 65_536  # number of files that suffices for all allowed connections
 FEWEST_SPARE, MOST_SPARE = 16, 256
-FEWEST_CONNECTIONS = 8  # even with too few files
-OPEN_FILES = Path("/dev/fd")  # has an entry for each
+FEWEST_CONNECTIONS = 8  # allowed even if there are too few files
+OPEN_FILES = Path("/dev/fd")  # has an entry for each open file
 
 
 def allow_more() -> None:
-    """Raise the soft limit to the hard one, at most ENOUGH: shells and service managers keep it low for compatibility."""
+    """Raise the soft limit to the hard one, at most to ENOUGH: shells and service managers keep it low for compatibility."""
     with suppress(ModuleNotFoundError):  # Windows has no module resource
         import resource  # noqa: PLC0415  (see above)
 
@@ -33,7 +33,7 @@ def allow_more() -> None:
 
 
 def most_files() -> float:
-    """The limit of open files."""
+    """Return the limit of open files."""
     with suppress(ModuleNotFoundError):  # Windows has no module resource
         import resource  # noqa: PLC0415  (see above)
 
@@ -43,12 +43,12 @@ def most_files() -> float:
 
 
 def most_regions() -> float:
-    """The limit of shared memory regions; each holds a file."""
+    """Return the limit of shared memory regions; each holds an open file."""
     return most_files() // 2
 
 
 def most_connections(*, regions: bool) -> float:
-    """The limit of connections, given the files that are open now.
+    """Return the limit of connections, given the files that are open now.
 
     Args:
         regions: whether some files are kept for shared memory regions.

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from halfserve.protos.datatypes import Datatype
 
-LENGTH_PREFIX = Struct("<I")  # each BYTES element: uint32 length, then the bytes
+LENGTH_PREFIX = Struct("<I")  # precedes each BYTES element: the element's length as uint32
 LENGTH_PREFIX_BYTES = LENGTH_PREFIX.size
 
 
@@ -22,8 +22,8 @@ def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) 
 
     Args:
         raw: the tensor's bytes; the array keeps them alive.
-        datatype: what one element is.
-        shape: sizes without -1.
+        datatype: datatype of the elements.
+        shape: sizes of all dimensions, none of them -1.
 
     Returns:
         A read-only array of `datatype.numpy` and `shape`. BF16 comes as uint16 bit patterns, BYTES as `bytes` objects.
@@ -43,7 +43,7 @@ def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) 
 
 
 def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
-    """The array's elements as wire bytes; BYTES from an array of `bytes` or `str` (UTF-8), BF16 from one of
+    """Return the array's elements as wire bytes. BYTES come from an array of `bytes` or `str` (UTF-8), BF16 from one of
     `ml_dtypes.bfloat16` or of uint16 bit patterns.
     """
     if datatype.itemsize is None:
@@ -54,7 +54,7 @@ def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
 
 
 def raw_view(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes | memoryview:
-    """The bytes of `to_raw`, without a copy if the array's memory is already in wire format."""
+    """Return the bytes of `to_raw`, without a copy if the array's memory is already in wire format."""
     if datatype.itemsize is None:
         return _to_length_prefixed(array)
     return np.ascontiguousarray(array, datatype.numpy).reshape(-1).view(np.uint8).data

@@ -1,7 +1,7 @@
 """The request cache: requests that differ only in id, sequence id and tensor bytes are parsed and checked once.
 
-A request's bytes without its ids and raw contents are its skeleton. A request of known length that matches a pattern byte for
-byte outside ids and tensors is not even split.
+A request's bytes without its ids and raw contents are its skeleton. A request that matches a pattern of its length, byte for
+byte outside ids and tensors, is not even split.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from halfserve.serve.protocol.raw_tensors import raw_view, to_raw
 from halfserve.serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
 
-# Over all clients; requests beyond are parsed.
+# Limit for all clients together; further requests are parsed.
 MAX_CACHED: Final = 1024
 MAX_SKELETON_BYTES: Final = 4096
 MAX_PATTERNS_OF_A_LENGTH: Final = 4
-MAX_SHAPES: Final = 64  # output shapes with a template, of each cached request; a template has some hundred bytes
-SEQUENCE_ID: Final = "sequence_id"  # the parameter
+MAX_SHAPES: Final = 64  # most output shapes with a template per cached request; a template has some hundred bytes
+SEQUENCE_ID: Final = "sequence_id"  # name of the parameter
 
 
 @dataclass(frozen=True, eq=False)
 class CachedRequest:
     """The checked properties that all requests with one skeleton share."""
 
-    model: Model  # to run
-    layout: RawLayout | None  # of the raw contents; None if each request must be parsed
-    outputs: tuple[str, ...]  # names, in the order of the response
-    rows: int  # of the batch dimension
+    model: Model  # the model to run
+    layout: RawLayout | None  # layout of the raw contents; None if each request must be parsed
+    outputs: tuple[str, ...]  # names of the requested outputs, in the order of the response
+    rows: int  # size of the batch dimension
     bucket: Hashable  # requests of one bucket can share a batch
     turn: Turn  # priority and queue timeouts
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # by name; sequence_id is the first request's
-    # Per input its shared memory slice, or None if it is sent; None if all are sent
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # by name; sequence_id has the first request's value
+    # Shared memory slice of each input, None for an input whose bytes are in the request; None if this holds for all inputs.
     input_slices: tuple[RegionSlice | None, ...] | None = None
     slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs
     special: Mapping[str, RequestedOutput] = field(default_factory=dict)  # outputs that go to shared memory or are classified
-    shared_bytes: int = field(init=False)  # of the inputs in shared memory
+    shared_bytes: int = field(init=False)  # total size of the inputs in shared memory
     takes_long: bool = field(init=False)  # whether responses may be slow to serialize: outputs are special or text
     responses: ResponseTemplates = field(init=False)
 
@@ -54,7 +54,7 @@ class CachedRequest:
         object.__setattr__(self, "responses", ResponseTemplates(self.model, self.rows, self.special))
 
     def with_sequence(self, value: bytes) -> Mapping[str, Parameter]:
-        """The parameters with another sequence id, given as a serialized InferParameter.
+        """Return the parameters with another sequence id, given as a serialized InferParameter.
 
         Raises:
             InvalidArgumentError: it is malformed.
@@ -68,7 +68,7 @@ class CachedRequest:
         return parameters
 
     def offsets(self, raw: list[tuple[int, int]]) -> tuple[int, ...] | None:
-        """Offsets of the inputs, given (offset, size) of each raw entry; None if number or sizes differ.
+        """Return the offsets of the inputs, given (offset, size) of each raw entry; None if their number or sizes differ.
 
         Inputs in shared memory have offset 0.
         """
@@ -89,20 +89,20 @@ class CachedRequest:
 class RequestPattern:
     """A request with holes for ids and tensors; bytes that match outside the holes need no parsing."""
 
-    cached: CachedRequest  # of the request
-    layout: RawLayout  # of its raw contents
+    cached: CachedRequest  # the cached request that matching requests share
+    layout: RawLayout  # layout of the raw contents
     segments: tuple[tuple[int, bytes], ...]  # (offset, bytes) that must match
-    offsets: tuple[int, ...]  # of the inputs
+    offsets: tuple[int, ...]  # offsets of the inputs in the message
     id_start: int  # start of the id
     id_end: int  # end of the id; equal to the start without one
     sequence_start: int = 0  # start of the value of the parameter sequence_id
-    sequence_end: int = 0  # end of it; 0 without one
+    sequence_end: int = 0  # end of that value; 0 without one
 
     def is_like(self, data: bytes | memoryview) -> bool:
         """Whether `data`, of the pattern's length, matches."""
         for offset, segment in self.segments:
             end = offset + len(segment)
-            # The same twice: a slice of bytes alone is compiled to one call.
+            # The comparison is written twice because mypyc compiles a slice of bytes alone to one call.
             if isinstance(data, bytes):
                 if data[offset:end] != segment:
                     return False
@@ -114,22 +114,22 @@ class RequestPattern:
 class RequestCache:
     def __init__(self) -> None:
         self._by_skeleton: dict[bytes, CachedRequest] = {}
-        self._patterns: dict[int, list[RequestPattern]] = {}  # by the length of the request
+        self._patterns: dict[int, list[RequestPattern]] = {}  # patterns by the length of the request
         self._pattern_count = 0
 
     def match(self, data: bytes | memoryview) -> RequestPattern | None:
-        """The pattern that `data` matches."""
+        """Return the pattern that `data` matches."""
         for pattern in self._patterns.get(len(data), ()):
             if pattern.is_like(data):
                 return pattern
         return None
 
     def find(self, cut: SplitRequest | None) -> CachedRequest | None:
-        """The cached request with the skeleton of `cut`."""
+        """Return the cached request with the skeleton of `cut`."""
         return None if cut is None else self._by_skeleton.get(cut.skeleton)
 
     def keep(self, cut: SplitRequest | None, cached: CachedRequest) -> None:
-        """Cache a request if its skeleton is small and needs no parsing."""
+        """Cache a request if its skeleton is small and requests like it need no parsing."""
         if cut is None or cached.layout is None or len(cut.skeleton) > MAX_SKELETON_BYTES:
             return
         if len(self._by_skeleton) >= MAX_CACHED:
@@ -165,7 +165,7 @@ class RequestCache:
         of_length.insert(0, pattern)
 
     def forget(self) -> None:
-        """Clear the cache: models have changed."""
+        """Clear the cache, because models have changed."""
         self._by_skeleton.clear()
         self._patterns.clear()
         self._pattern_count = 0
@@ -173,10 +173,10 @@ class RequestCache:
 
 @dataclass(frozen=True)
 class _RowsTemplate:
-    """The fixed bytes of a response that is a slice of its batch."""
+    """The fixed bytes of a response whose outputs are slices of the batch's."""
 
     head: bytes  # a message with the model's name and version
-    # Per output the bytes before its raw contents, its name, and the bytes of one row
+    # Per output: the bytes before its raw contents, its name, and the number of bytes of one row.
     outputs: tuple[tuple[bytes, str, int], ...]
 
 
@@ -188,18 +188,18 @@ class ResponseTemplates:
         self._rows = rows
         self._special = special
         self._head = ModelInferResponse(model_name=model.name, model_version=str(model.version)).SerializeToString()
-        self._entries: dict[tuple[tuple[tuple[int, ...], int], ...], bytes] = {}  # by shape and shared bytes of each output
+        self._entries: dict[tuple[tuple[tuple[int, ...], int], ...], bytes] = {}  # keys: shape and shared bytes of each output
         self._of_rows: dict[tuple[tuple[int, ...], ...], _RowsTemplate | None] = {}
-        self._latest_shapes: tuple[tuple[int, ...], ...] | None = None  # of the latest batch, and the template for it
+        self._latest_shapes: tuple[tuple[int, ...], ...] | None = None  # shapes of the batch that `_latest` is for
         self._latest: _RowsTemplate | None = None
 
     def response(self, request_id: bytes, outputs: Tensors, memory: SharedMemory, since: int) -> bytes:
         """Serialize a response; an output in shared memory has an empty raw entry, and parameters with its slice.
 
         Args:
-            request_id: of the request.
-            outputs: of the model.
-            memory: for outputs that go there.
+            request_id: the request's id in ASCII.
+            outputs: the model's outputs for this request.
+            memory: holds the regions of the outputs that are written to shared memory.
             since: see `SharedMemory.check`.
 
         Raises:
@@ -232,7 +232,7 @@ class ResponseTemplates:
         return put_response(self._head, request_id, self._entries_of(tuple(outputs), tuple(key)), raw) + parameters_of(outputs)
 
     def _entries_of(self, names: tuple[str, ...], key: tuple[tuple[tuple[int, ...], int], ...]) -> bytes:
-        """A message with the entries of the outputs."""
+        """Return a message with the entries of the outputs."""
         entries = self._entries.get(key)
         if entries is not None:
             return entries
@@ -249,7 +249,7 @@ class ResponseTemplates:
         return entries
 
     def _template_of(self, outputs: Answer) -> _RowsTemplate | None:
-        """None where `_learn_rows` finds none, or too many combinations of shapes have come."""
+        """Return the template for these shapes; None if `_learn_rows` makes none, or too many combinations have come."""
         shapes = outputs.batch.row_shapes
         if shapes is not self._latest_shapes:
             if shapes not in self._of_rows and len(self._of_rows) < MAX_SHAPES:
@@ -258,7 +258,7 @@ class ResponseTemplates:
         return self._latest
 
     def _learn_rows(self, outputs: Answer) -> _RowsTemplate | None:
-        """None if elements have no fixed size or the client's shape differs from the model's."""
+        """Make a template; None if elements have no fixed size or the client's shape differs from the model's."""
         names = tuple(outputs)
         arrays = [outputs[name] for name in names]
         for name, array in zip(names, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""Requested outputs: which, and whether they are sent, written to shared memory, or classified."""
+"""Requested outputs: their names, and whether they are sent, written to shared memory, or classified."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, sl
 
 CLASSIFICATION: Final = "classification"
 BYTES = BY_WIRE["BYTES"]
-# Classes in one response. Each takes 0.7 us and a hundred bytes, and a request of a hundred bytes can ask for millions.
+# Most classes in one response. Each takes 0.7 us and a hundred bytes, and a request of a hundred bytes can ask for millions.
 MAX_NAMED: Final = 2**16
-MANY_CLASSES: Final = 4096  # from here on partitioning is faster than sorting all
+MANY_CLASSES: Final = 4096  # number of classes from which partitioning is faster than sorting all
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutput:
-    """An output that is not simply sent."""
+    """An output that is written to shared memory, classified, or both."""
 
     place: RegionSlice | None  # its shared memory slice; None to send it
-    classes: int | None  # number of best classes to name; None for the numbers
+    classes: int | None  # number of best classes to name; None to answer the numbers
 
 
 def requested_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]:
-    """The outputs to send, in the client's order; all outputs if it names none. Duplicates are sent once.
+    """Return the outputs to send, in the client's order; all outputs if it names none. Duplicates are sent once.
 
     Raises:
         InvalidArgumentError: the model has no such output, or an output is requested in two ways.
@@ -52,7 +52,7 @@ def requested_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]
 
 
 def special_outputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> dict[str, RequestedOutput]:
-    """The outputs of a checked request that are not simply sent, by name.
+    """Return the outputs of a checked request that are not simply sent, by name.
 
     Raises:
         InferenceError: a parameter or a slice is invalid (see `SharedMemory.check`).
@@ -88,18 +88,18 @@ def _classes(what: str, parameters: Any) -> int | None:
 
 
 def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool) -> Array:
-    """The classification extension: the best `count` classes as "value:index" or "value:index:label".
+    """Name the best `count` classes as "value:index" or "value:index:label": Triton's classification extension.
 
-    Equal scores keep the order of their index, NaN comes last.
+    Equal scores keep the order of their index; NaN comes last.
 
     Args:
         scores: numbers; all dimensions but the batch form one list of classes.
-        count: at least 1; more than there are classes gives all.
-        labels: by index; further classes have none.
-        batched: the first dimension is the batch.
+        count: number of classes to name, at least 1; a larger number than there are classes names all.
+        labels: names of the classes by index; classes beyond the list have none.
+        batched: whether the first dimension is the batch.
 
     Returns:
-        `bytes` objects of shape [rows, classes], or [classes] without a batch.
+        An array of `bytes` objects of shape [rows, classes], or [classes] without a batch.
 
     Raises:
         InvalidArgumentError: more than MAX_NAMED classes are requested.
@@ -112,8 +112,8 @@ def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool)
             f"{named} classes are asked for, expected at most {MAX_NAMED}; ask for fewer, or the numbers"
         )
     # float64 holds smaller floats exactly, but not 64-bit integers. NaN is sorted to the end.
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        # bfloat16 is not of numpy's kind "f".
+    with np.errstate(invalid="ignore"):  # signalling NaNs raise this warning
+        # ml_dtypes' bfloat16 does not have numpy's kind "f".
         values = rows if rows.dtype.kind in "iub" else rows.astype(np.float64)
         falling = ~rows if rows.dtype.kind in "iu" else -values.astype(np.float64, copy=False)
     places = _smallest(falling, count)
@@ -125,7 +125,7 @@ def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool)
 
 
 def _smallest(rows: Array, count: int) -> Array:
-    """Indices of the smallest numbers of each row, in order."""
+    """Return the indices of the `count` smallest numbers of each row, smallest first."""
     if rows.shape[1] < max(MANY_CLASSES, 8 * count):
         return np.argsort(rows, axis=1, kind="stable")[:, :count]
     return np.array([_smallest_of_many(row, count) for row in rows], np.intp).reshape(len(rows), count)
@@ -133,7 +133,7 @@ def _smallest(rows: Array, count: int) -> Array:
 
 def _smallest_of_many(row: Array, count: int) -> Array:
     last = np.partition(row, count - 1)[count - 1]
-    # With ties of the last one: lower indices come first.
+    # Among equal numbers at the boundary, lower indices come first.
     places = np.arange(len(row)) if last != last else np.flatnonzero(row <= last)  # noqa: PLR0124  (true for NaN alone)
     return places[np.argsort(row[places], kind="stable")][:count]
 
@@ -144,9 +144,9 @@ def _text(score: str, index: int, labels: Sequence[str]) -> bytes:
 
 
 def parameters_of(outputs: Tensors) -> bytes:
-    """The parameters of a response as a message to append to it: protobuf merges concatenated messages.
+    """Return the parameters of a response as a message to append to it: protobuf merges concatenated messages.
 
-    https://protobuf.dev/programming-guides/encoding/#last-one-wins
+    See https://protobuf.dev/programming-guides/encoding/#last-one-wins.
     """
     if not isinstance(outputs, RemarkedAnswer):
         return b""

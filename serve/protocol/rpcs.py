@@ -22,7 +22,7 @@ from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.model_statistics import Duration
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.observability.observability import Observability
-from halfserve.serve.observability.settings import OTLP, Value
+from halfserve.serve.observability.settings import Value, file_of, is_tritons
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
 
@@ -31,7 +31,7 @@ RECHECK_S = 1.0
 M = TypeVar("M", bound=Message)
 Answer = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
 FILE_PREFIX = "file:"
-MAX_SETTINGS = 64  # of one request, more than exist
+MAX_SETTINGS = 64  # most settings of one request, more than exist
 TensorMetadata = pb.ModelMetadataResponse.TensorMetadata
 # v1 has v1alpha's messages under another package name; newer tools ask for it first.
 VERSIONS = ("v1", "v1alpha")
@@ -50,7 +50,7 @@ class Health:
         self._overall = {"", inference_service}
 
     def check(self, request: health_pb2.HealthCheckRequest) -> Message:
-        """The current status.
+        """Return the current status.
 
         Raises:
             NotFoundError: neither a service nor a model has this name.
@@ -61,7 +61,7 @@ class Health:
         return HealthResponse(status=status)  # type: ignore[no-any-return]  # grpc_health ships no types
 
     async def watch(self, requests: AsyncIterator[health_pb2.HealthCheckRequest]) -> AsyncIterator[Message]:
-        """The current status, and each change."""
+        """Yield the current status, and then each change."""
         async for request in requests:
             sent: int | None = None
             while True:
@@ -95,7 +95,7 @@ class RepositoryRpcs:
         self._core = core
 
     def methods(self) -> dict[str, tuple[type[Message], Answer]]:
-        """Method name -> (request class, handler)."""
+        """Return method name -> (request class, handler)."""
         return {
             "RepositoryIndex": (pb.RepositoryIndexRequest, one_message(self.index)),
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, one_message(self.load)),
@@ -103,7 +103,7 @@ class RepositoryRpcs:
         }
 
     async def index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        """Every model version with its state and reason; with `ready`, ready versions only."""
+        """List every model version with its state and reason; with `ready`, ready versions only."""
         _require_no_repository(request.repository_name)
         await self._core.refresh()
         served = {(model.name, str(model.version)): model.properties for model in self._core.models()}
@@ -123,7 +123,7 @@ class RepositoryRpcs:
     async def load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
         """Load or reload a model; answers once it serves.
 
-        Parameters: "config", a ModelConfig as JSON; "file:<path in the model folder>", the content of a file.
+        The request's parameters: "config", a ModelConfig as JSON; "file:<path in the model folder>", the content of a file.
         """
         _require_no_repository(request.repository_name)
         config: str | None = None
@@ -141,7 +141,8 @@ class RepositoryRpcs:
     async def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
         """Unload a model; answers once its accepted requests are answered.
 
-        Parameter "unload_dependents": with an ensemble, also unload the models that were loaded for its steps only.
+        The request's parameter "unload_dependents": with an ensemble, also unload the models that were loaded for its steps
+        only.
         """
         _require_no_repository(request.repository_name)
         dependents = False
@@ -154,7 +155,7 @@ class RepositoryRpcs:
 
 
 def one_message(answer: Callable[[Any], Awaitable[M]]) -> Answer:
-    """A unary method as a stream."""
+    """Implement a unary method as a stream."""
 
     async def stream(requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         received: list[Any] = []
@@ -220,16 +221,21 @@ class SharedMemoryRpcs:
 class SettingsRpcs:
     """TraceSetting and LogSettings: without changes they return the current settings."""
 
-    def __init__(self, core: InferenceCore, observability: Observability) -> None:
+    def __init__(self, core: InferenceCore, observability: Observability, *, shows_file: bool) -> None:
+        """`shows_file`: the callers may change the settings of the whole server, so that a file in Triton's format is named to
+        them, as scripts expect of Triton. All others read "file" in its place, as a path tells about the machine.
+        """
         self._core = core
         self._observability = observability
+        self._shows_file = shows_file
 
     def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
-        """The settings of a model, or the global ones, which models without own settings follow.
+        """Change settings if there are any, and return those of a model, or the global ones, which models without own settings
+        follow.
 
         Raises:
-            NotFoundError: no such model.
-            InvalidArgumentError: no such setting or value; nothing has been changed.
+            NotFoundError: there is no such model.
+            InvalidArgumentError: there is no such setting or value; nothing has been changed.
             FailedPreconditionError: traces have no destination.
         """
         _check_count(len(request.settings))
@@ -239,18 +245,20 @@ class SettingsRpcs:
         self._observability.update_traces(request.model_name, changes)
         to = self._observability.trace_to
         values = self._observability.traces.of(request.model_name).as_values()
-        # The file's path is not disclosed.
-        values |= {"trace_mode": ["opentelemetry"], "trace_file": [to if to in {"", OTLP} else "file"]}
+        file, mode = file_of(to), "triton" if is_tritons(to) else "opentelemetry"
+        if file and not (is_tritons(to) and self._shows_file):
+            file = "file"
+        values |= {"trace_mode": [mode], "trace_file": [file or to]}
         response = pb.TraceSettingResponse()
         for name, value in values.items():
             response.settings[name].value.extend(value)
         return response
 
     def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        """The log settings after the changes; see `LogSettings.shown`.
+        """Return the log settings after the changes; see `LogSettings.shown`.
 
         Raises:
-            InvalidArgumentError: no such setting or value; nothing has been changed.
+            InvalidArgumentError: there is no such setting or value; nothing has been changed.
         """
         _check_count(len(request.settings))
         changes = {name: _given(name, setting) for name, setting in request.settings.items()}
@@ -282,7 +290,7 @@ def _given(name: str, setting: pb.LogSettingsRequest.SettingValue) -> Value:
 
 
 def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataResponse:
-    """Inputs and outputs with the batch dimension, and every served version."""
+    """Describe inputs and outputs with the batch dimension, and name every served version."""
     return pb.ModelMetadataResponse(
         name=model.name,
         versions=[str(m.version) for m in versions],
@@ -294,7 +302,7 @@ def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataR
 
 
 def model_statistics(model: Model) -> pb.ModelStatistics:
-    """The counters, in Triton's fields."""
+    """Return the counters in Triton's fields."""
     s = model.statistics.totals
     return pb.ModelStatistics(
         name=model.name,
@@ -333,7 +341,7 @@ def _duration(duration: Duration) -> pb.StatisticDuration:
 
 
 def reflection_methods(services: Iterable[str]) -> dict[str, tuple[type[Message], Answer]]:
-    """Server reflection, for grpcurl and similar tools.
+    """Return the methods of server reflection, for grpcurl and similar tools.
 
     Returns:
         Method path -> (request class, handler) for every version of the service.

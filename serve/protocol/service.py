@@ -39,20 +39,20 @@ INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 LOAD = "RepositoryModelLoad"
 SERVER_NAME = "halfserve"
-# Triton's names.
+# Names of the protocol extensions, as Triton spells them.
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
     *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
 )
 SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
-Headers = Mapping[bytes, bytes]  # of a call, names in lower case
+Headers = Mapping[bytes, bytes]  # headers of a call, names in lower case
 FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
 
 
 @dataclass(frozen=True)
 class UnaryMethod:
-    """One message each way, answered at once."""
+    """A method with one message each way, answered at once."""
 
     request: type[Message]
     answer: Callable[[Any], Message]
@@ -60,13 +60,13 @@ class UnaryMethod:
 
 @dataclass(frozen=True)
 class StreamMethod:
-    """Any number of messages each way.
+    """A method with any number of messages each way.
 
     Attributes:
-        request: the class of requests.
-        answer: to them.
+        request: class of the requests.
+        answer: takes the requests and yields the responses.
         is_large: a request may carry a model's files.
-        with_headers: the method for calls with these headers; None where they do not matter.
+        with_headers: returns the method for calls with these headers; None if headers do not matter.
     """
 
     request: type[Message]
@@ -76,13 +76,13 @@ class StreamMethod:
 
 
 class Service:
-    """All methods, by path.
+    """The RPCs that one server answers, by path.
 
     Attributes:
         spread: makes a service answer for several servers that serve together; None for a server that serves alone.
-        exposition: the answer to a scrape of the metrics, of the service's core; None for the usual one.
-        inference_with: the entry for inference requests with these headers; None: `inference`, whatever they are.
-        forwarded: which headers become parameters of inference requests.
+        exposition: answers scrapes of the metrics; None for the service's own metrics.
+        inference_with: returns the entry for inference requests with these headers; None if all use `inference`.
+        forwarded: selects the headers that become parameters of inference requests.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Service:
         forwarded: ForwardedHeaders | None = None,
         beside: Service | None = None,
     ) -> None:
-        """A service with its own shared memory and observability, or with those of `beside`, a service of the same server.
+        """Make a service with its own shared memory and observability, or with those of `beside`, a service of the same server.
 
         Raises:
-            FailedPreconditionError: traces are requested, and impossible.
+            FailedPreconditionError: traces are requested but cannot be recorded.
         """
         self.core = core
         self.server_version = server_version
@@ -112,7 +112,7 @@ class Service:
         else:
             self.observability, self.memory = beside.observability, beside.memory
         self.inference = Inference(core, self.memory)
-        settings, shared = SettingsRpcs(core, self.observability), SharedMemoryRpcs(self.memory)
+        settings, shared = SettingsRpcs(core, self.observability, shows_file=beside is None), SharedMemoryRpcs(self.memory)
         health = Health(core, SERVICE)
         # Methods with one message each way.
         self.unary: dict[str, UnaryMethod] = {
@@ -144,28 +144,28 @@ class Service:
             self.streams[path] = StreamMethod(request, answer)
 
     def inference_of(self, headers: Headers, forwarded: HeaderPattern | None) -> WatchableInference:
-        """The entry for inference requests with these headers, some of which become parameters."""
+        """Return the entry for inference requests with these headers; headers that `forwarded` selects become parameters."""
         inference = self.inference if self.inference_with is None else self.inference_with(headers)
         return inference if forwarded is None else forwarded.forwarding(inference, headers)
 
     def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)
-        """Whether the models of this name are visible to the callers of this service."""
+        """Return whether the models of this name are visible to the callers of this service."""
         return True
 
     def tell(self, name: str, read: Callable[[], float]) -> None:
-        """Register a figure of the transport for the metrics, by its name there."""
+        """Register a figure of the transport under its name in the metrics."""
         self.core.figures.readings[name] = read
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     def server_ready(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """Whether requests are accepted; false while the server drains."""
+        """Answer whether requests are accepted; false while the server drains."""
         return pb.ServerReadyResponse(ready=self.core.is_ready)
 
     def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Whether the model takes requests: false while it loads for the first time, after a failed load, and for unknown
-        models, as in Triton.
+        """Answer whether the model takes requests: false while it loads for the first time, after a failed load, and for
+        unknown models, as in Triton.
         """
         try:
             ready = self.core.is_model_ready(request.name, request.version)
@@ -174,7 +174,7 @@ class Service:
         return pb.ModelReadyResponse(ready=ready)
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Name, version and protocol extensions."""
+        """Answer the server's name, version and protocol extensions."""
         extensions = [*EXTENSIONS]
         if self.memory.enabled:
             extensions += [SYSTEM_MEMORY, DEVICE_MEMORY] if has_cuda() else [SYSTEM_MEMORY]
@@ -185,12 +185,12 @@ class Service:
         return model_metadata(model, self.core.versions(request.name))
 
     def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """The completed configuration."""
+        """Answer the completed configuration."""
         model = self.core.model(request.name, request.version)
         return pb.ModelConfigResponse(config=without_steps(model.config) if self.core.hides_steps(model) else model.config)
 
     def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """Counters of one model version, of all versions of a model, or of all models."""
+        """Answer the counters of one model version, of all versions of a model, or of all models."""
         if not request.name:
             models = self.core.models()
         elif request.version:
@@ -201,17 +201,17 @@ class Service:
 
 
 class LimitedService(Service):
-    """View of a service that is restricted to permitted models; shared memory, logs and traces are the whole server's.
+    """View of a service that is restricted to permitted models; shared memory, logs and traces are those of the whole server.
 
-    Its request cache is its own, some megabytes at most: a cached request has passed the permission check.
+    It has a request cache of its own, of at most some megabytes, because a cached request has passed the permission check.
     """
 
     def __init__(self, whole: Service, may_use: Callable[[str], bool]) -> None:
-        """`may_use` tells by a model's name whether it is visible."""
+        """`may_use` returns whether a caller may see the model of this name."""
         self._may_use = may_use
         self._view = RestrictedCore(whole.core, may_use)
         super().__init__(self._view, server_version=whole.server_version, forwarded=whole.forwarded, beside=whole)
-        for name in ("TraceSetting", "LogSettings"):  # before they are spread
+        for name in ("TraceSetting", "LogSettings"):  # before `spread` wraps the methods
             path = f"/{SERVICE}/{name}"
             method = self.unary[path]
             self.unary[path] = UnaryMethod(method.request, partial(_of_one_model, method.answer))

@@ -1,6 +1,6 @@
 """Tensors that a client on this machine passes in shared memory instead of sending them.
 
-A region is known by its name alone, in system memory or on a CUDA device. Names are never disclosed to other clients.
+A region is identified by its name, in system memory or on a CUDA device. Names are never disclosed to other clients.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BY
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, open_cuda_region, open_system_region
 
 OFF: Final = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
-MAX_BYTES: Final = 2**31 - 1  # of one request's inputs, as in one message
-WINDOW_BYTES: Final = 2**16  # read ahead in a BYTES tensor
+MAX_BYTES: Final = 2**31 - 1  # most bytes of one request's inputs, as in one message
+WINDOW_BYTES: Final = 2**16  # bytes that are read ahead in a BYTES tensor
 
 
 class Region(Protocol):
@@ -60,25 +60,25 @@ Kind = TypeVar("Kind", SystemRegion, CudaRegion)
 
 @dataclass(frozen=True, kw_only=True)
 class RegionSlice:
-    """The location of one tensor."""
+    """The location of one tensor in a region."""
 
-    region: str  # its name
-    offset: int  # from the region's start, in bytes
-    byte_size: int  # of the tensor, or the room for it
+    region: str  # the region's name
+    offset: int  # distance from the region's start, in bytes
+    byte_size: int  # size of the tensor, or of the room for it
 
 
 class SharedMemory:
     """The registered regions.
 
     Attributes:
-        enabled: clients may use them.
-        uses: the number of requests without an answer that use a region, by its name; see `RegionUse`.
+        enabled: whether clients may use shared memory.
+        uses: number of unanswered requests that use a region, by the region's name; see `RegionUse`.
     """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
-        # Number of the latest registration, counted from 1. A request notes it when it arrives: a region registered later under
-        # the same name may be another client's.
+        # Number of the latest registration, counted from 1. A request notes it when it arrives: a region that is registered
+        # later under the same name may be another client's.
         self.latest = 0
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
@@ -133,10 +133,10 @@ class SharedMemory:
             )
 
     def regions(self, name: str, kind: type[Kind]) -> list[Kind]:
-        """The region of this name and kind; "" lists all of the kind.
+        """Return the region of this name and kind; "" lists all of the kind.
 
         Raises:
-            NotFoundError: it is not registered.
+            NotFoundError: the region is not registered.
         """
         found = [region for region in self._regions.values() if isinstance(region, kind) and name in {"", region.name}]
         if name and not found:
@@ -178,15 +178,15 @@ class SharedMemory:
         region.write(place.offset, data)
 
     def check(self, place: RegionSlice, *, since: int | None = None) -> Region:
-        """The region of a slice.
+        """Return the region of a slice.
 
         Args:
-            place: of a tensor.
+            place: the slice of one tensor.
             since: `latest` when the request arrived; None for a request that has just arrived.
 
         Raises:
             UnsupportedError: shared memory is off.
-            NotFoundError: it is not registered, or has been replaced since the request arrived.
+            NotFoundError: the region is not registered, or has been replaced since the request arrived.
             InvalidArgumentError: the slice exceeds the region.
         """
         if not self.enabled:
@@ -232,13 +232,13 @@ class RegionUse:
         self._has_ended = False
 
     def begin(self) -> None:
-        """The request is queued. Nothing happens where it has ended before."""
+        """Count the request as queued. Does nothing if the request has ended before."""
         if not self._has_ended:
             for name in self._names:
                 self._uses[name] = self._uses.get(name, 0) + 1
 
     def end(self) -> None:
-        """The request has its answer, or its client has gone. Ending twice does no harm."""
+        """Count the request as answered, or as abandoned by its client. May be called twice."""
         if not self._has_ended:
             self._has_ended = True
             for name in self._names:
@@ -252,7 +252,7 @@ def _unknown(name: str) -> NotFoundError:
 
 
 def slice_of(what: str, parameters: Any) -> RegionSlice | None:
-    """The slice that a tensor's parameters name; None if the tensor is sent.
+    """Return the slice that a tensor's parameters name; None if the tensor's bytes are in the request.
 
     Args:
         what: opens the error's text: "input 'x'".

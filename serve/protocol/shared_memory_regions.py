@@ -14,13 +14,13 @@ from halfserve.serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDe
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
 
 FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
-MAX_NAME_BYTES = 255  # of a file
+MAX_NAME_BYTES = 255  # most bytes of a file's name
 
 
 class SharedFile:
-    """Closes its descriptor when unreferenced.
+    """A file descriptor that is closed once unreferenced.
 
-    A thread may read while the region is unregistered: the descriptor number must not be reused meanwhile.
+    A thread may still read while the region is unregistered: the descriptor's number must not be reused meanwhile.
     """
 
     __slots__ = ("descriptor",)
@@ -36,11 +36,11 @@ class SharedFile:
 class SystemRegion:
     """A part of a shared memory file."""
 
-    name: str  # used by requests
-    key: str  # of the file
-    offset: int  # of the region in the file, in bytes
-    byte_size: int  # of the region
-    file: SharedFile  # that holds it
+    name: str  # the name that requests use
+    key: str  # name of the shared memory object
+    offset: int  # start of the region in the file, in bytes
+    byte_size: int  # size of the region
+    file: SharedFile  # the open file
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Copy bytes of the region to `target`.
@@ -49,7 +49,7 @@ class SystemRegion:
             InvalidArgumentError: the client has shrunk the file.
         """
         at = 0
-        while at < target.nbytes:  # preadv reads at most 2 GiB
+        while at < target.nbytes:  # the loop is needed because preadv reads at most 2 GiB
             count = os.preadv(self.file.descriptor, [target[at:]], self.offset + offset + at)
             if not count:
                 raise self._shrunk()
@@ -64,7 +64,7 @@ class SystemRegion:
         view, at = memoryview(data), 0
         if self.offset + offset + len(view) > os.fstat(self.file.descriptor).st_size:  # a write would extend it
             raise self._shrunk()
-        while at < len(view):  # short writes when memory runs out
+        while at < len(view):  # writes are short when memory runs out
             try:
                 at += os.pwrite(self.file.descriptor, view[at:], self.offset + offset + at)
             except OSError as error:
@@ -113,10 +113,10 @@ def _is_file_name(text: str) -> bool:
 class CudaRegion:
     """Device memory that a client has exported."""
 
-    name: str  # used by requests
-    device_id: int  # of the device
-    byte_size: int  # of the region
-    memory: SharedDeviceMemory  # that holds it
+    name: str  # the name that requests use
+    device_id: int  # number of the CUDA device
+    byte_size: int  # size of the region
+    memory: SharedDeviceMemory  # the opened device memory
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Copy bytes of the region to `target`.

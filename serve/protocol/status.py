@@ -10,7 +10,7 @@ from halfserve.serve.engine.errors import InferenceError, QueueFullError, Unavai
 
 
 class Code(IntEnum):
-    """Of gRPC, see https://grpc.github.io/grpc/core/md_doc_statuscodes.html for their meaning."""
+    """gRPC's status codes, whose meaning https://grpc.github.io/grpc/core/md_doc_statuscodes.html defines."""
 
     CANCELLED = 1
     UNKNOWN = 2
@@ -48,7 +48,7 @@ CODES: dict[type[InferenceError], Code] = {
     errors.UnavailableError: Code.UNAVAILABLE,
     errors.UnauthenticatedError: Code.UNAUTHENTICATED,
 }
-RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's own name for "try again in so many milliseconds"
+RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's trailer that asks a client to retry after a number of milliseconds
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ class Status:
 
 
 def status_of(error: Exception) -> Status:
-    """The status of an error. Unexpected exceptions are INTERNAL, and their text is not disclosed."""
+    """Return the status of an error. Unexpected exceptions are INTERNAL, and their text is not disclosed."""
     if not isinstance(error, InferenceError):
         return Status(Code.INTERNAL, "the server failed on this request; its log says why")
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
-    # A class of a room of its own, which derives from one of these, has that one's code.
+    # A class that derives from one of these, defined elsewhere, has the code of its base class.
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Code.INTERNAL)
     return Status(code, str(error), trailers)
 
 
 def error_of(code: int, text: str, retry_after_s: float | None = None) -> InferenceError:
-    """The error with this status, which another server has answered; one of an unknown code is INTERNAL."""
+    """Return the error for a status that another server has answered; an unknown code becomes a BackendError."""
     if code == Code.RESOURCE_EXHAUSTED:
         if retry_after_s is None:
             return errors.ResourceExhaustedError(text)
@@ -84,7 +84,7 @@ def error_of(code: int, text: str, retry_after_s: float | None = None) -> Infere
 
 
 def status_name(error: Exception | None) -> str:
-    """The name of an error's status; CANCELLED for None."""
+    """Return the name of an error's status; CANCELLED for None."""
     if error is None:
         return "CANCELLED"
     return Code(status_of(error).code).name

@@ -1,1 +1,1 @@
-"""Who may talk to the server, what they may ask for, and how much of it. What is off costs requests nothing."""
+"""Authentication, authorization, TLS and limits of clients. Features that are off add no cost to requests."""

@@ -13,8 +13,8 @@ from halfserve.serve.protocol.inference import Cancel, Reply, Watch, WatchableIn
 from halfserve.serve.protocol.messages import parse_request
 from halfserve.serve.security.options import ClientLimits
 
-MAX_REMEMBERED = 10_000  # clients that are not connected
-CONCURRENCY_RETRY_S = 0.1  # when a request in progress will end is unknown
+MAX_REMEMBERED = 10_000  # most clients whose allowance is remembered while they are not connected
+CONCURRENCY_RETRY_S = 0.1  # suggested wait: when a request in progress will end is unknown
 REGION = "shared_memory_region"
 REGION_BYTES = REGION.encode()
 Clock = Callable[[], float]
@@ -22,7 +22,7 @@ Check = Callable[[], None]
 
 
 class ClientAllowance:
-    """One client's token bucket, and its requests in progress."""
+    """The token bucket of one client, and the number of its requests in progress."""
 
     __slots__ = ("__weakref__", "_allowance", "_burst", "_clock", "_filled_s", "_in_progress", "_max", "_rate")
 
@@ -36,7 +36,7 @@ class ClientAllowance:
         """Take one request from the bucket.
 
         Raises:
-            RateLimitedError: it is empty.
+            RateLimitedError: the bucket is empty.
         """
         if self._rate is None:
             return
@@ -71,7 +71,7 @@ class ClientAllowance:
 
 
 class ClientAllowances:
-    """The allowances of all connected clients, and of the latest others, so that memory stays bounded."""
+    """The allowances of all connected clients, and of the most recent others up to a limit, so that memory stays bounded."""
 
     def __init__(self, limits: ClientLimits, clock: Clock = time.monotonic, max_remembered: int = MAX_REMEMBERED) -> None:
         self._limits, self._clock, self._max_remembered = limits, clock, max_remembered
@@ -93,7 +93,7 @@ class ClientAllowances:
 
 
 def network_of(peer: str) -> str:
-    """The client that an address with a port counts as: an IPv4 address itself, an IPv6 address's /64 network."""
+    """Return the client that an address with a port counts as: an IPv4 address itself, an IPv6 address's /64 network."""
     host = peer.rpartition(":")[0].strip("[]") if ":" in peer else peer
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -121,7 +121,7 @@ class GatedInference:
         count: Callable[[InferenceError], None],
         is_charged: bool = False,
     ) -> None:
-        """An entry.
+        """Wrap an entry with the checks and limits of one caller.
 
         Args:
             inference: answers requests.
@@ -129,7 +129,7 @@ class GatedInference:
             check: raises once the caller's token is no longer valid: a stream may last longer than a token.
             may_share: whether requests may name shared memory.
             count: called with each refusal.
-            is_charged: the requests have been charged already.
+            is_charged: whether the requests have been charged already.
         """
         self._is_charged = is_charged
         self._inference = inference
@@ -143,7 +143,7 @@ class GatedInference:
 
         Raises:
             UnauthenticatedError: the caller's token is no longer valid.
-            PermissionDeniedError: the request names shared memory, and the token lacks that role.
+            PermissionDeniedError: the request names shared memory, which the token's roles do not include.
             RateLimitedError: the caller is over its limit.
         """
         share = self._share
@@ -205,11 +205,11 @@ class _CountedRequest:
 
 
 def _names_region(data: bytes) -> bool:
-    """Whether a request has this parameter; the quick search may also find the word within a tensor."""
+    """Return whether a request names a shared memory region; the quick search may also find the word within a tensor."""
     if REGION_BYTES not in data:
         return False
     try:
         request = parse_request(data)
     except InvalidArgumentError:
-        return False  # refused later for that
+        return False  # malformed requests are refused later, with that error
     return any(REGION in i.parameters for i in request.inputs) or any(REGION in o.parameters for o in request.outputs)

@@ -22,8 +22,8 @@ class Reloadable(Generic[T]):
     """The latest usable content of some files.
 
     Attributes:
-        value: that content; the same object until the content changes.
-        is_stale: the files could not be used when they were read last; `value` is older.
+        value: the parsed content; the same object until the content changes.
+        is_stale: whether the last read failed, so that `value` is older than the files.
     """
 
     def __init__(self, read: Callable[[], T], kept: str, paths: Sequence[Path] = ()) -> None:
@@ -31,8 +31,8 @@ class Reloadable(Generic[T]):
 
         Args:
             read: reads all files, or raises SecurityError.
-            kept: what stays valid after a failed reload, for the log line.
-            paths: of the files.
+            kept: names what stays valid after a failed reload, for the log line.
+            paths: the files that `read` reads.
 
         Raises:
             SecurityError: the files cannot be used.
@@ -48,7 +48,7 @@ class Reloadable(Generic[T]):
         """Read the files again; returns whether the content has changed. Unusable files change nothing and are logged.
 
         Args:
-            again: an automatic retry, which does not log the same error twice.
+            again: whether this is an automatic retry, which does not log the same error twice.
         """
         try:
             self._refuse_pipes()
@@ -65,24 +65,24 @@ class Reloadable(Generic[T]):
         return True
 
     def _refuse_pipes(self) -> None:
-        """Opening a pipe a second time would wait for a writer."""
+        """Raise for a pipe: opening it a second time would wait for a writer."""
         for path in self._paths:
-            with contextlib.suppress(OSError):  # `read` reports it
+            with contextlib.suppress(OSError):  # `read` reports a missing file
                 if stat.S_ISFIFO(path.stat().st_mode):
                     raise SecurityError(f"{path} is a pipe, which can be read only once; expected a regular file")
 
 
 class FileWatch:
-    """Polls files for changes. A file that is still being written differs between two polls, and waits for the next one.
+    """Polls files for changes. A file that is still being written differs between two polls, and is read after a later one.
 
-    A pipe in a file's place is read once and never changes.
+    A pipe in place of a file is read once and never changes.
     """
 
     def __init__(self, paths: Sequence[Path], interval_s: float, changed: Callable[[bool], bool]) -> None:
-        """A watch that takes the files' present state as known: make it before the files are read.
+        """Take the files' present state as known: make the watch before the files are read.
 
         Args:
-            paths: of the files; links are followed.
+            paths: the files to watch; links are followed.
             interval_s: seconds between two polls.
             changed: called on the event loop after a change that was stable over two polls, with False. If it returns False,
                 it is called again after each poll, with True: the cause of a failure may lie outside the files.
@@ -105,7 +105,7 @@ class FileWatch:
         while True:
             await asyncio.sleep(self._interval_s)
             before = self._seen
-            with contextlib.suppress(RuntimeError):  # no thread can be started now: the next poll is soon
+            with contextlib.suppress(RuntimeError):  # no thread can be started now; the next poll tries again
                 self._seen = await asyncio.to_thread(_stamps, self._paths)
             if self._seen != before:
                 continue
@@ -137,7 +137,7 @@ class ClockWatch:
 
 
 class Reminder:
-    """Logs a warning once, and again when its text changes."""
+    """Logs a warning once, and again whenever its text changes."""
 
     def __init__(self) -> None:
         self._said = ""
@@ -150,7 +150,7 @@ class Reminder:
 
 
 def ends_in(end_s: float, now_s: float) -> str:
-    """When something ends, for a warning: "expires in 3 days", in whole days so that the text changes once a day."""
+    """Return when something ends, for a warning: "expires in 3 days", in whole days so that the text changes once a day."""
     if end_s <= now_s:
         return "has expired"
     days = int((end_s - now_s) // DAY_S)

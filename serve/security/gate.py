@@ -1,4 +1,4 @@
-"""The gate of one listening port: which calls are admitted, and what an admitted caller may do."""
+"""The gate of one listening port, which decides which calls are admitted and what an admitted caller may do."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Gate:
         shared_memory: bool = True,
         restricted: RestrictedApis = UNRESTRICTED,
     ) -> None:
-        """A gate.
+        """Make the gate of one port.
 
         Args:
-            tokens: that are admitted; None admits every caller.
+            tokens: the accepted tokens; None admits every caller.
             shares: the clients' allowances; None sets no limits.
-            admin_elsewhere: refuse here what changes the server.
+            admin_elsewhere: whether to refuse RPCs that change the server, because they are served on another port.
             count: called with each refusal.
             shared_memory: whether the server has any; without it, requests need not be searched for its parameters.
-            restricted: which calls ask for a header.
+            restricted: the calls that require a header.
         """
         self._restricted = restricted
         self._shared_memory = shared_memory
@@ -72,12 +72,13 @@ class Gate:
         """Admit a call of an RPC.
 
         Args:
-            path: of the RPC.
-            headers: of the call, names in lower case.
+            path: path of the RPC.
+            headers: headers of the call, names in lower case.
 
         Raises:
             UnauthenticatedError: there is no valid token, or there are several `authorization` headers.
-            PermissionDeniedError: the token does not carry the role, the RPC is for another port, or it lacks a header.
+            PermissionDeniedError: the token does not carry the role, the RPC is served on another port, or the call lacks a
+                header.
         """
         is_admin = path in ADMIN_METHODS
         return self._admit(method_role(path), headers, partial(self._restricted.check_method, path), is_admin=is_admin)
@@ -130,8 +131,8 @@ class Bearer:
     """A caller with an accepted token.
 
     Attributes:
-        holder: of the token.
-        tokens: the file's tokens, which must still contain it.
+        holder: the token's holder.
+        tokens: the current tokens, which must still contain the holder's.
     """
 
     holder: TokenHolder
@@ -141,18 +142,18 @@ class Bearer:
         """Check that the token is still valid.
 
         Raises:
-            UnauthenticatedError: it has been revoked, or has expired.
+            UnauthenticatedError: the token has been revoked or changed, or has expired.
         """
         self.tokens.check(self.holder)
 
 
 class AccessGrant:
-    """What an admitted caller may do: in all calls of a connection with the same headers, or in one HTTP request.
+    """The rights of an admitted caller, in all calls of a connection with the same headers or in one HTTP request.
 
     Attributes:
-        is_counted: `charge` must be called before each call: it is limited, or its token may expire meanwhile.
-        sees_all: no model is hidden.
-        is_trusted: a token was accepted, or none is required on this port.
+        is_counted: whether `charge` must be called before each call, because the caller is limited or its token may expire.
+        sees_all: whether no model is hidden from the caller.
+        is_trusted: whether a token was accepted, or none is required on this port.
         holder: the name of the token's holder; "" without a token.
     """
 
@@ -168,16 +169,16 @@ class AccessGrant:
         requires_token: bool,
         count: Count,
     ) -> None:
-        """A grant.
+        """Make the grant of one caller.
 
         Args:
-            bearer: of a token; None where the call requires none.
+            bearer: the caller's accepted token; None for a call that requires none.
             rights: the models that may be used; None stands for all.
-            rights_now: reads the rights again, of a caller that needs no token and may have sent one; None without tokens.
-            views: restricted services, by rights.
-            shares: that calls are charged to; None charges nothing.
+            rights_now: returns the present rights of a caller that needs no token but may have sent one; None without tokens.
+            views: makes the services restricted to some models.
+            shares: allowances that calls are charged to; None charges nothing.
             may_share: whether requests may name shared memory.
-            requires_token: whether calls that are not open to all require one.
+            requires_token: whether calls that are not open to all require a token.
             count: called with each refusal.
         """
         self._bearer = bearer
@@ -193,7 +194,7 @@ class AccessGrant:
         self.is_counted = shares is not None or (bearer is not None and bearer.holder.expires_s is not None)
 
     def service(self, service: Service) -> Service:
-        """A service, restricted to the models that the caller may use."""
+        """Return the service, restricted to the models that the caller may use."""
         return service if self._rights is None else self._views.of(service, self._rights)
 
     def check(self) -> None:
@@ -210,12 +211,12 @@ class AccessGrant:
             raise
 
     def unary(self, method: UnaryMethod) -> UnaryMethod:
-        """A method that checks the token again when the request has arrived."""
+        """Return a method that checks the token again when the request has arrived."""
         return method if self._bearer is None else replace(method, answer=partial(_checked_answer, self.check, method.answer))
 
     def stream(self, method: StreamMethod) -> StreamMethod:
-        """A method that checks again: the token with each request and at their end, or without a token the rights with each
-        answer.
+        """Return a method that checks again: the token with each request and at their end, or without a token the rights with
+        each answer.
         """
         if self._bearer is None:
             if self._rights_now is None:
@@ -224,7 +225,7 @@ class AccessGrant:
         return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
 
     def charge(self, peer: str) -> None:
-        """Charge one call before anything is done for it; gRPC inference is charged with each request (see `inference`).
+        """Charge one call before any work is done for it; gRPC inference is charged per request instead (see `inference`).
 
         Args:
             peer: the client's address, with its port.
@@ -244,12 +245,12 @@ class AccessGrant:
             raise
 
     def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
-        """The entry for inference requests: the given one if there is nothing to check.
+        """Return the entry for inference requests: the given one if there is nothing to check.
 
         Args:
             inference: answers requests.
             peer: the client's address, with its port.
-            is_charged: the requests have been charged already.
+            is_charged: whether the requests have been charged already.
         """
         share, bearer = self._share(peer), self._bearer
         if bearer is None and share is None:
@@ -260,14 +261,14 @@ class AccessGrant:
         )
 
     async def _while_rights_last(self, answers: AsyncIterator[Message]) -> AsyncIterator[Message]:
-        """Answers to a watch, such as of a model's health, until the caller's rights change."""
+        """Yield the answers to a watch, such as of a model's health, until the caller's rights change."""
         async for answer in answers:
             if self._rights_now is not None and self._rights_now() != self._rights:
                 raise UnauthenticatedError(CHANGED_TOKEN)
             yield answer
 
     def client(self, peer: str) -> str:
-        """The client that the caller counts as: the token's holder, or the network of an address with a port."""
+        """Return the client that the caller counts as: the token's holder, or the network of an address with a port."""
         # A name in the token file has no colon, so that it cannot equal an address's key.
         return f"address:{network_of(peer)}" if self._bearer is None else self._bearer.holder.name
 
@@ -288,7 +289,7 @@ class ServiceViews:
         return view
 
     def keep(self, rights: Iterable[ModelRights | None]) -> None:
-        """Close the views of all other rights."""
+        """Close the views of all rights but these."""
         kept = set(rights)
         for key in [key for key in self._made if key[1] not in kept]:
             self._made.pop(key).close()

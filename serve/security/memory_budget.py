@@ -1,9 +1,9 @@
-"""The memory budget of all clients together: unanswered requests and unread answers.
+"""The memory budget of all clients together, which counts unanswered requests and unread answers.
 
-A server has one budget, and each connection counts what it holds in a share of it. Up to three quarters of the budget no share
-waits. Beyond that the shares are levelled: shares below the level grow, shares above it wait. One waiting share at a time has
-priority at any size, so that one message of the allowed size always fits. Beyond the budget, new messages for a share above the
-level are refused.
+A server has one budget, and each connection counts the bytes that it holds in a share of it. While all shares together hold
+less than three quarters of the budget, no share waits. Beyond that the shares are levelled: shares below the level grow, shares
+above it wait. One waiting share at a time has priority at any size, so that one message of the allowed size always fits. Once
+the budget is spent, new messages for a share above the level are refused.
 
 Connections without an accepted token share a sixteenth of the budget and cannot use the rest.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import Final
 
 DEFAULT_BYTES: Final = 256 * 2**20
-STRANGERS_PART: Final = 16  # of the budget, for connections without an accepted token
-FREE_PART: Final = 4  # of the budget, kept for what flow control already allows clients to send
+STRANGERS_PART: Final = 16  # 1/16 of the budget is for connections without an accepted token
+FREE_PART: Final = 4  # 1/4 of the budget is kept for the bytes that flow control already allows clients to send
 MIN_WINDOW_BYTES: Final = 65_535  # the initial window of HTTP/2
-MIN_PROGRESS_BYTES: Final = 2**18  # of the share with priority, in each `patience_s`
-PRESS_STEPS: Final = 64  # shares are pressed again when an exceeded budget has grown by this part
-LAST_RESORT_PART: Final = 8  # exceeded by this part of the budget, clients have this time to read
+MIN_PROGRESS_BYTES: Final = 2**18  # bytes that the share with priority must grow by in each `patience_s`
+PRESS_STEPS: Final = 64  # shares are pressed again when the excess has grown by 1/64 of the budget
+LAST_RESORT_PART: Final = 8  # when the budget is exceeded by 1/8, clients have only LAST_RESORT_S to read
 LAST_RESORT_S: Final = 0.5
-BUCKETS: Final = 64  # of sizes, by powers of two
+BUCKETS: Final = 64  # number of classes of share sizes, by powers of two
 
 Soon = Callable[[Callable[[], None]], object]
 
@@ -32,17 +32,17 @@ def _call_soon(then: Callable[[], None]) -> object:
 
 
 def _nothing() -> None:
-    """The default callback of a share that cannot free or continue anything."""
+    """Do nothing: the default callback of a share that cannot free or continue anything."""
 
 
 class MemoryBudget:
-    """Of one server. Lives on the event loop."""
+    """The memory budget of one server. Lives on the event loop."""
 
     def __init__(self, limit_bytes: int, *, patience_s: float = 2.0, soon: Soon = _call_soon) -> None:
-        """An unused budget.
+        """Make an unused budget.
 
         Args:
-            limit_bytes: for all clients together.
+            limit_bytes: most bytes that all clients together may hold.
             patience_s: seconds in which the share with priority must make progress while others wait.
             soon: calls a function at the end of this turn of the event loop.
         """
@@ -63,10 +63,10 @@ class MemoryBudget:
     def share(
         self, *, is_known: bool, press: Callable[[], None] = _nothing, go_on: Callable[[], None] = _nothing
     ) -> MemoryShare:
-        """An empty share.
+        """Make an empty share.
 
         Args:
-            is_known: no token is required, or one was accepted.
+            is_known: whether no token is required, or one was accepted.
             press: called while memory is short and the share is above the level; frees what it can.
             go_on: called once, when a waiting share may continue.
         """
@@ -79,11 +79,11 @@ class MemoryBudget:
 
 
 class MemoryShare:
-    """What one connection, or one HTTP request, holds of the budget.
+    """The part of the budget that one connection, or one HTTP request, holds.
 
     Attributes:
-        size: in bytes.
-        turns_lost: how often it lost priority for lack of progress.
+        size: bytes that the share holds.
+        turns_lost: number of times that it lost priority for lack of progress.
     """
 
     __slots__ = ("_go_on", "_is_open", "_known", "_pool", "_press", "size", "turns_lost")
@@ -97,37 +97,37 @@ class MemoryShare:
 
     @property
     def is_known(self) -> bool:
-        """Whether it may use the whole budget."""
+        """Whether the share may use the whole budget."""
         return self._pool is self._known
 
     @property
     def is_short(self) -> bool:
-        """Whether it is above the level while memory is short; then it must not grow, unless it `goes_on`."""
+        """Whether the share is above the level while memory is short; then it must not grow unless `goes_on` allows it."""
         pool = self._pool
         return pool.total > pool.narrow and self.size > pool.level(pool.narrow)
 
     @property
     def is_held_up(self) -> bool:
-        """Whether it `is_short`, and another share has priority."""
+        """Whether the share `is_short`, and another share has priority."""
         return self.is_short and self is not self._pool.first
 
     @property
     def is_too_much(self) -> bool:
         """Whether the budget is spent and this share is above the level.
 
-        New messages for it are refused then, except the one with which it `goes_on`.
+        New messages for it are refused then, except the one for which `goes_on` returns True.
         """
         pool = self._pool
         return pool.total > pool.limit and self.size > pool.level(pool.limit)
 
     @property
     def excess(self) -> int:
-        """Bytes above the level of the whole budget."""
+        """Bytes by which the share exceeds the level, once the budget is exceeded; otherwise 0."""
         pool = self._pool
         return max(0, self.size - pool.level(pool.limit)) if pool.total > pool.limit else 0
 
     def patience_s(self, usual_s: float) -> float:
-        """Seconds in which a client above the level must read some bytes; few if the budget is exceeded by far."""
+        """Return the seconds in which a client above the level must read some bytes; few if the budget is exceeded by far."""
         pool = self._pool
         return min(usual_s, LAST_RESORT_S) if pool.total > pool.limit + pool.limit // LAST_RESORT_PART else usual_s
 
@@ -139,7 +139,7 @@ class MemoryShare:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes that a connection may send at once: all connections together fill the part kept free for that."""
+        """Bytes that a connection may send at once: with all connections at this limit, the part kept free for them is full."""
         pool = self._pool
         return max(MIN_WINDOW_BYTES, (pool.limit - pool.narrow) // max(1, pool.members))
 
@@ -152,7 +152,7 @@ class MemoryShare:
             self._pool.resize(self, size)
 
     def goes_on(self) -> bool:
-        """Whether it may grow. If not it waits, until `go_on` is called or this is called again."""
+        """Return whether the share may grow. If not, it waits until `go_on` is called or this is called again."""
         return not self.is_short or self._pool.is_first(self)
 
     def step_back(self) -> None:
@@ -160,7 +160,7 @@ class MemoryShare:
         self._pool.step_back(self)
 
     def trust(self) -> None:
-        """Use the whole budget from now on: a token was accepted."""
+        """Let the share use the whole budget from now on, because a token was accepted."""
         if self._is_open and not self.is_known:
             size = self.size
             self._pool.leave(self)
@@ -186,8 +186,8 @@ class _Pool:
     """A part of the budget and its shares.
 
     Attributes:
-        limit: bytes.
-        narrow: bytes from which on the shares are levelled.
+        limit: size of this part of the budget, in bytes.
+        narrow: number of bytes from which on the shares are levelled.
         total: bytes that all shares hold.
         members: number of open shares.
         first: the share with priority at any size; None if no share needs it.
@@ -204,7 +204,7 @@ class _Pool:
         self._counts, self._sums = [0] * BUCKETS, [0] * BUCKETS  # number and bytes of the holders, by the bits of their sizes
         self._press_at = limit  # bytes beyond which shares are pressed
         self._looks_soon = False
-        self._seen: tuple[MemoryShare, int, float] | None = None  # the first, what it held, and since when
+        self._seen: tuple[MemoryShare, int, float] | None = None  # the share with priority, its size, and since when
 
     def resize(self, share: MemoryShare, size: int) -> None:
         before, share.size = share.size, size
@@ -241,7 +241,7 @@ class _Pool:
                 self._look_soon()
 
     def level(self, bound: int) -> int:
-        """The size above which shares must be cut so that all together hold no more than `bound` bytes."""
+        """Return the size above which shares must be cut so that all together hold no more than `bound` bytes."""
         left, count = bound, len(self._holders)
         for bits, (number, held) in enumerate(zip(self._counts, self._sums, strict=True)):
             if number:
@@ -252,7 +252,7 @@ class _Pool:
         return bound
 
     def is_first(self, share: MemoryShare) -> bool:
-        """Whether a share above the level has priority; otherwise it waits."""
+        """Give a share above the level priority if no other has it, and return whether it has; otherwise it waits."""
         if self.first is None:
             self.first = share
         if self.first is share:
@@ -262,7 +262,7 @@ class _Pool:
         return False
 
     def look_after(self, now_s: float) -> None:
-        """Press shares above the level, and the first if it makes no progress while others wait."""
+        """Press shares above the level, and the share with priority if it makes no progress while others wait."""
         self._press_at = self.limit
         if self.total > self.narrow:
             level = self.level(self.narrow)
@@ -301,7 +301,7 @@ class _Pool:
 
     @property
     def _beside_first(self) -> int:
-        """Bytes of all shares but the first: the others need not make up for its size."""
+        """Bytes of all shares but the one with priority, whose size the others need not make up for."""
         return self.total - (0 if self.first is None else self.first.size)
 
     def _relieve(self) -> None:
@@ -312,6 +312,6 @@ class _Pool:
             share.press()
             if self._beside_first <= self.limit:
                 break
-        # If that did not help, the next attempt waits until the budget has grown by a step.
+        # If pressing did not free enough, the next attempt waits until the budget has grown by a step.
         rest = self._beside_first
         self._press_at = self.limit if rest <= self.limit else rest + self.limit // PRESS_STEPS

@@ -1,4 +1,4 @@
-"""How a server is guarded: TLS, tokens, the admin port, and limits of each client. All of it is off by default."""
+"""The security options of a server: TLS, tokens, the admin port, and limits of each client. All of them are off by default."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TlsOptions:
         client_authorities: PEM file with the authorities that sign clients' certificates; clients must show one then (mTLS).
             None asks clients for no certificate.
         peer_authorities: PEM file with the authorities that sign the certificates of a cluster's other members; None trusts
-            whom the system trusts.
-        peer_name: the name in their certificates, where it is not the address that they have in the cluster.
+            the authorities that the operating system trusts.
+        peer_name: the name in their certificates, if it is not the address that they have in the cluster.
     """
 
     certificate: Path
@@ -41,9 +41,9 @@ class ClientLimits:
     """Limits of one client: one token where tokens are required, otherwise one address.
 
     Attributes:
-        requests_per_s: in the long run; None is no limit.
-        burst: requests at once after a pause; None stands for one second's worth, and at least one.
-        max_concurrent: inference requests in progress; None is no limit.
+        requests_per_s: long-term rate limit; None is no limit.
+        burst: most requests at once after a pause; None stands for the requests of one second, but at least one.
+        max_concurrent: most inference requests in progress; None is no limit.
     """
 
     requests_per_s: float | None = None
@@ -53,12 +53,12 @@ class ClientLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RestrictedGroup:
-    """APIs that ask for a header with a value.
+    """APIs that require a header with a certain value.
 
     Attributes:
-        apis: Triton's names of them; see `restricted_apis`.
-        header: its name, in lower case.
-        value: that it must have.
+        apis: Triton's names of the APIs; see `restricted_apis`.
+        header: name of the header, in lower case.
+        value: the value that the header must have.
     """
 
     apis: tuple[str, ...]
@@ -68,16 +68,16 @@ class RestrictedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class SecurityOptions:
-    """How a server is guarded.
+    """The security options of a server.
 
     Attributes:
         tls: encrypts gRPC and HTTP; None leaves both plain.
         token_file: hashed bearer tokens, one a line (see `tokens`); None requires no token.
-        admin_port: the only port with the RPCs that change the server; 0 finds a free one, None has no such port.
-        admin_socket: the same as a Unix socket that only the server's own user can open. At most one of the two.
+        admin_port: TCP port that alone serves the RPCs that change the server; 0 finds a free one, None has no such port.
+        admin_socket: Unix socket in place of the admin port, which only the server's own user can open. At most one of the two.
         client_limits: limits of each client; None is no limit.
-        grpc_restricted: APIs of gRPC that ask for a header, beside any token.
-        http_restricted: APIs of HTTP that do.
+        grpc_restricted: APIs of gRPC that require a header, in addition to any token.
+        http_restricted: APIs of HTTP that require a header.
         watch_s: seconds between two checks of the files.
     """
 

@@ -14,7 +14,7 @@ OTHER_USERS = 0o077
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Files made inside this context are never accessible to other users, not even before a chmod."""
+    """Make files inside this context inaccessible to other users from the start, not only after a chmod."""
     before = os.umask(OTHER_USERS)
     try:
         yield
@@ -23,7 +23,7 @@ def private_files() -> Iterator[None]:
 
 
 def private_socket(path: Path) -> socket.socket:
-    """A bound Unix socket. An abandoned socket file, one without a listener, is replaced.
+    """Return a bound Unix socket. An abandoned socket file, one without a listener, is replaced.
 
     Raises:
         OSError: another server listens there, the path is another kind of file, or the folder cannot be written.
@@ -42,7 +42,7 @@ def private_socket(path: Path) -> socket.socket:
 def _remove_abandoned(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            return  # bind reports it
+            return  # bind reports the other kind of file
     except OSError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

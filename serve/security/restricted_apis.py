@@ -1,4 +1,4 @@
-"""Groups of methods and paths that ask for a header with a value, as Triton's restricted protocols and APIs do."""
+"""Groups of methods and paths that require a header with a value, as Triton's restricted protocols and APIs do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfserve.serve.engine.errors import PermissionDeniedError
 from halfserve.serve.security.options import RestrictedGroup
 from halfserve.serve.security.roles import SERVICE
 
-GRPC_PREFIX = "triton-grpc-protocol-"  # of the key, in the name of a gRPC header
+GRPC_PREFIX = "triton-grpc-protocol-"  # Triton's prefix of a gRPC header's name, before the key
 MODEL = r"/v2/models/(?!stats\Z)[^/]+(/versions/[^/]+)?"
 HEALTH = "grpc.health.v1.Health"
 MEMORY_METHODS = [f"{kind}SharedMemory{what}" for kind in ("System", "Cuda") for what in ("Status", "Register", "Unregister")]
@@ -31,7 +31,7 @@ def _api(methods: Iterable[str], *paths: str) -> Api:
     return Api(frozenset(f"/{method}" for method in named), re.compile("|".join(paths), re.DOTALL))
 
 
-# By Triton's names. Text endpoints infer, and the page shows statistics.
+# APIs by Triton's names. Text endpoints belong to inference, and the page shows statistics.
 APIS: Mapping[str, Api] = {
     "health": _api(
         ("ServerLive", "ServerReady", "ModelReady", f"{HEALTH}/Check", f"{HEALTH}/Watch"),
@@ -58,10 +58,10 @@ def restricted_group(text: str, prefix: str = "") -> RestrictedGroup:
 
     Args:
         text: the group.
-        prefix: of the header's name, before the key.
+        prefix: prefix of the header's name, before the key.
 
     Raises:
-        ValueError: it has another form, or names an unknown API; the text does not repeat the value.
+        ValueError: the text has another form, or names an unknown API; the message does not repeat the value.
     """
     names, colon, condition = text.partition(":")
     key, equals, value = condition.partition("=")
@@ -78,7 +78,7 @@ class RestrictedApis:
     """The restrictions of gRPC and of HTTP."""
 
     def __init__(self, grpc: Iterable[RestrictedGroup], http: Iterable[RestrictedGroup]) -> None:
-        """Of each kind an API is in one group at most; see `SecurityOptions.check`."""
+        """Index the groups by method and by path. An API is in at most one group of each kind; see `SecurityOptions.check`."""
         self._methods = {method: group for group in grpc for name in group.apis for method in APIS[name].methods}
         self._paths = [(APIS[name].paths, group) for group in http for name in group.apis]
 
@@ -86,7 +86,7 @@ class RestrictedApis:
         """Check a call of an RPC.
 
         Raises:
-            PermissionDeniedError: it lacks the header, or the header has another value.
+            PermissionDeniedError: the call lacks the header, or the header has another value.
         """
         group = self._methods.get(path)
         if group is not None:

@@ -1,4 +1,4 @@
-"""Authorization: the role that each method and path requires, and the models that a token may use.
+"""Authorization: the role that each method and path requires, and the models that a token may be used for.
 
 A method or path that is not listed requires the highest role.
 """
@@ -17,7 +17,7 @@ MAX_PATTERN = 255  # the length of the longest model name
 
 
 class Role(StrEnum):
-    """What the holder of a token may do.
+    """The right to a group of calls, which a token carries.
 
     INFER: send inference requests, and read metadata. METRICS: read the metrics. SHARED_MEMORY: register memory of the server's
     machine, and infer from it. ADMIN: all of these, and change what is served, logged and traced.
@@ -76,12 +76,12 @@ PATHS: tuple[tuple[re.Pattern[str], Role], ...] = (
 
 
 def method_role(path: str) -> Role | None:
-    """The role that an RPC requires, by its path; None if it is open to all."""
+    """Return the role that an RPC requires, by its path; None if it is open to all."""
     return None if path in OPEN_METHODS else ROLES.get(path, Role.ADMIN)
 
 
 def path_role(path: str) -> Role | None:
-    """The role that an HTTP path requires; None if it is open to all."""
+    """Return the role that an HTTP path requires; None if it is open to all."""
     if OPEN_PATHS.fullmatch(path):
         return None
     return next((role for pattern, role in PATHS if pattern.fullmatch(path)), Role.ADMIN)
@@ -105,7 +105,7 @@ NO_MODELS = ModelRights(())
 
 
 def model_rights(patterns: list[str]) -> ModelRights | None:
-    """The rights that patterns grant; None, which is all models, without any pattern.
+    """Return the rights that patterns grant; None, which stands for all models, without any pattern.
 
     Raises:
         SecurityError: a pattern cannot stand in the token file.

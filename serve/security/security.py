@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PortSecurity:
-    """What guards one listening port.
+    """The gate, TLS and address of one listening port.
 
     Attributes:
         gate: admits calls; None admits every call.
-        tls: encrypts; None leaves the port plain.
+        tls: encrypts connections; None leaves the port unencrypted.
         socket: the path of a Unix socket to listen on, in place of a host and a port.
         option: names the port in the text of a BindError.
     """
@@ -43,12 +43,12 @@ class PortSecurity:
 
 
 class Security:
-    """Lives on the event loop.
+    """The gates and TLS of one server, which follow changes of their files. Lives on the event loop.
 
     Attributes:
         main: guards gRPC and HTTP.
         admin: guards the port or socket for the RPCs that change the server; None without one.
-        admin_port: to listen on; None without one.
+        admin_port: TCP port of the admin RPCs; None without one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Security:
         """Read the files.
 
         Args:
-            options: what to guard, and how.
+            options: the security options of the server.
             count: called with each refusal.
             shared_memory: whether the server reads tensors from shared memory.
             clock: seconds since the epoch, by which tokens expire.
@@ -106,15 +106,15 @@ class Security:
         self._clock.close()
 
     def reload_on_hang_up(self) -> None:
-        """Read the files again on SIGHUP, which would end the process; call it before models are loaded."""
+        """Read the files again on SIGHUP, whose default action ends the process; call it before models are loaded."""
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError, AttributeError):  # Windows, or no main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
 
     def reload(self, *, again: bool = False) -> bool:
-        """Read all files again; returns whether all could be used. Those that could not are logged, and change nothing.
+        """Read all files again; returns whether all could be used. Files that could not be used are logged, and change nothing.
 
         Args:
-            again: an automatic retry, which does not log the same error twice.
+            again: whether this is an automatic retry, which does not log the same error twice.
         """
         if self._tls is not None:
             self._tls.reload(again=again)

@@ -1,4 +1,4 @@
-"""TLS whose certificate may change while the server runs: connections stay, new ones get the new certificate."""
+"""TLS whose certificate may change while the server runs: open connections stay, new ones get the new certificate."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ REASONS = {9: "is not valid yet", 10: "has expired"}  # OpenSSL's X509_V_ERR num
 
 
 class ServerTls:
-    """The TLS of one server, on all of its ports."""
+    """The TLS contexts of one server, for all of its ports."""
 
     def __init__(self, options: TlsOptions) -> None:
-        """Read and try out the files.
+        """Read the files, and try them in a handshake.
 
         Raises:
-            SecurityError: they cannot be used.
+            SecurityError: the files cannot be used.
         """
         self._options = options
-        self._contexts: dict[str, ssl.SSLContext] = {}  # that ports listen with
-        self._latest: dict[str, ssl.SSLContext] = {}  # that new handshakes use
-        self._next: dict[str, ssl.SSLContext] = {}  # made from the files of the last read
+        self._contexts: dict[str, ssl.SSLContext] = {}  # contexts that ports listen with, by ALPN protocol
+        self._latest: dict[str, ssl.SSLContext] = {}  # contexts that new handshakes use
+        self._next: dict[str, ssl.SSLContext] = {}  # contexts made from the files of the last read
         kept = "new connections still get the previous certificate"
         self._files = Reloadable(self._read, kept, options.files)
         self._reminder = Reminder()
@@ -49,7 +49,7 @@ class ServerTls:
         return self._options.client_authorities is not None
 
     def context(self, protocol: str) -> ssl.SSLContext:
-        """The context to listen with: TLS 1.2 or newer, and this one ALPN protocol, such as "h2"."""
+        """Return the context to listen with: TLS 1.2 or newer, and this one ALPN protocol, such as "h2"."""
         if protocol not in self._contexts:
             context = self._make(protocol, self._files.value)
             context.sni_callback = partial(self._use_latest, protocol)
@@ -57,7 +57,7 @@ class ServerTls:
         return self._contexts[protocol]
 
     def grpc_credentials(self) -> Any:
-        """Credentials for grpcio's server, which fetches the latest certificate at every handshake."""
+        """Return credentials for grpcio's server, which fetches the latest certificate at every handshake."""
         import grpc  # noqa: PLC0415  (the fast transport does without it)
 
         shown = self._files.value
@@ -76,16 +76,18 @@ class ServerTls:
 
     @property
     def files(self) -> ServerTlsFiles:
-        """What new connections use; another object after each renewal."""
+        """The content of the files that new connections use; another object after each renewal."""
         return self._files.value
 
     @property
     def peer_name(self) -> str | None:
-        """The name in the certificates of a cluster's other members; None for their addresses."""
+        """The name in the certificates of a cluster's other members; None if their addresses are the names."""
         return self._options.peer_name
 
     def peer_credentials(self) -> Any:
-        """grpc.ChannelCredentials for calls to a cluster's other members, which get this server's certificate if they ask."""
+        """Return grpc.ChannelCredentials for calls to a cluster's other members, which get this server's certificate if they
+        ask.
+        """
         import grpc  # noqa: PLC0415  (the fast transport does without it)
 
         files = self._files.value
@@ -120,7 +122,7 @@ class ServerTls:
         return files
 
     def _make(self, protocol: str, files: ServerTlsFiles) -> ssl.SSLContext:
-        """A new context: OpenSSL keeps one certificate per kind of key, so that a used one could still show an old one."""
+        """Make a new context: OpenSSL keeps one certificate per kind of key, and a used context might present an old one."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([protocol])
@@ -134,12 +136,12 @@ class ServerTls:
         return context
 
     def _use_latest(self, protocol: str, shown: Any, name: str | None, context: ssl.SSLContext) -> None:  # noqa: ARG002  (ssl's)
-        """Called at the beginning of every handshake, also if the client names no host."""
+        """Switch a handshake to the latest context; ssl calls this at its beginning, also if the client names no host."""
         shown.context = self._latest[protocol]
 
 
 def _warn_of_removed_authorities(before: ssl.SSLContext, after: ssl.SSLContext) -> None:
-    """Session resumption shows no certificate, so that clients of a removed authority can still return."""
+    """Warn if an authority was removed: a resumed session presents no certificate, so that its clients can still return."""
     if set(before.get_ca_certs(binary_form=True)) - set(after.get_ca_certs(binary_form=True)):
         logger.warning(
             "a client authority was removed from its file; its clients that connected before may resume sessions until the "
@@ -149,14 +151,14 @@ def _warn_of_removed_authorities(before: ssl.SSLContext, after: ssl.SSLContext) 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTlsFiles:
-    """The content of the files.
+    """The content of the TLS files.
 
     Attributes:
-        certificate: PEM, the server's own first.
-        key: PEM.
-        client_authorities: PEM; None if clients need no certificate.
-        peer_authorities: PEM; None for the system's.
-        ends_s: when the server's certificate expires, in seconds since the epoch.
+        certificate: PEM text, the server's own certificate first.
+        key: PEM text of the private key.
+        client_authorities: PEM text; None if clients need no certificate.
+        peer_authorities: PEM text; None for the authorities that the system trusts.
+        ends_s: expiry of the server's certificate, in seconds since the epoch.
     """
 
     certificate: bytes
@@ -166,7 +168,7 @@ class ServerTlsFiles:
     ends_s: float
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Show this certificate in new handshakes. Both parts are in one file, so that they cannot change in between."""
+        """Load the certificate and key into a context. Both are in one file, so that they cannot change in between."""
         with _temporary_file(self.certificate + b"\n" + self.key) as path:
             context.load_cert_chain(path, password=_refuse_pass_phrase)
 
@@ -175,8 +177,8 @@ def read_tls_files(options: TlsOptions) -> ServerTlsFiles:
     """Read the files, and check that they fit together.
 
     Raises:
-        SecurityError: a file is missing or no PEM file of its kind, the key is another certificate's, or the certificate is not
-            valid now.
+        SecurityError: a file is missing or no PEM file of its kind, the key belongs to another certificate, or the certificate
+            is not valid now.
     """
     certificate = _read_pem("certificate", options.certificate, CERTIFICATE)
     key = _read_pem("key", options.key, KEY)
@@ -201,9 +203,9 @@ def end_of(server: ssl.SSLContext, certificate: str, name: str) -> float:
     """Try a server's certificate in a TLS handshake in memory; returns when it expires, in seconds since the epoch.
 
     Args:
-        server: with certificate and key loaded; requires no client certificate.
-        certificate: PEM; the first is the server's.
-        name: of the certificate's file, for the texts of errors.
+        server: context with certificate and key loaded; requires no client certificate.
+        certificate: PEM text; the first certificate is the server's.
+        name: path of the certificate's file, for error texts.
 
     Raises:
         SecurityError: no client could accept the certificate.
@@ -259,7 +261,7 @@ def _read_authorities(what: str, path: Path | None) -> bytes | None:
 
 
 def _trusted_by_system() -> bytes | None:
-    """PEM; None where the system has no list, for the one that gRPC ships. gRPC for Python reads no system's list."""
+    """Return the system's authorities as PEM, which gRPC does not read itself; None, for gRPC's own, if there are none."""
     found = ssl.create_default_context().get_ca_certs(binary_form=True)
     return "".join(map(ssl.DER_cert_to_PEM_cert, found)).encode() or None
 
@@ -272,18 +274,18 @@ def _misfit(error: ssl.SSLError, options: TlsOptions) -> str:
 
 
 def _not_loaded(error: OSError, options: TlsOptions) -> SecurityError:
-    """The system refused the temporary file, for example because too many files are open."""
+    """Make the error for a temporary file that the system refused, for example because too many files are open."""
     return SecurityError(f"TLS certificate {options.certificate} cannot be loaded: {error.strerror or error}")
 
 
 def _refuse_pass_phrase() -> NoReturn:
-    """Replaces OpenSSL's prompt on the terminal."""
+    """Raise in place of OpenSSL's prompt on the terminal."""
     raise ssl.SSLError(1, "the key asks for a pass phrase")
 
 
 @contextlib.contextmanager
 def _temporary_file(content: bytes) -> Iterator[str]:
-    """A path to the content: in memory if the system has such files, so that no copy of the key reaches a disk."""
+    """Yield a path to the content: in memory if the system has such files, so that no copy of the key reaches a disk."""
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("tls"), "wb") as file:
             file.write(content)

@@ -1,11 +1,11 @@
-"""Bearer tokens: the file of their hashes, who holds them, what each may do, and when they expire.
+"""Bearer tokens: the file of their hashes, their holders, what each permits, and when they expire.
 
     # comment
     alice:sha256$3a7bd3e2360a3d29eea436fcfb7e44c735d117c42d1c1835420b6b9942dd4f1b:infer,metrics
     bob:sha256$...:infer expires=2027-01-31T12:00:00Z model=digits* model=mnist
 
-After the roles there may be attributes: when the token expires, and the models that its holder may use. All times are UTC.
-A token has 256 random bits, so a plain hash is enough: a slow one only protects what can be guessed.
+After the roles there may be attributes: the time when the token expires, and the models that its holder may use. All times are
+UTC. A token has 256 random bits, so that a fast hash is enough: a slow one only protects secrets that can be guessed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKEN_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 HASH = re.compile(r"sha256\$([0-9a-f]{64})")
 EXPIRES, MODEL = "expires", "model"
-WORD = re.compile(r"[A-Za-z_ -]{0,20}")  # what error texts may quote: no token looks like that
+WORD = re.compile(r"[A-Za-z_ -]{0,20}")  # words that error texts may quote, because no token has this form
 DURATION = re.compile(r"([0-9]{1,9})([mhdw])")
 UNIT_S = {"m": 60, "h": 3600, "d": DAY_S, "w": 7 * DAY_S}
 MAX_QUOTED = 32
@@ -48,7 +48,7 @@ EXPECTED_ATTRIBUTE = f"expected {EXPIRES}=TIME or {MODEL}=NAME"
 EXPECTED_TIME = (
     "expected a time such as 2027-01-31T12:00:00Z, or a date such as 2027-01-31, whose first moment it stands for; in UTC"
 )
-NO_TOKEN = "this server asks for a token; send 'authorization: Bearer <token>'"  # noqa: S105  (a text)
+NO_TOKEN = "this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file"  # noqa: S105  (a text)
 WRONG_TOKEN = "the token is not valid here; it may have been revoked: ask the server's administrator for another"  # noqa: S105  (a text)
 CHANGED_TOKEN = "what the token may do has changed; make the call again"  # noqa: S105  (a text)
 EXPIRED_TOKEN = "the token has expired; ask the server's administrator for another"  # noqa: S105  (a text)
@@ -56,13 +56,13 @@ EXPIRED_TOKEN = "the token has expired; ask the server's administrator for anoth
 
 @dataclass(frozen=True)
 class TokenHolder:
-    """Who holds a token.
+    """The holder of a token.
 
     Attributes:
-        name: in metrics and limits; never sent to clients.
+        name: shown in metrics and used for limits; never sent to clients.
         digest: SHA-256 of the token.
-        roles: what the holder may do.
-        expires_s: seconds since the epoch; None never expires.
+        roles: roles that the token carries.
+        expires_s: expiry in seconds since the epoch; None never expires.
         rights: the models that the holder may use; None stands for all.
     """
 
@@ -79,12 +79,12 @@ class TokenHolder:
 def new_token(
     name: str, roles: Iterable[Role], *, expires_s: float | None = None, models: Iterable[str] = ()
 ) -> tuple[str, str]:
-    """Make a token, and its line for the file.
+    """Make a token, and its line for the token file.
 
     Args:
-        name: of the holder.
-        roles: what the holder may do.
-        expires_s: seconds since the epoch; None never expires.
+        name: name of the holder.
+        roles: roles that the token carries.
+        expires_s: expiry in seconds since the epoch; None never expires.
         models: names, or patterns of names, that the holder may use; none stands for all.
 
     Raises:
@@ -105,7 +105,7 @@ def read_tokens(path: Path, known: dict[str, TokenHolder] | None = None) -> list
     """Read the holders from a file, in its order.
 
     Args:
-        path: of the file.
+        path: path of the token file.
         known: the lines of the previous read, replaced by those of this one. They are not parsed again: a line takes 10 us, and
             a file of thousands of lines may be read each second.
 
@@ -167,7 +167,7 @@ def _parse_role(text: str, where: str) -> Role:
 
 
 def write_attributes(expires_s: float | None, rights: ModelRights | None) -> list[str]:
-    """The attributes as words of a line.
+    """Return the attributes as words of a line.
 
     Raises:
         SecurityError: the time is after the year 9999.
@@ -177,7 +177,7 @@ def write_attributes(expires_s: float | None, rights: ModelRights | None) -> lis
 
 
 def read_attributes(words: Sequence[str]) -> tuple[float | None, ModelRights | None]:
-    """The expiry in seconds since the epoch, and the models; None where no attribute gives them.
+    """Return the expiry in seconds since the epoch, and the models; None for either that no attribute gives.
 
     Raises:
         SecurityError: a word is no attribute, or its value is invalid.
@@ -201,7 +201,7 @@ def read_attributes(words: Sequence[str]) -> tuple[float | None, ModelRights | N
 
 
 def parse_time(text: str) -> float:
-    """Seconds since the epoch of an ISO 8601 date or time; in UTC unless it names an offset.
+    """Return the seconds since the epoch of an ISO 8601 date or time; in UTC unless it names an offset.
 
     Raises:
         SecurityError: the text is neither.
@@ -215,11 +215,11 @@ def parse_time(text: str) -> float:
 
 
 def parse_end(text: str, now_s: float) -> float:
-    """Whole seconds since the epoch of a date, a time, or a time from now: a whole number with m, h, d or w.
+    """Return the whole seconds since the epoch of a date, a time, or a duration from now: a whole number with m, h, d or w.
 
     Args:
-        text: such as "90d" or "2027-01-31".
-        now_s: seconds since the epoch.
+        text: a time, a date or a duration, such as "90d" or "2027-01-31".
+        now_s: the present time, in seconds since the epoch.
 
     Raises:
         SecurityError: the text is none of these, or the time has passed or is after the year 9999.
@@ -236,7 +236,7 @@ def parse_end(text: str, now_s: float) -> float:
 
 
 def write_time(time_s: float) -> str:
-    """Seconds since the epoch as ISO 8601 in UTC.
+    """Return seconds since the epoch as ISO 8601 in UTC.
 
     Raises:
         SecurityError: the year has more than four digits.
@@ -249,14 +249,14 @@ def write_time(time_s: float) -> str:
 
 
 class Tokens:
-    """The tokens of one file, as it was when last read. Expiry is checked at each request."""
+    """The tokens of one file, as of its last read. Expiry is checked at each request."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Read the file.
 
         Args:
-            path: of the file.
-            clock: seconds since the epoch.
+            path: path of the token file.
+            clock: returns the time in seconds since the epoch.
 
         Raises:
             SecurityError: the file cannot be used.
@@ -286,11 +286,11 @@ class Tokens:
         return True
 
     def admit(self, authorization: bytes | None, role: Role) -> TokenHolder:
-        """The holder of the token in an `authorization` header.
+        """Return the holder of the token in an `authorization` header.
 
         Raises:
             UnauthenticatedError: there is no token, or it is unknown or expired.
-            PermissionDeniedError: it does not carry the role.
+            PermissionDeniedError: the token does not carry the role.
         """
         token = _token(authorization)
         if token is None:
@@ -317,9 +317,9 @@ class Tokens:
             raise UnauthenticatedError(EXPIRED_TOKEN)
 
     def rights_of(self, authorization: bytes | None) -> ModelRights | None:
-        """The models that calls which need no token, such as health, may name; None stands for all.
+        """Return the models that calls which need no token, such as health, may name; None stands for all.
 
-        As long as no token is restricted to some models, their names are no secret.
+        As long as no token is restricted to some models, the models' names are no secret.
         """
         if not self._hides_models:
             return None
@@ -328,7 +328,7 @@ class Tokens:
         return NO_MODELS if holder is None or self._expiry.is_over(holder) else holder.rights
 
     def rights(self) -> list[ModelRights | None]:
-        """All distinct rights that callers may have; empty while no token is restricted."""
+        """Return all distinct rights that callers may have; empty while no token is restricted."""
         return [NO_MODELS, *(holder.rights for holder in self._valid.values())] if self._hides_models else []
 
     def look_at_clock(self) -> bool:
@@ -336,7 +336,7 @@ class Tokens:
         return self._expiry.look()
 
     def _take(self) -> None:
-        """Keep the object of each unchanged holder, so that `check` can compare by identity."""
+        """Take over the holders of the file; an unchanged holder keeps its object, so that `check` can compare by identity."""
         before = self._valid
         self._valid = {}
         for holder in self._file.value:
@@ -347,22 +347,22 @@ class Tokens:
         self._expiry.take(self._valid.values())
 
     def _find(self, token: bytes) -> TokenHolder | None:
-        # Looked up by hash: the time of the comparison reveals nothing about a token.
+        # The look-up is by hash, so that the time of the comparison reveals nothing about a token.
         return self._by_digest.get(hashlib.sha256(token).digest())
 
 
 class TokenExpiry:
-    """Checks tokens against the machine's clock, and warns of those that expire soon.
+    """Checks tokens against the machine's clock, and warns of tokens that expire soon.
 
-    A wrong clock does no lasting harm: callers are locked out, or let in, only until it is set right.
+    A wrong clock does no lasting harm: callers are locked out, or admitted, only until it is corrected.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """No tokens yet.
+        """Begin without tokens.
 
         Args:
-            path: of the file, for the texts of warnings.
-            clock: seconds since the epoch.
+            path: path of the token file, for warnings.
+            clock: returns the time in seconds since the epoch.
         """
         self._path = path
         self._clock = clock
@@ -384,7 +384,7 @@ class TokenExpiry:
     def look(self) -> bool:
         """Warn of tokens that expire soon; returns whether the set of expired tokens has changed since the last look.
 
-        A token may become valid again, when the clock is set back. That counts as a change also between two looks: then a name
+        A token may become valid again when the clock is set back. This counts as a change also between two looks: then a name
         was refused that is not among the expired ones now.
         """
         now_s = self._clock()
@@ -398,7 +398,7 @@ class TokenExpiry:
 
 
 def _token(authorization: bytes | None) -> bytes | None:
-    """The token of a Bearer header, or the password of a Basic one, which browsers and scrapers can send."""
+    """Return the token of a Bearer header, or the password of a Basic one, which browsers and scrapers can send."""
     scheme, _, shown = (authorization or b"").strip().partition(b" ")
     shown = shown.strip()
     if scheme.lower() == b"bearer":

@@ -1,1 +1,1 @@
-"""A model repository in object storage becomes a folder on this machine: whole versions, of which only changes are copied."""
+"""Local copy of a model repository in object storage: a folder with whole versions, of which only changes are copied."""

@@ -1,11 +1,11 @@
-"""Copied objects on this disk, shared by all servers that use the folder, within a bound.
+"""Local cache of objects, shared by all servers that use the folder, with a size limit.
 
 <folder>/lock                                 held while a server copies: one at a time
-<folder>/<hash of a URL>/objects/<key>        a whole object; <key>.part is one whose copying can be resumed
+<folder>/<hash of a URL>/objects/<key>        a whole object; <key>.part is a partial copy that can be resumed
 <folder>/<hash of a URL>/view-<n>             one server's repository, whose files are hard links to objects
 <folder>/<hash of a URL>/view-<n>.lock        held by that server
 
-The number of a file's links says whether a server uses it. What none uses stays until its room is needed.
+A file's number of links shows whether a server uses it. Unused objects stay until their space is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfserve.protos.object_storage import ObjectStore, StorageError, StoredObject
+from halfserve.files.object_storage import ObjectStore, StorageError, StoredObject
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage.options import ObjectStorage
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 * 2**20
-WINDOW_BYTES = 64 * 2**20  # read at the same time, and held in memory
+WINDOW_BYTES = 64 * 2**20  # bytes that are read concurrently, and held in memory
 WINDOW_PIECES = 16
-LARGE_BYTES = 256 * 2**20  # from here on a copy is announced, as it takes a while
+LARGE_BYTES = 256 * 2**20  # copies of at least this size are logged, as they take a while
 INCOMING = ".incoming"
-PLACE = "[0-9a-f]" * 16  # the hash of a URL
+PLACE = "[0-9a-f]" * 16  # pattern of the hash of a URL
 KEY = re.compile(r"[0-9a-f]{64}(\.part)?")
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -47,14 +47,14 @@ class FileCache:
     """The copied objects of one URL, and one server's view of them.
 
     Attributes:
-        view: the server's folder; nobody else writes there while this process lives.
+        view: folder of this server; no other process writes there while this process lives.
     """
 
     def __init__(self, storage: ObjectStorage, url: str) -> None:
-        """`url`: without credentials, which may change while the objects stay the same.
+        """Open the cache; `url` has no credentials, which may change while the objects stay the same.
 
         Raises:
-            ModelLoadError: the folder cannot be used, or a package is missing.
+            ModelLoadError: the folder is not usable, or a package is missing.
         """
         try:
             from filelock import FileLock  # noqa: PLC0415  (an extra)
@@ -77,34 +77,34 @@ class FileCache:
         self._closed = False
 
     def close(self) -> None:
-        """Give up the view. The objects stay, for the next start."""
+        """Release the view. The objects stay for the next start."""
         self._closed = True
         _clear(self.view)
         self._lock.release()
 
     def incoming(self, stored: StoredObject) -> Path:
-        """Where `fetch` leaves an object, to be renamed into the view."""
+        """Path at which `fetch` puts an object, to be renamed into the view."""
         return self.view / INCOMING / _key(stored)
 
     def forget_incoming(self) -> None:
-        """Give up what was fetched and not renamed into the view, as the store has changed since."""
+        """Remove objects that were fetched but not moved into the view, because the store has changed since."""
         for path in (self.view / INCOMING).glob("*"):
             path.unlink(missing_ok=True)
 
     def fetch(self, store: ObjectStore, wanted: Sequence[StoredObject], name: str) -> list[StoredObject]:
-        """Bring objects to this disk. What was copied before, by any server, or in part, is not copied again.
+        """Copy objects to this disk. Objects or parts that any server has copied before are not copied again.
 
         Args:
-            store: has the objects.
-            wanted: the objects.
-            name: of their model, for messages.
+            store: store with the objects.
+            wanted: objects to copy.
+            name: name of their model, for messages.
 
         Returns:
             The objects that were copied.
 
         Raises:
             StorageError: an object cannot be read.
-            ModelLoadError: the objects do not fit, or the folder cannot be written to.
+            ModelLoadError: there is no space for the objects, or the folder is not writable.
         """
         try:
             missing = [stored for stored in wanted if not self._linked(stored)]
@@ -118,7 +118,7 @@ class FileCache:
             raise self._unusable(error) from None
 
     def discard(self, stored: StoredObject) -> None:
-        """Forget an object that was replaced in the store while it was copied: its bytes may be of both."""
+        """Remove an object that was replaced in the store during the copy, as its bytes may mix both versions."""
         for path in (self._objects / _key(stored), self._part(stored), self.incoming(stored)):
             path.unlink(missing_ok=True)
 
@@ -126,7 +126,7 @@ class FileCache:
         place, incoming = self._objects / _key(stored), self.incoming(stored)
         try:
             status = place.stat()
-            # The time of access says what was used last. The time of modification must stay: servers watch it.
+            # The access time records the last use. The modification time must stay, because servers watch it.
             os.utime(place, ns=(time.time_ns(), status.st_mtime_ns))
             incoming.unlink(missing_ok=True)
             incoming.hardlink_to(place)
@@ -155,7 +155,7 @@ class FileCache:
             )
 
     def _read(self, store: ObjectStore, missing: Sequence[StoredObject], name: str) -> list[StoredObject]:
-        """Copy objects. Returns those whose bytes are not what their tags promise; nothing is left of their copies."""
+        """Copy objects. Returns those whose bytes do not match their tags; their copies are removed."""
         damaged = []
         pieces = [piece for stored in missing for piece in self._pieces(stored)]
         for window in _windows(pieces):
@@ -180,7 +180,7 @@ class FileCache:
         return damaged
 
     def _pieces(self, stored: StoredObject) -> Iterator[Piece]:
-        """What is still to be read; a part that is there is resumed."""
+        """Pieces that are still to be read; a partial copy is resumed."""
         part = self._part(stored)
         with part.open("ab") as file:
             begun = file.tell()
@@ -193,17 +193,17 @@ class FileCache:
     def _finish(self, stored: StoredObject) -> None:
         part, incoming = self._part(stored), self.incoming(stored)
         incoming.unlink(missing_ok=True)
-        incoming.hardlink_to(part)  # first: a second link says that the object is in use
+        incoming.hardlink_to(part)  # first, because a second link marks the object as in use
         part.replace(self._objects / _key(stored))
 
     def _part(self, stored: StoredObject) -> Path:
         return self._objects / f"{_key(stored)}.part"
 
     def _make_room(self, missing: Sequence[StoredObject], name: str) -> None:
-        """Remove objects that no server uses, the longest unused first, until the missing ones fit."""
+        """Remove objects that no server uses, the longest unused first, until there is space for the missing ones."""
         begun = {self._part(stored): stored.size for stored in missing}
         found = []
-        for objects in self._root.glob(f"{PLACE}/objects"):  # and nothing else: the folder is the user's choice
+        for objects in self._root.glob(f"{PLACE}/objects"):  # no other files, as the user chose the folder
             _remove_dead_views(objects.parent)
             found += [(path.stat(), path) for path in objects.iterdir() if KEY.fullmatch(path.name)]
         used = sum(status.st_size for status, _ in found)
@@ -246,7 +246,7 @@ def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _free_view(place: Path) -> tuple[FileLock, Path]:
-    """The first view that no living server has, locked for this one."""
+    """The first view without a living server, locked for this one."""
     number = 1
     while (lock := _tried(place / f"view-{number}.lock")) is None:
         number += 1
@@ -254,7 +254,7 @@ def _free_view(place: Path) -> tuple[FileLock, Path]:
 
 
 def _remove_dead_views(place: Path) -> None:
-    """Remove the views of servers that were killed, which would count as uses."""
+    """Remove the views of servers that were killed, whose links would count as uses."""
     for path in place.glob("view-*.lock"):
         if (lock := _tried(path)) is not None:
             _clear(path.with_suffix(""))
@@ -272,7 +272,7 @@ def _tried(path: Path) -> FileLock | None:
 
 
 def _is_held(lock: FileLock) -> bool:
-    """Whether another process holds it."""
+    """Whether another process holds the lock."""
     if (tried := _tried(Path(lock.lock_file))) is None:
         return True
     tried.release()
@@ -284,6 +284,6 @@ def _clear(folder: Path) -> None:
 
 
 def readable(size: int) -> str:
-    """A number of bytes, as people read it."""
+    """Format a number of bytes for people."""
     unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), UNITS[-1])
     return f"{size / unit:.1f} {name}"

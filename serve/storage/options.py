@@ -1,4 +1,4 @@
-"""Where a repository in object storage lies, and where its local copy goes."""
+"""Location of a repository in object storage, and of its local copy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DEFAULT_GIB = 50.0
 
 
 def default_folder() -> Path:
-    """Where copies go: in the user's folder for caches, as the XDG specification names it.
+    """Default folder of local copies: in the user's cache folder, according to the XDG specification.
 
     Raises:
-        ModelLoadError: this user has no home.
+        ModelLoadError: this user has no home folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfserve" / "storage"
@@ -25,12 +25,12 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectStorage:
-    """A repository in object storage, in place of a path.
+    """A repository in object storage, used instead of a path.
 
     Attributes:
-        url: of a repository, or of one .onnx or .pt2 file; may hold credentials.
-        folder: of the local copies, shared by all servers of this user.
-        max_bytes: that this folder may take.
+        url: URL of a repository, or of one .onnx or .pt2 file; may contain credentials.
+        folder: folder of the local copies, shared by all servers of this user.
+        max_bytes: size limit of this folder.
     """
 
     url: str

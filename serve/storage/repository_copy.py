@@ -1,4 +1,4 @@
-"""One server's copy of a model repository in object storage: a folder that shows whole versions, at any time."""
+"""A server's copy of a model repository in object storage: a folder that contains only whole versions at any time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfserve.protos.object_storage import ObjectStore, StorageError, StoredObject
+from halfserve.files.object_storage import ObjectStore, StorageError, StoredObject
 from halfserve.serve.engine.backend import ONNX, TORCH_EXPORT
 from halfserve.serve.engine.config.model_config import DeclaredConfig, read_config
 from halfserve.serve.engine.errors import ModelLoadError
@@ -22,11 +22,11 @@ from halfserve.serve.storage.options import ObjectStorage
 logger = logging.getLogger(__name__)
 
 FILE_SUFFIXES = tuple(Path(kind.file_name).suffix for kind in (ONNX, TORCH_EXPORT))
-BARE = ""  # the name here of the model that is one file
-# At INFO the stores' clients log each request, some with signed URLs, or where they found credentials.
+BARE = ""  # name of the model if the URL is that of a single file
+# At INFO the stores' clients log each request, some with signed URLs or the source of the credentials.
 CHATTY = ("aiobotocore", "azure", "botocore", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub")
-ROUNDS = 3  # of copying a model that changes meanwhile
-Files = dict[str, StoredObject]  # by path in their folder
+ROUNDS = 3  # attempts to copy a model that changes during the copy
+Files = dict[str, StoredObject]  # objects by path in their folder
 
 
 @dataclass
@@ -34,8 +34,8 @@ class StoredModel:
     """A model's objects.
 
     Attributes:
-        beside: all but the versions': configuration, labels, states.
-        versions: by the name of the version's folder.
+        beside: all objects outside of the versions: configuration, labels, states.
+        versions: objects of each version, by the name of the version's folder.
     """
 
     beside: Files = field(default_factory=dict)
@@ -50,14 +50,14 @@ class RepositoryCopy:
     """Follows a repository in object storage. `update` may be called on any thread.
 
     Attributes:
-        path: what to serve: a repository's folder, or one model file.
+        path: path to serve: a repository's folder, or one model file.
     """
 
     def __init__(self, storage: ObjectStorage) -> None:
-        """Make the local folder; nothing is copied yet.
+        """Create the local folder without copying anything.
 
         Raises:
-            ModelLoadError: the URL cannot be opened or the folder not be used.
+            ModelLoadError: the URL cannot be opened, or the folder cannot be used.
         """
         try:
             self._store = ObjectStore(storage.url, file_suffixes=FILE_SUFFIXES)
@@ -67,11 +67,11 @@ class RepositoryCopy:
             logging.getLogger(name).setLevel(logging.WARNING)
         self._cache = FileCache(storage, self._store.url)
         self.path = self._cache.view / self._store.file if self._store.file else self._cache.view
-        self._shown: dict[str, StoredModel] = {}  # what the folder has of each model
+        self._shown: dict[str, StoredModel] = {}  # objects of each model that are in the folder
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Remove the folder. What was copied stays for the next start."""
+        """Remove the folder. Copied objects stay for the next start."""
         with self._lock:
             self._cache.close()
 
@@ -82,16 +82,16 @@ class RepositoryCopy:
         serving: Collection[tuple[str, int]] = (),
         arriving: Collection[str] = (),
     ) -> dict[str, str]:
-        """Show what the store has now. A model's changes appear together, and only if its objects did not change meanwhile.
+        """Update the folder to the store's content. Changes of a model appear together, if its objects were stable meanwhile.
 
         Args:
-            names: the models to copy, with a configuration in place of the stored one; None copies all, as stored. Of other
-                models the folder shows only that they exist.
-            serving: model versions that are served. Superseded ones are removed once they are not.
-            arriving: models that are being loaded, which are left alone.
+            names: models to copy, with a configuration that replaces the stored one, or None for the stored one; None copies
+                all models. Other models appear in the folder as empty folders.
+            serving: model versions that are served; superseded ones are removed once they no longer are.
+            arriving: models that are being loaded, which are not changed.
 
         Returns:
-            Why models could not be copied, by name; what the folder had of them stays.
+            Reasons why models could not be copied, by name; their files stay as they are.
 
         Raises:
             ModelLoadError: the store cannot be read, or has no models; the folder stays as it is.
@@ -109,7 +109,7 @@ class RepositoryCopy:
         models = self._models()
         failures: dict[str, str] = {}
         left = [name for name in models if names is None or name in names or (name == BARE and (names or not self._shown))]
-        if left:  # at most one thread has such calls
+        if left:  # at most one thread has calls left
             self._cache.forget_incoming()
         for attempt in range(1, ROUNDS + 1):
             copied, ready = False, dict[str, StoredModel]()
@@ -120,7 +120,7 @@ class RepositoryCopy:
                 except (StorageError, ModelLoadError) as error:
                     failures[name] = str(error)
                     if isinstance(error, StorageError):
-                        self._store.objects()  # raises where no model can be copied
+                        self._store.objects()  # raises if no model can be copied
             now = self._models() if copied or failures else models
             self._show_unchanged({name: models[name] for name in left}, now, ready, failures, is_last=attempt == ROUNDS)
             left = [name for name in left if name in now and now[name] != models[name]]
@@ -139,7 +139,7 @@ class RepositoryCopy:
         *,
         is_last: bool,
     ) -> None:
-        """Show models that are ready and did not change while they were copied; forget what was replaced meanwhile."""
+        """Show models that are ready and did not change during the copy; forget objects that were replaced meanwhile."""
         for name, model in before.items():
             if now.get(name) == model and name in ready:
                 self._show(name, model, ready[name], failures)
@@ -157,7 +157,7 @@ class RepositoryCopy:
                 continue
             if self._store.file:
                 models.setdefault(BARE, StoredModel()).beside[path] = stored
-            elif len(parts) > 1:  # what lies in the repository itself belongs to no model
+            elif len(parts) > 1:  # a file in the repository's folder itself belongs to no model
                 model, inside = models.setdefault(parts[0], StoredModel()), "/".join(parts[1:])
                 if len(parts) > 2 and _is_version(parts[1]):
                     model.versions.setdefault(parts[1], {})["/".join(parts[2:])] = stored
@@ -178,7 +178,7 @@ class RepositoryCopy:
         serving: Collection[tuple[str, int]],
         ready: dict[str, StoredModel],
     ) -> bool:
-        """Bring what the folder lacks of a model to this disk, and put what it shall show into `ready`.
+        """Copy the missing objects of a model to this disk, and put the model's new content into `ready`.
 
         Returns whether there was something to copy.
         """
@@ -199,19 +199,19 @@ class RepositoryCopy:
         return bool(copied)
 
     def _chosen(self, model: StoredModel, shown: StoredModel, declared: DeclaredConfig | None) -> set[str]:
-        """The folders of the versions that are to be served."""
+        """Names of the version folders to serve."""
         numbers = {int(version): version for version in sorted(model.versions, key=len, reverse=True)}
         contents = {number: {path.split("/")[0] for path in model.versions[version]} for number, version in numbers.items()}
         try:
             config = declared or self._config(model, shown)
             return {numbers[number] for number in versions_to_serve(config, contents)}
-        except ModelLoadError:  # whoever loads the model reports it
+        except ModelLoadError:  # the model's loading reports the error
             return shown.versions.keys() & model.versions.keys()
 
     def _config(self, model: StoredModel, shown: StoredModel) -> DeclaredConfig:
         stored = model.beside.get(CONFIG_FILE)
         if stored is None:
-            return read_config(self._cache.view / CONFIG_FILE)  # absent: an empty one
+            return read_config(self._cache.view / CONFIG_FILE)  # absent: an empty configuration
         name = stored.path.split("/")[0]
         is_new = shown.beside.get(CONFIG_FILE) != stored
         return read_config(self._cache.incoming(stored) if is_new else self._cache.view / name / CONFIG_FILE)
@@ -226,7 +226,7 @@ class RepositoryCopy:
 
     def _place(self, name: str, model: StoredModel, wanted: StoredModel) -> None:
         folder, shown = self._cache.view / name, self._shown.get(name, StoredModel())
-        if name != BARE and name not in self._shown:  # only its name was shown
+        if name != BARE and name not in self._shown:  # only an empty folder was shown
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         for version, files in wanted.versions.items():
@@ -234,7 +234,7 @@ class RepositoryCopy:
                 self._place_version(folder, version, files)
         for path in shown.beside.keys() - wanted.beside.keys():
             (folder / path).unlink(missing_ok=True)
-        # The one model file comes after the data files beside it.
+        # The model file comes last, after its data files.
         for stored in sorted(_new(wanted.beside, shown.beside), key=lambda stored: stored.path == self._store.file):
             target = folder / stored.path.removeprefix(f"{name}/")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ class RepositoryCopy:
         for version in model.versions.keys() | shown.versions.keys():
             if version not in wanted.versions:
                 shutil.rmtree(folder / version, ignore_errors=True)
-                if version in model.versions:  # that there are other versions is shown, which errors name
+                if version in model.versions:  # an empty folder, so that error messages can name the other versions
                     (folder / version).mkdir()
 
     def _place_version(self, folder: Path, version: str, files: Files) -> None:
@@ -258,7 +258,7 @@ class RepositoryCopy:
         shutil.rmtree(old, ignore_errors=True)
 
     def _hide(self, models: Mapping[str, StoredModel], names: Collection[str] | None, in_use: Collection[str]) -> None:
-        """Remove models that are gone, and reduce those that are not to be copied to their names."""
+        """Remove models that are gone, and empty the folders of models that are not copied."""
         with self._lock:
             for folder in [] if self._store.file else list(self._cache.view.iterdir()):
                 if not folder.name.startswith(".") and folder.name not in models:
@@ -279,7 +279,7 @@ class RepositoryCopy:
 
 
 def _is_plain(part: str) -> bool:
-    """Whether it may be a file's name here, and in a line. Hidden ones are unfinished, or no part of a repository."""
+    """Whether a name may be a local file name and part of a log line. Hidden files are unfinished, or not models."""
     return part.isprintable() and part[:1] not in {"", "."} and not set(part) & {"\\", os.sep}
 
 

@@ -14,7 +14,7 @@ from halfserve.serve.supervisor.supervisor import Supervisor
 
 
 def main(text: str, *command: str) -> int:
-    """Supervise until the end; the exit code."""
+    """Supervise until the end; returns the exit code."""
     plan = SupervisorPlan.from_text(text)
     log_to_standard_error(LineFormat(plan.line_format))
     logging.raiseExceptions = False  # a closed standard error must not end the supervisor

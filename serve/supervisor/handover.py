@@ -1,4 +1,4 @@
-"""What the command hands to its supervisor, and the supervisor to each worker: open file descriptors, as JSON."""
+"""Data passed from the command to its supervisor, and from the supervisor to each worker: open file descriptors, as JSON."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Sockets = dict[str, list[int]]  # file descriptors of listening sockets, by purp
 
 
 class Handover(NamedTuple):
-    """What a supervisor gives a worker, in an environment variable.
+    """Data for a worker, in an environment variable.
 
     Attributes:
         sockets: listening sockets.
-        lifeline: reading end of a pipe that is never written; it ends when the supervisor ends.
-        ready: writing end of a pipe; the worker writes one byte once it accepts requests.
-        restarts: how many workers there were before, in this one's place.
-        place: of the worker among those that serve together, from 1 on.
-        places: how many serve together.
-        folder: which those share (see serve/members); empty for a worker that serves alone.
-        member: id of the worker in a cluster, whose agent has started it and shares the folder; empty outside of a cluster.
-        parent: process that has started the worker, with which it ends at once; 0 for one that ends when its lifeline does.
+        lifeline: read end of a pipe that is never written to; it ends when the supervisor ends.
+        ready: write end of a pipe; the worker writes one byte once it accepts requests.
+        restarts: number of earlier workers in this place.
+        place: number of the worker among the workers that serve together, counted from 1.
+        places: number of workers that serve together.
+        folder: folder that these workers share (see serve/members); empty for a single worker.
+        member: id of the worker in a cluster, whose agent started it and shares the folder; empty outside of a cluster.
+        parent: id of the process that started the worker; the worker is killed when it ends. 0 for a worker that ends by its
+            lifeline.
     """
 
     sockets: Sockets
@@ -57,14 +58,14 @@ class Handover(NamedTuple):
 
 
 class SupervisorPlan(NamedTuple):
-    """What the command gives the supervisor that it becomes, as an argument.
+    """Data for the supervisor, as a command-line argument.
 
     Attributes:
         sockets: listening sockets.
-        socket_path: of the Unix socket among them, which the supervisor removes at its end.
-        line_format: of the supervisor's log.
-        processes: how many workers serve together.
-        folder: which those share, and which the supervisor removes at its end; empty for a worker that serves alone.
+        socket_path: path of the Unix socket among them, which the supervisor removes at its end; None without one.
+        line_format: format of the supervisor's log lines.
+        processes: number of workers that serve together.
+        folder: folder that these workers share, which the supervisor removes at its end; empty for a single worker.
     """
 
     sockets: Sockets

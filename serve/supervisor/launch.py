@@ -1,4 +1,4 @@
-"""In the server command: become its supervisor, or take over what a supervisor has given."""
+"""Supervision from the server's command: become the supervisor, or take over sockets as its worker."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from halfserve.serve.transports.listening import Address, close, listen
 
 logger = logging.getLogger(__name__)
 
-SERVE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `serve`
+SERVE_ROOT = Path(__file__).parents[2]  # folder that contains the package `serve`
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
 
 def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line_format: LineFormat = LineFormat.TEXT) -> None:
-    """Open the sockets and replace this program by the supervisor, which starts this same command again as its worker.
+    """Open the sockets and replace this program by the supervisor, which starts the same command again as its worker.
 
-    A fresh interpreter without this one's imports needs a quarter of its memory. Does not return.
+    A fresh interpreter without this one's imports needs a quarter of the memory. Does not return.
 
     Args:
-        addresses: to listen on, by purpose.
-        processes: how many workers accept from these sockets.
-        line_format: of the supervisor's log.
+        addresses: addresses to listen on, by purpose.
+        processes: number of workers that accept from these sockets.
+        line_format: format of the supervisor's log lines.
 
     Raises:
-        BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
-        FailedPreconditionError: there is no folder for what the workers share.
+        BindError: an address is in use, not this machine's, or not permitted; no socket stays open then.
+        FailedPreconditionError: the folder that the workers share cannot be created.
     """
     opened: dict[str, list[socket.socket]] = {}
     folder: Path | None = None
@@ -59,7 +59,7 @@ def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line
             one.set_inheritable(True)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Signals that arrive from here on are delivered once the supervisor handles them.
+        # Signals that arrive from here on are delivered once the supervisor has installed its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         os.execv(sys.executable, supervisor_command(plan))  # noqa: S606  (our own program, and no shell)
     finally:  # reached only on failure
@@ -71,7 +71,7 @@ def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line
 
 
 def _shared_folder(processes: int) -> Path:
-    """A folder for this user alone, for what workers that serve together share."""
+    """Create the folder that workers share; only this user can access it."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="halfserve-members-"))
         ConnectionCounts.create(folder, processes)
@@ -89,7 +89,7 @@ def supervisor_command(plan: SupervisorPlan) -> list[str]:
 
 def program(module: str) -> list[str]:
     """The command that runs a module of this installation."""
-    # -P: modules in the current folder must not hide ours, unless it is the folder that ours are in.
+    # -P: modules in the current folder must not hide ours, unless it is the folder that contains ours.
     safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
     return [sys.executable, *safe, "-m", module]
 
@@ -99,8 +99,8 @@ class SupervisorLink:
 
     Attributes:
         sockets: listening sockets, by purpose.
-        given: what the supervisor has said of this worker and those beside it.
-        has_ended: whether the supervisor is gone.
+        given: data from the supervisor about this worker and the others.
+        has_ended: whether the supervisor has ended.
     """
 
     def __init__(self, sockets: Mapping[str, Sequence[socket.socket]], given: Handover) -> None:
@@ -112,11 +112,11 @@ class SupervisorLink:
 
     @property
     def restarts(self) -> int:
-        """How many workers there were before, in this one's place."""
+        """Number of earlier workers in this place."""
         return self.given.restarts
 
     def on_supervisor_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the supervisor has ended, a crash included."""
+        """Call `callback` when the supervisor ends, even by a crash."""
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
@@ -128,7 +128,7 @@ class SupervisorLink:
         loop.add_reader(self._lifeline, ended)
 
     def report_ready(self) -> None:
-        """Report to the supervisor that requests are accepted; later calls do nothing."""
+        """Report to the supervisor that requests are accepted; further calls do nothing."""
         if self._ready is None:
             return
         try:
@@ -141,7 +141,7 @@ class SupervisorLink:
 
 
 def end_with(parent: int) -> None:
-    """Have the system kill this process when the thread that started it ends, or end here if that is gone already (Linux)."""
+    """Have the system kill this process when the thread that started it ends; exit now if it has ended already (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -149,10 +149,10 @@ def end_with(parent: int) -> None:
 
 
 def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
-    """The link to the supervisor that started this process; None without one. Child processes inherit nothing of it.
+    """The link to the supervisor that started this process, if any; the environment variable is removed for child processes.
 
     Raises:
-        FailedPreconditionError: the variable is set, and not by a supervisor.
+        FailedPreconditionError: the variable is set, but not by a supervisor.
     """
     text = environment.pop(VARIABLE, None)
     if text is None:

@@ -1,4 +1,4 @@
-"""The supervisor: starts workers, and another one where one has ended. Imports the standard library alone."""
+"""The supervisor: starts workers, and replaces a worker that ends. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = signal.SIGHUP
-NOT_STARTED_CODE = 126  # as shells report a program that they cannot start
+NOT_STARTED_CODE = 126  # shells' exit code for a program that cannot be started
 FIRST_S, LONGEST_S = 0.1, 10.0
 FORGET_AFTER_S = 60.0
 GIVE_UP_AFTER = 5
@@ -31,18 +31,18 @@ HINTS = {
 
 
 class Place:
-    """Where one worker serves after the other.
+    """Slot for one worker at a time.
 
     Attributes:
-        number: from 1 on.
-        restarts: how many workers there were before the present one, or before the next one.
-        worker: the present one; None before the start and between two.
-        due_s: when the next one starts, on time.monotonic()'s clock.
-        backoff: says how long to wait for that.
+        number: number of the place, counted from 1.
+        restarts: number of earlier workers, not counting the current or next one.
+        worker: current worker; None before the start and between two workers.
+        due_s: time of the next start on time.monotonic()'s clock.
+        backoff: determines the delay before the next start.
     """
 
     def __init__(self, number: int, title: str) -> None:
-        """A place without a worker; `title` names the worker in the log."""
+        """Create a place without a worker; `title` names the worker in the log."""
         self.number = number
         self.title = title
         self.restarts = 0
@@ -56,17 +56,17 @@ class Place:
 
 
 class Supervisor:
-    """Keeps workers alive behind sockets that stay open: one, or several that accept from the same sockets.
+    """Keeps workers alive behind sockets that stay open: one worker, or several that accept from the same sockets.
 
-    Of several, the first one must be ready before the others start: what one cannot serve, none can.
+    Of several, the first must be ready before the others start: if it cannot serve, none can.
     """
 
     def __init__(self, plan: SupervisorPlan, command: Sequence[str]) -> None:
-        """A supervisor without a worker.
+        """Create a supervisor without workers.
 
         Args:
-            plan: its sockets, and how many workers.
-            command: starts a worker; its first word is the path of a program.
+            plan: sockets and number of workers.
+            command: command that starts a worker; its first word is the path of a program.
         """
         self._plan = plan
         self._sockets = dict(plan.sockets)
@@ -76,14 +76,14 @@ class Supervisor:
         self._counts = ConnectionCounts(Path(plan.folder)) if plan.folder else None
         self._stopped_by: signal.Signals | None = None
         self._forced_by: signal.Signals | None = None
-        self._has_served = False  # all of them at once
-        self._code: int | None = None  # of this process, once that is known
-        # Never written: a worker notices the end of this process by the end of the pipe.
+        self._has_served = False  # whether all workers were ready at the same time
+        self._code: int | None = None  # exit code of the supervisor, once known
+        # Never written to: a worker notices the end of this process by the end of the pipe.
         self._lifeline, self._held = os.pipe()
         os.set_inheritable(self._lifeline, True)
 
     def run(self) -> int:
-        """Supervise until a signal, or until restarting is pointless; the exit code."""
+        """Supervise until a signal, or until restarting is pointless; returns the exit code."""
         try:
             with signal_reader([*STOPS, PASSED_ON, signal.SIGCHLD]) as signals:
                 self._start_due()
@@ -101,21 +101,21 @@ class Supervisor:
         return (self._stopped_by is not None or self._code is not None) and not self._workers()
 
     def _workers(self) -> list[WorkerProcess]:
-        """Those that have not ended."""
+        """Workers that have not ended."""
         return [place.worker for place in self._places if place.worker is not None and place.worker.code is None]
 
     def _ready_files(self) -> list[int]:
         return [worker.ready_file for worker in self._workers() if worker.ready_file is not None]
 
     def _wait_s(self) -> float | None:
-        """Until the next worker is due; None for no limit."""
+        """Seconds until the next worker is due; None for no limit."""
         if self._stopped_by is not None or self._code is not None:
             return None
         waiting = [place for place in self._startable() if place.worker is None]
         return max(0.0, min(place.due_s for place in waiting) - time.monotonic()) if waiting else None
 
     def _startable(self) -> list[Place]:
-        """The first place, and once a worker is ready all of them."""
+        """The first place, and all places once a worker has been ready."""
         return self._places if self._has_served or any(place.is_ready for place in self._places) else self._places[:1]
 
     def _start_due(self) -> None:
@@ -132,7 +132,7 @@ class Supervisor:
                     self._ended(place, place.worker)
 
     def _look(self, received: Sequence[signal.Signals], readable: Sequence[int]) -> None:
-        """Act on signals, on workers that are ready, and on those that have ended."""
+        """Handle signals, workers that became ready, and workers that ended."""
         workers = self._workers()
         for started in workers:
             if started.ready_file in readable:
@@ -152,7 +152,7 @@ class Supervisor:
                         started.send(name)
 
     def _ended(self, place: Place, worker: WorkerProcess) -> None:
-        """A worker has ended: start another one in its place, or give up."""
+        """Replace a worker that has ended, or give up."""
         code = worker.code or 0
         if self._counts is not None:
             self._counts.set(place.number, GONE)
@@ -163,7 +163,7 @@ class Supervisor:
             return
         self._has_served |= worker.ready_s is not None and len(self._places) == 1
         if worker.ready_s is None and not self._has_served:
-            if code < 0:  # after an exit the worker has said itself what is wrong
+            if code < 0:  # a worker that exits by itself has logged the reason
                 logger.error("%s ended before it was ready: %s", _instead(place.title), in_words(code))
             self._give_up(exit_code(code))
             return
@@ -185,7 +185,7 @@ class Supervisor:
         place.restarts += 1
 
     def _give_up(self, code: int) -> None:
-        """End with this code, after the workers that are still there."""
+        """End with this code, after the remaining workers."""
         self._code = code
         for worker in self._workers():
             worker.send(signal.SIGTERM)
@@ -200,15 +200,15 @@ class Supervisor:
             return
         self._stopped_by = name
         for worker in self._workers():
-            worker.send(signal.SIGTERM)  # also for SIGINT, which a starting worker would answer with a stack trace
+            worker.send(signal.SIGTERM)  # also for SIGINT, on which a starting worker would print a stack trace
         self._close_sockets()  # otherwise clients could still connect while the workers drain
 
     def _code_of_stop(self, worker: WorkerProcess, code: int) -> int:
         if code != -signal.SIGTERM or self._stopped_by is None:
             return exit_code(code)
         if worker.ready_s is None and (self._has_served or any(place.restarts for place in self._places)):
-            return 0  # a restarted worker that had accepted nothing yet
-        return 128 + self._stopped_by  # the worker got SIGTERM in place of this signal
+            return 0  # a restarted worker that had not accepted anything yet
+        return 128 + self._stopped_by  # the worker got SIGTERM instead of this signal
 
     def _close_sockets(self) -> None:
         for descriptors in self._sockets.values():
@@ -218,13 +218,13 @@ class Supervisor:
 
 
 class WorkerProcess:
-    """A server process that was started.
+    """A server process started by the supervisor.
 
     Attributes:
         pid: its process id.
-        ready_file: becomes readable when the worker is ready or has ended.
-        ready_s: when it became ready, on time.monotonic()'s clock; None before.
-        code: how it ended: an exit code, or a negative signal number; None before.
+        ready_file: descriptor that becomes readable when the worker is ready or has ended.
+        ready_s: time at which it became ready on time.monotonic()'s clock; None before.
+        code: exit code of the process, or negative number of the signal that ended it; None while it runs.
     """
 
     def __init__(self, pid: int, ready_file: int | None, code: int | None = None) -> None:
@@ -236,7 +236,7 @@ class WorkerProcess:
 
     @property
     def lived_s(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self._started_s
 
     @property
@@ -251,7 +251,7 @@ class WorkerProcess:
     def read_ready(self) -> None:
         """Update `ready_s`; to be called when `ready_file` is readable."""
         if self.ready_file is not None:
-            with contextlib.suppress(BlockingIOError):  # the worker has ended, and a child of it holds the other end
+            with contextlib.suppress(BlockingIOError):  # the worker has ended, but a child process of it holds the other end
                 if os.read(self.ready_file, 1):
                     self.ready_s = time.monotonic()
             os.close(self.ready_file)
@@ -265,7 +265,7 @@ class WorkerProcess:
 
 
 def reap(workers: Sequence[WorkerProcess]) -> None:
-    """Update the workers' `code`, and reap every other child: process 1 of a container inherits orphans."""
+    """Set the `code` of ended workers, and reap all other children: process 1 of a container inherits orphans."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -282,7 +282,7 @@ def start_worker(
 ) -> WorkerProcess:
     """Start a worker that inherits these descriptors. A worker that cannot be started counts as ended.
 
-    `handover` makes what it is given, from the descriptors; `title` names it in the log.
+    `handover` makes the worker's data from the descriptors; `title` names the worker in the log.
     """
     try:
         ready_file, ready = os.pipe()
@@ -293,7 +293,7 @@ def start_worker(
     os.set_inheritable(ready, True)
     environment = {**os.environ, VARIABLE: handover(sockets=sockets, lifeline=lifeline, ready=ready).to_text()}
     try:
-        # In a process group of its own: Ctrl-C in a terminal is for the supervisor, which passes it on once.
+        # In a process group of its own: Ctrl-C in a terminal reaches only the supervisor, which passes it on once.
         pid = os.posix_spawn(command[0], list(command), environment, setpgroup=0, setsigdef=[signal.SIGPIPE])
     except OSError as error:  # too many processes, or the interpreter is being replaced
         logger.error("%s cannot be started: %s: %s", title, command[0], error.strerror)  # noqa: TRY400  (the line says it all)
@@ -305,10 +305,10 @@ def start_worker(
 
 
 class Backoff:
-    """Waits between restarts: none before the first, then doubling, until a worker has served for a minute.
+    """Delays between restarts: none before the first, then doubling, until a worker has served for a minute.
 
     Attributes:
-        never_ready: how many workers in a row have ended before they were ready.
+        never_ready: number of consecutive workers that ended before they were ready.
     """
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ class SignalReader:
         self._read = read
 
     def wait(self, files: Sequence[int], timeout_s: float | None) -> tuple[list[signal.Signals], list[int]]:
-        """The signals received and the readable descriptors of `files`; both empty after the timeout. None waits forever."""
+        """Signals received and readable descriptors among `files`; both empty after the timeout, which None disables."""
         readable, _, _ = select.select([self._read, *files], [], [], timeout_s)
         received: list[signal.Signals] = []
         if self._read in readable:
@@ -347,7 +347,7 @@ def signal_reader(names: Iterable[signal.Signals]) -> Iterator[SignalReader]:
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
-    # A full pipe holds thousands of unread signals, so a signal that does not fit adds nothing.
+    # A full pipe holds thousands of unread signals, so a dropped one makes no difference.
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     # With a handler, even an empty one, the interpreter writes the signal's number to the pipe.
     handlers = {name: signal.signal(name, lambda *_: None) for name in names}
@@ -363,12 +363,12 @@ def signal_reader(names: Iterable[signal.Signals]) -> Iterator[SignalReader]:
 
 
 def _instead(title: str) -> str:
-    """A server that never served has no workers yet for its user."""
+    """Title of a worker for the log; before the server has served, its user knows of no workers."""
     return "the server" if title == "the worker" else title
 
 
 def in_words(code: int) -> str:
-    """How a process ended, such as "exit code 3" or "SIGABRT"; negative codes are signals."""
+    """Text for how a process ended, such as "exit code 3" or "SIGABRT"; negative codes are signals."""
     if code == LOST_DEVICE_CODE:
         return f"exit code {code}: its device was lost"
     if code >= 0:
@@ -381,5 +381,5 @@ def in_words(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """The exit code that a shell would report."""
+    """Exit code that a shell would report."""
     return code if code >= 0 else 128 - code

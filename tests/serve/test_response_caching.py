@@ -250,11 +250,33 @@ def test_the_option_bounds_the_memory_and_the_metrics_say_what_it_holds(mlp: Pat
 def test_a_cache_smaller_than_a_mib_holds_as_much_as_asked(mlp: Path) -> None:
     with serving(mlp, "--response-cache-mib", str(2048 / 2**20), "--cpu") as (_, ready):
         with triton.InferenceServerClient(f"127.0.0.1:{ready['grpc_port']}") as client:
-            for value in np.random.default_rng(0).standard_normal((20, 64)).astype(np.float16):
+            for value in (1, 1, 2, 1):  # one answer takes some 1,400 bytes
                 client.infer("mlp", x_of(value))
+            assert statistics(client) == (1, 3, 4, 3)
         text = metrics(ready["metrics_port"])
     lines = dict(line.split(" ") for line in text.splitlines() if line.startswith("halfserve_response_cache_"))
-    assert 0 <= int(lines["halfserve_response_cache_bytes"]) <= 2048
+    assert 1024 < int(lines["halfserve_response_cache_bytes"]) <= 2048
+
+
+def test_summaries_take_the_place_of_counters_where_asked_for(mlp: Path) -> None:
+    settings = ("counter_latencies=false", "summary_latencies=true", "summary_quantiles=0.5:0.05,0.75:0.01")
+    options = [word for setting in settings for word in ("--metrics-config", setting)]
+    with serving(mlp, *options, "--cpu") as (_, ready):
+        with triton.InferenceServerClient(f"127.0.0.1:{ready['grpc_port']}") as client:
+            for value in (1, 1, 2):
+                client.infer("mlp", x_of(value))
+            told = client.get_inference_statistics("mlp", "1", as_json=True)["model_stats"][0]["inference_stats"]
+        text = metrics(ready["metrics_port"])
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines())
+    model = 'model="mlp",version="1"'
+    for name, count in (("inference_queue", 3), ("inference_compute_infer", 2), ("cache_hit", 1), ("cache_miss", 2)):
+        field = name.removeprefix("inference_") if name != "cache_hit" else name
+        assert int(samples[f"nv_{name}_summary_us_count{{{model}}}"]) == count
+        assert int(samples[f"nv_{name}_summary_us_sum{{{model}}}"]) == int(told[field]["ns"]) // 1000
+    for quantile in ("0.5", "0.75"):
+        assert float(samples[f'nv_inference_compute_infer_summary_us{{model="mlp",quantile="{quantile}",version="1"}}']) > 0
+    assert f"nv_inference_request_success{{{model}}}" in samples
+    assert not any(f"nv_{name}" in text for name in ("inference_request_summary", "inference_queue_duration", "cache_num_hits"))
 
 
 @pytest.mark.parametrize(

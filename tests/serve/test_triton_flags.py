@@ -41,8 +41,21 @@ def arguments(*flags: str) -> list[str]:
         ("--exit-timeout-secs=7 --strict-readiness=false --log-info=true", "--drain-seconds 7"),
         ("--cache-config=local,size=1048576", "--response-cache-mib 1"),
         ("--cache-config=local,size=200", "--response-cache-mib 0.00019073486328125"),
+        (
+            "--metrics-config=counter_latencies=false --metrics-config summary_latencies=true",
+            "--metrics-config counter_latencies=false --metrics-config summary_latencies=true",
+        ),
         ("--backend-config=onnxruntime,default-max-batch-size=5", "--max-batch-size 5"),
-        ("--trace-config=level=OFF --trace-config=triton,file=/tmp/x", ""),
+        ("--trace-config=level=OFF --trace-config=rate=9", ""),
+        (
+            "--trace-config=level=OFF --trace-config=triton,file=x --trace-config=rate=9",
+            "--trace-to triton:x --trace-level OFF --trace-rate 9",
+        ),
+        (
+            "--trace-config triton,file=x --trace-level=TIMESTAMPS --trace-config triton,log-frequency=2 --trace-count=5",
+            "--trace-to triton:x --trace-count 5 --trace-log-frequency 2",
+        ),
+        ("--trace-file=x --trace-level=max --trace-rate=9 --trace-config=rate=3", "--trace-to triton:x --trace-rate 3"),
         (
             "--trace-config=mode=opentelemetry --trace-config=level=TIMESTAMPS --trace-config=rate=9",
             "--trace-to otlp --trace-rate 9",
@@ -52,7 +65,7 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(11),
+    ids=range(15),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
@@ -83,10 +96,11 @@ def test_tls_takes_its_files_and_says_that_it_holds_for_http() -> None:
 
 
 def test_each_ignored_flag_gets_one_line() -> None:
-    ignored = ["--log-verbose=1", "--strict-readiness=true", "--metrics-config=summary_latencies=true", "--rate-limit=off"]
-    made = translated(["--model-repository=m", *ignored, "--log-verbose=2", "--backend-config=python,shm=1"])
+    ignored = ["--log-verbose=1", "--strict-readiness=true", "--metrics-interval-ms=9", "--rate-limit=off"]
+    ignored += ["--backend-config=python,shm=1", "--trace-config=level=TIMESTAMPS"]
+    made = translated(["--model-repository=m", *ignored, "--log-verbose=2"])
     assert made.arguments == BEFORE
-    assert len(made.remarks) == 5
+    assert len(made.remarks) == 6
     assert all(re.match("--[a-z-]+(=[^ ]+)? is ignored", line) for line in made.remarks)
 
 
@@ -100,9 +114,14 @@ def test_each_ignored_flag_gets_one_line() -> None:
         ("--model-repository=a --exit-on-error=maybe", "--exit-on-error is 'maybe', expected true or false"),
         ("--model-repository=a --http-address=::1 --grpc-address=::", r"the addresses differ \(::, ::1\), expected one"),
         ("--model-repository=a --cache-config=local,size=x", "--cache-config has the size 'x', expected a number of bytes"),
-        ("--model-repository=a --trace-config=level=TIMESTAMPS", "traces are wanted in mode triton, .*; expected"),
+        (
+            "--model-repository=a --trace-config=triton,file=x --trace-config=level=TIMESTAMPS --trace-config=level=TENSORS",
+            "--trace-config=level=TENSORS wants tensors in traces, .*; expected TIMESTAMPS",
+        ),
+        ("--model-repository=a --trace-config=level=ALL", "--trace-config has the level 'all', expected TIMESTAMPS or OFF"),
+        ("--model-repository=a --trace-config=mode=x", "--trace-config has the mode 'x', expected triton or opentelemetry"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_flags_that_cannot_be_honoured_are_refused(flags: str, text: str) -> None:
     with pytest.raises(TritonFlagError, match=f"^{text}"):

@@ -1,1 +1,1 @@
-"""Which values become float16, and which nodes stay in float32 and why."""
+"""Plans the conversion: the values that become float16, and the nodes that stay in float32, with reasons."""

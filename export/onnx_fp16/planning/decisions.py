@@ -1,4 +1,4 @@
-"""Which nodes stay in float32, apart from those whose weights do not fit, and why.
+"""Decides which nodes stay in float32 and why, except for nodes whose weights do not fit.
 
 ONNX allows float16 where ONNX Runtime's CPU provider cannot run it. The provider lacks float16 kernels for most operators, and
 raises a node's float16 inputs to float32 by casts of its own. That does not help where there is no such input, or where a

@@ -64,8 +64,8 @@ class Places:
     """Whether each input and output of a node is float32 now and can be of the half type.
 
     Attributes:
-        inputs: By input index.
-        outputs: By output index.
+        inputs: The flags of the inputs, by index.
+        outputs: The flags of the outputs, by index.
     """
 
     inputs: tuple[bool, ...]

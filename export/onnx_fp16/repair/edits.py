@@ -24,7 +24,7 @@ class RepairPass:
     """A rewrite of a float32 model that changes no result.
 
     Attributes:
-        name: What reports and errors call it.
+        name: The repair's name in reports and errors.
         call: Rewrites a model in place.
         left: Finds what the pass should have repaired: empty after `call`.
         for_range: Whether it serves float16's range alone, so that a type of float32's range does without.
@@ -114,7 +114,7 @@ def readers(value: onnx_ir.Value) -> list[onnx_ir.Node]:
 
 
 def other_input(node: onnx_ir.Node, value: onnx_ir.Value) -> onnx_ir.Value | None:
-    """Of a node with two inputs, the one that is not `value`."""
+    """The input of a two-input node that is not `value`."""
     return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
 
 

@@ -31,8 +31,8 @@ CLOSERS = operators("Div Erf Log LogSoftmax Sigmoid Sign Softmax Tanh")
 # The root of a sum of squares, and its reciprocal, are as fragile as the sum: the division by it closes the chain.
 ROOTS = operators("Reciprocal Sqrt")
 REDUCTIONS = operators("GlobalAveragePool ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMean ReduceSum ReduceSumSquare")
-MOST_PRODUCTS = 4  # of constants within a constant
-PASSING = MOVERS | {"Cast", "CastLike"}  # of their first input
+MOST_PRODUCTS = 4  # limit on nested products of constants
+PASSING = MOVERS | {"Cast", "CastLike"}  # operators that pass on their first input
 LONGEST = 48  # nodes; no chain comes back later
 SQUARES = "a sum of squares can outgrow float16 before its root is taken"
 BOUNDED = "a sum of squares that only what follows brings back into float16's range"
@@ -56,7 +56,7 @@ class Chain:
     """A chain of nodes, while it is followed.
 
     Attributes:
-        nodes: In the order in which they were found.
+        nodes: The nodes, in the order in which they were found.
         closed: Whether a node brings the numbers back.
         reduced: Whether a node sums them up.
     """
@@ -86,7 +86,7 @@ def _follow(opening: onnx_ir.Node) -> Chain | None:
             elif is_op(node, *CARRIERS):
                 waiting += [(output, inverse) for output in node.outputs]
             else:
-                del chain.nodes[node]  # such as a matrix product
+                del chain.nodes[node]  # for example a matrix product
     return chain
 
 

@@ -37,7 +37,7 @@ SOFTMAX = ("LogSoftmax", "Softmax")
 THROUGH = frozenset({"Add", "Cast", "Mul", "Neg", "Sub", "Where"}) | MOVERS
 FIRST_OPSET = 9  # Where
 SOFT = FP16_MAX / 2  # so that two masks added are still a number
-HIDDEN = SOFT / 2  # what is over it hides; no score that counts is
+HIDDEN = SOFT / 2  # a score below -HIDDEN counts as hidden; real scores are larger
 TEMPERATURES = (2.0**-6, 2.0)  # factors between a softened number and the Softmax after which what is hidden stays so
 LONGEST_WAY = 12  # nodes from the addition to the Softmax
 # Beside such a number a float32 score is lost, so it can be nothing but a mask; a smaller one may scale a penalty.

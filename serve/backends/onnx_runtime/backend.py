@@ -43,10 +43,10 @@ ARENA_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 class OnnxRuntime:
     def __init__(self, probe: CrashProbe | None = None, *, trust_custom_operators: bool = False) -> None:
-        """`probe` loads models in another process first; None trusts them.
+        """`probe` loads models in another process first; None loads them without a trial.
 
-        Libraries of custom operators can run any code as this process's user; `trust_custom_operators` loads those that lie in
-        the repository.
+        Libraries of custom operators can run any code as this process's user; `trust_custom_operators` permits loading the ones
+        that lie in the repository.
         """
         self._probe = probe
         self._trust_custom_operators = trust_custom_operators
@@ -68,8 +68,7 @@ class OnnxRuntime:
 
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, the model crashes its process, or a required
-            GPU
-                cannot be used.
+                GPU cannot be used.
         """
         libraries = operator_libraries(config, path, trusted=self._trust_custom_operators)
         settings = replace(read_settings(config, path), operator_libraries=libraries)
@@ -93,20 +92,20 @@ class OnnxRuntime:
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxRuntimeBackend:
-    """One session."""
+    """A model in one session."""
 
-    provider: str  # that computes, as ONNX Runtime reports it
-    precision: str  # of the computation, in words
+    provider: str  # name of the provider that computes, as ONNX Runtime reports it
+    precision: str  # precision of the computation, in words
     _session: ort.InferenceSession
     _run_options: Any
     _compute_dtypes: Mapping[str, np.dtype[Any]]
-    _given_names: Mapping[str, str]  # the session's, by the interface's
+    _given_names: Mapping[str, str]  # the session's names of the inputs, by the interface's names
     _wanted_names: Sequence[str]
     _output_dtypes: Mapping[str, np.dtype[Any]]
     _texts: Sequence[str]
-    _casts: Mapping[str, np.dtype[Any]]  # outputs that the session gives in another dtype
+    _casts: Mapping[str, np.dtype[Any]]  # outputs that the session gives in another dtype, with the interface's dtype
     _replays: GraphReplays | None
-    _device_session: DeviceSession | None  # where it is on a device
+    _device_session: DeviceSession | None  # None for a session on the CPU
     _errors: RequestErrors
 
     @classmethod
@@ -120,7 +119,7 @@ class OnnxRuntimeBackend:
         device_session: DeviceSession | None = None,
         errors: RequestErrors | None = None,
     ) -> OnnxRuntimeBackend:
-        """`arena_shrinkage` names devices whose arenas shrink after each run."""
+        """Make the backend. `arena_shrinkage`: devices whose memory arenas shrink after each run."""
         session = opened.session
         given = {spec.name: opened.given_names.get(spec.name, spec.name) for spec in interface.inputs}
         dtypes = {value.name: NUMPY_DTYPES[value.type] for value in session.get_inputs()}
@@ -170,7 +169,7 @@ class OnnxRuntimeBackend:
             else:
                 arrays = self._replays.run(feeds)
         except Exception as error:
-            # The runtime's exceptions have no common class of their own.
+            # The runtime's exceptions have no common base class.
             raise self._errors.explain(inputs, reason_of(error)) from error
         self._errors.has_computed = True
         outputs = dict(zip(self._output_dtypes, arrays, strict=True))

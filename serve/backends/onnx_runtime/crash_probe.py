@@ -1,4 +1,4 @@
-"""Crash probe: does a model crash the process that loads it?
+"""Crash probe: finds out whether a model crashes the process that loads it.
 
 Some models crash a runtime, such as ONNX Runtime in its graph optimizer. A child process loads and runs each model first, at
 the highest optimization level, and after a crash at lower ones. Verdicts are cached in the user's cache folder, so that the
@@ -34,13 +34,14 @@ READ_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 OWN_VERSION = version("halfserve")
-LIMIT_S = 60.0  # of one trial
-# Before an idle child is ended. A start costs 0.1 s, and replaced models are often replaced again; a light child keeps 25 MB.
+LIMIT_S = 60.0  # seconds for one trial
+# Seconds before an idle child is ended. A start costs 0.1 s, and replaced models are often replaced again; a light child keeps
+# 25 MB.
 IDLE_S, LIGHT_IDLE_S = 2.0, 60.0
 
 
 def default_folder() -> Path | None:
-    """Below $XDG_CACHE_HOME or ~/.cache; None for a user without a home, as in containers."""
+    """Return the folder of verdicts below $XDG_CACHE_HOME or ~/.cache; None for a user without a home, as in containers."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfserve" / "crash_verdicts"
     except RuntimeError:
@@ -48,7 +49,7 @@ def default_folder() -> Path | None:
 
 
 def verdict_key(path: Path, circumstances: Iterable[str]) -> str:
-    """A digest of the model file and the conditions of the trial (runtime version, provider, settings)."""
+    """Return a digest of the model file and the conditions of the trial (runtime version, provider, settings)."""
     digest = hashlib.blake2b(digest_size=20)
     for circumstance in circumstances:
         digest.update(circumstance.encode() + b"\0")
@@ -110,10 +111,10 @@ class Trial(Protocol):
 
     @property
     def key(self) -> str:
-        """Equal for trials with equal results."""
+        """Key that is equal for trials with equal results."""
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
-        """The request to the child process. `source`: the model's bytes, or the path of its file."""
+        """Return the request to the child process. `source`: the model's bytes, or the path of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,8 @@ class CrashTrial:
     """A trial with ONNX Runtime."""
 
     path: Path  # the original model file
-    providers: list[tuple[str, dict[str, str]]]  # names and options
-    settings: SessionSettings  # of the session
+    providers: list[tuple[str, dict[str, str]]]  # names and options of the providers
+    settings: SessionSettings  # settings of the session
 
     @property
     def levels(self) -> tuple[OptimizationLevel, ...]:
@@ -144,9 +145,9 @@ class CrashTrial:
 
     @cached_property
     def key(self) -> str:
-        """Equal for trials with equal results; reads the whole file, but not external weights."""
+        """Key that is equal for trials with equal results; computing it reads the whole file, but not external weights."""
         message = self.message(b"", OptimizationLevel.ALL)
-        # This package's version too: it changes models before they are loaded.
+        # This package's version is included because it changes models before they are loaded.
         libraries = map(stamp, self.settings.operator_libraries)
         return verdict_key(self.path, [ort.__version__, OWN_VERSION, repr(sorted(message.items())), *libraries])
 
@@ -167,19 +168,19 @@ class CrashProbe:
     def expect(self, trial: Trial) -> None:
         """Start the child, because `safe_level` will be called soon."""
         if self._verdicts.find(trial.key) is None:
-            with self._lock, suppress(OSError):  # `safe_level` reports it
+            with self._lock, suppress(OSError):  # `safe_level` reports the error
                 self._running()
                 self._rest()
 
     def safe_level(self, trial: CrashTrial, source: str | bytes) -> OptimizationLevel:
-        """The highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
+        """Return the highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
 
         Args:
-            trial: the conditions.
+            trial: conditions of the trial.
             source: the model's bytes, or the path of its file.
 
         Raises:
-            ModelLoadError: it crashes at every level.
+            ModelLoadError: the model crashes at every level.
         """
         verdict = self.verdict(trial, source)
         if verdict is None:
@@ -198,10 +199,10 @@ class CrashProbe:
         return verdict.level
 
     def verdict(self, trial: Trial, source: str | bytes) -> CrashVerdict | None:
-        """The result of a trial, from the cache where it is known; None where the model could not be tried, with a warning.
+        """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning.
 
         Args:
-            trial: the conditions.
+            trial: conditions of the trial.
             source: the model's bytes, or the path of its file.
         """
         key = trial.key
@@ -246,7 +247,7 @@ class CrashProbe:
         return CrashVerdict(None, crashes)
 
     def _running(self) -> ProbeProcess:
-        """The child, started if necessary."""
+        """Return the child process, started if necessary."""
         self._cancel_idle()
         if self._process is None or not self._process.alive:
             self._end()

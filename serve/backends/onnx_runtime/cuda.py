@@ -2,8 +2,8 @@
 
 A CUDA graph replays a recorded run with one launch for the whole model, at the addresses of the recording, so that every shape
 has its own buffers: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview. Some
-models can be opened for recording and not be recorded: operators whose output size depends on values (NonZero) wait for the
-device. That shows only when a recording fails.
+models can be opened for recording but not be recorded: operators whose output size depends on values (NonZero) wait for the
+device. This shows only when a recording fails.
 
 ONNX Runtime records with cudaStreamCaptureModeGlobal (cuda_graph.cc). Until the recording ends, other threads that allocate or
 free device memory fail, unless they change their own mode; waiting for the whole device, as opening a session does, fails
@@ -32,12 +32,12 @@ from halfserve.serve.engine.tensors import Array
 logger = logging.getLogger(__name__)
 
 GRAPH_ID = "gpu_graph_id"
-NO_GRAPH = -1  # computes without recording
-# Each holds device buffers; further shapes are computed without a graph.
+NO_GRAPH = -1  # id of runs that compute without recording
+# Most recorded shapes: each holds device buffers, and further shapes are computed without a graph.
 MAX_SHAPES = 32
 
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
-# ONNX Runtime's names of memory by device.
+# ONNX Runtime's names of memory, by device.
 MEMORY_NAMES = {"cuda": "Cuda", "cpu": "Cpu"}
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,7 +59,7 @@ class RecordingLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Wait for the end of a recording (milliseconds), and prevent others."""
+        """Wait for the end of a recording (milliseconds), and prevent further ones in this context."""
         with self._changed:
             self._changed.wait_for(lambda: not self._recording)
             self._opening += 1
@@ -71,7 +71,7 @@ class RecordingLock:
 
     @contextmanager
     def recording(self) -> Iterator[bool]:
-        """Yield whether a recording may begin. It does not wait: opening a session can take minutes."""
+        """Yield whether a recording may begin. It does not wait, because opening a session can take minutes."""
         with self._changed:
             may = not (self._recording or self._opening)
             self._recording |= may
@@ -88,10 +88,10 @@ RECORDING_LOCK = RecordingLock()
 
 
 def settle_thread(device_id: int) -> None:
-    """Let this thread use the device beside a recording."""
+    """Let this thread use the device while another one records."""
     driver = cuda_driver()
     if driver is not None:
-        with suppress(CudaError):  # the device is lost: the caller's next step reports it
+        with suppress(CudaError):  # the device is lost, which the caller's next step reports
             driver.settle_thread(device_id)
 
 
@@ -111,7 +111,8 @@ class DeviceSession:
         settle_thread(self._device_id)
         driver = cuda_driver()
         if driver is not None and driver.is_lost(self._device_id):
-            # Freeing a graph on a lost device throws in its destructor and would end the process: leak it.
+            # Freeing a graph on a lost device throws in its destructor and would end the process, so that the session is
+            # leaked.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))
 
 
@@ -119,7 +120,7 @@ class GraphReplays:
     """The CUDA graphs of a session, one per combination of input shapes; not thread-safe."""
 
     def __init__(self, session: ort.InferenceSession, device: str, device_id: int, *, max_shapes: int = MAX_SHAPES) -> None:
-        """`session` is opened with `enable_cuda_graph`; on `device` "cpu" nothing is recorded, but buffers are used."""
+        """`session` is opened with `enable_cuda_graph`; on the `device` "cpu" nothing is recorded, but buffers are used."""
         self._session = session
         self._place = (device, device_id)
         self._max_shapes = max_shapes
@@ -130,13 +131,13 @@ class GraphReplays:
         """Compute every output.
 
         Args:
-            feeds: the session's inputs by name, in its dtypes.
+            feeds: inputs by the session's names, in its dtypes.
 
         Returns:
             Host arrays in the session's order, owned by the caller.
 
         Raises:
-            Exception: any of the runtime's.
+            Exception: any exception of the runtime.
         """
         shapes = tuple((name, array.shape) for name, array in feeds.items())
         recording = self._recordings.get(shapes)
@@ -161,7 +162,7 @@ class GraphReplays:
         return outputs
 
     def _prepare(self, shapes: Shapes, feeds: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Allocate buffers of these shapes; the next such run records."""
+        """Allocate buffers of these shapes; the next run with them records."""
         try:
             given = {name: self._buffer(array) for name, array in feeds.items()}
             wanted = {name: self._buffer(array) for name, array in zip(self._wanted, outputs, strict=True)}
@@ -183,9 +184,9 @@ class GraphReplays:
 
 
 def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
-    """Why replays of a session would return stale outputs; None if they would not.
+    """Return why replays of a session would return stale outputs; None if they would not.
 
-    A graph holds the device's work only: no copies of CPU values or of inputs to outputs. Kernel arguments, such as the state
+    A graph holds only the device's work: no copies of CPU values or of inputs to outputs. Kernel arguments, such as the state
     of a random generator, are fixed. The session must be opened with RECORD_ENTRY.
     """
     own, given = MEMORY_NAMES[device], {value.name for value in session.get_inputs()}
@@ -202,7 +203,7 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
 
 
 class _Recording:
-    """The device buffers of one combination of shapes."""
+    """The device buffers and the graph of one combination of shapes."""
 
     def __init__(
         self, session: ort.InferenceSession, given: dict[str, ort.OrtValue], wanted: dict[str, ort.OrtValue], options: Any
@@ -219,16 +220,16 @@ class _Recording:
 
     @property
     def is_made_here(self) -> bool:
-        """Whether this thread has recorded a run: the runtime keeps graphs by thread, and the warm-up has another one."""
+        """Whether this thread has recorded a run: the runtime keeps graphs by thread, and the warm-up runs on another one."""
         return self._thread == threading.get_ident()
 
     def run(self, session: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
-        """Record the first run, replay later ones on the same thread."""
+        """Record the first run, and replay it later on the same thread."""
         for name, array in feeds.items():
             self._given[name].update_inplace(np.ascontiguousarray(array))
         session.run_with_iobinding(self._binding, self._options)
         self._thread = threading.get_ident()
-        # A copy: on the CPU, `numpy` returns the buffer itself.
+        # The array is copied because `numpy` returns the buffer itself on the CPU.
         return [np.array(value.numpy()) for value in self._wanted]
 
 
@@ -239,12 +240,12 @@ def _run_options(graph: int) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """The essential line of a runtime's exception, safe to show to clients."""
+    """Return the essential line of a runtime's exception, safe to show to clients."""
     text = str(error).strip() or type(error).__name__
     found = OF_OPTION.search(text) or OF_CUDA.search(text)
     return WHERE.sub("", text.splitlines()[0]) if found is None else found[0]
 
 
 def is_about_an_option(error: Exception) -> bool:
-    """Whether a provider rejects an option."""
+    """Return whether a provider rejects an option."""
     return OF_OPTION.search(str(error)) is not None

@@ -1,7 +1,7 @@
 """Libraries of custom operators, which a configuration names: `model_operations { op_library_filename: "..." }`.
 
-The package onnxruntime-extensions (tokenizers, text operators, image decoders) goes by its name and is trusted as any installed
-package. A file in the repository can run any code as the server's user once it is loaded, so it needs an option.
+The package onnxruntime-extensions (tokenizers, text operators, image decoders) is referred to by its name and is trusted like
+any installed package. A file in the repository can run any code as the server's user once it is loaded, so it needs an option.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from halfserve.serve.engine.repository.model_repository import require_file_name
 
 TRUST_OPTION = "--trust-custom-operators"
 PACKAGE = "onnxruntime_extensions"
-LIBRARY = "_extensions_pydll"  # in the package
-FOLDERS = 3  # a version's, with the fp32 twin's below it, and the model's above
+LIBRARY = "_extensions_pydll"  # name of the library in the package
+FOLDERS = 3  # number of folders to search: a version's, the fp32 twin's below it, and the model's above
 
 
 def operator_libraries(config: ModelConfig, path: Path, *, trusted: bool) -> tuple[str, ...]:
-    """The paths of the libraries that a model's sessions register.
+    """Return the paths of the libraries that a model's sessions register.
 
     Args:
-        config: the model's.
-        path: the model file. A library lies in its version's folder or in its model's.
+        config: configuration of the model.
+        path: path of the model file. A library lies in the folder of its version or of its model.
         trusted: whether libraries of the repository may be loaded.
 
     Raises:
@@ -50,14 +50,14 @@ def _library(name: str, path: Path, *, trusted: bool) -> str:
 
 
 def library_path(name: str, path: Path, setting: str, *, trusted: bool, hint: str = "") -> str:
-    """The path of a library in a version's folder, or in its model's.
+    """Return the path of a library in a version's folder, or in its model's.
 
     Args:
-        name: the file's name, as the configuration has it.
-        path: the model file.
-        setting: that names it.
+        name: the file's name in the configuration.
+        path: path of the model file.
+        setting: name of the setting that contains it.
         trusted: whether libraries of the repository may be loaded.
-        hint: what the error adds where they may not.
+        hint: addition to the error if they may not.
 
     Raises:
         ModelLoadError: the library is not trusted, not there, or not in the model's folder.
@@ -82,15 +82,15 @@ def library_path(name: str, path: Path, setting: str, *, trusted: bool, hint: st
 
 @cache
 def packaged_library() -> str | None:
-    """The library of the package; None where it is not installed."""
-    # Found and not imported: the package would import torch, and make every later process use protobuf's slow implementation.
+    """Return the path of the package's library; None if it is not installed."""
+    # The library is found without import: the package would import torch, and make later processes use protobuf's slow version.
     package = PathFinder.find_spec(PACKAGE)
     module = PathFinder.find_spec(LIBRARY, package.submodule_search_locations) if package else None
     return module.origin if module else None
 
 
 def stamp(library: str) -> str:
-    """What changes when a library does; "" where it is gone."""
+    """Return a text that changes when a library changes; "" if it is gone."""
     try:
         status = Path(library).stat()
     except OSError:

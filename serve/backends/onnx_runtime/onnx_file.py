@@ -17,12 +17,12 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import NodeProto, TensorProto
 
-from halfserve.protos.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.serve.engine.disk_files import open_regular, require_regular
 from halfserve.serve.engine.errors import ModelLoadError
 
-# Smaller files are parsed whole, in a millisecond.
+# Files below this size are parsed whole, in a millisecond.
 SMALL_FILE_BYTES = 1 << 22
 PIECE_BYTES = 1 << 20
 ENGINE = "EPContext"
@@ -33,9 +33,9 @@ _Entries: TypeAlias = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFile:
-    """A model, and access to the weights left in its file."""
+    """An open model file, with access to the weights that were left in it."""
 
-    path: Path  # of the file
+    path: Path  # path of the file
     model: onnx.ModelProto  # see `OnnxOutline`
     data_files: frozenset[str]  # external data files, relative to the model's folder and inside it
     _left_out: Mapping[int, ByteRange]
@@ -43,13 +43,13 @@ class OnnxFile:
     _stamp: tuple[int, int]
 
     def large_weights(self) -> list[tuple[TensorProto, ByteRange | None]]:
-        """Weights to move to a file: each with its place in this file, or None if the message holds it."""
+        """Return the weights to move to a file: each with its place in this file, or None if the message holds it."""
         weights = enumerate(self.model.graph.initializer)
         both = ((weight, self._left_out.get(index)) for index, weight in weights)
         return [(weight, place) for weight, place in both if place is not None or _is_large(weight)]
 
     def pieces(self, weight: TensorProto, place: ByteRange | None) -> Iterator[bytes | memoryview]:
-        """The stored bytes of a weight, in pieces of PIECE_BYTES and a rest.
+        """Yield the stored bytes of a weight, in pieces of PIECE_BYTES and a rest.
 
         Raises:
             ModelLoadError: the file has become shorter, or cannot be read.
@@ -78,7 +78,7 @@ class OnnxFile:
         """Check that the file was not written to since it was opened.
 
         Raises:
-            ModelLoadError: it was.
+            ModelLoadError: the file was written to.
         """
         if _stamp(self._file) != self._stamp:
             raise _changed(self.path)
@@ -114,7 +114,7 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
 
 def _outline(path: Path, file: BinaryIO, size: int) -> OnnxOutline[onnx.ModelProto]:
     try:
-        # Binary, as the runtime reads it: onnx.load takes some file names for text formats.
+        # The file is read as binary, like the runtime does: onnx.load takes some file names for text formats.
         if size > SMALL_FILE_BYTES:
             outline = read_outline(file, size, onnx.ModelProto)
         else:
@@ -129,7 +129,7 @@ def _outline(path: Path, file: BinaryIO, size: int) -> OnnxOutline[onnx.ModelPro
 
 
 def _is_large(weight: TensorProto) -> bool:
-    """Whether the message holds a large weight, without copying `raw_data`."""
+    """Return whether the message holds a large weight, without copying `raw_data`."""
     return weight.ByteSize() >= LARGE_BYTES and weight.HasField("raw_data")
 
 
@@ -139,7 +139,7 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
 
 
 def _unreadable(path: Path, error: Exception) -> ModelLoadError:
-    if isinstance(error, OSError):  # of the system, not of the model
+    if isinstance(error, OSError):  # an error of the system, not of the model
         return ModelLoadError(f"{path}: cannot be read: {error.strerror or error}")
     return ModelLoadError(f"{path}: is not a readable ONNX file ({str(error).splitlines()[0]}); export it again")
 
@@ -151,11 +151,11 @@ def _changed(path: Path) -> ModelLoadError:
 
 
 def locations(model: onnx.ModelProto, path: Path) -> frozenset[str]:
-    """The locations of external data, as written in the model.
+    """Return the locations of external data, as written in the model.
 
     Args:
         model: the parsed file.
-        path: of the file, for errors.
+        path: path of the file, for errors.
 
     Raises:
         ModelLoadError: a tensor names another place than a file in the folder, or two places.
@@ -164,11 +164,11 @@ def locations(model: onnx.ModelProto, path: Path) -> frozenset[str]:
 
 
 def data_files(model: onnx.ModelProto, path: Path) -> frozenset[str]:
-    """The external data files, relative to the model's folder.
+    """Return the external data files, relative to the model's folder.
 
     Args:
         model: the parsed file.
-        path: of the file.
+        path: path of the model file.
 
     Raises:
         ModelLoadError: a file lies outside the folder, by its path or by a link, or is not regular.
@@ -180,7 +180,7 @@ def data_files(model: onnx.ModelProto, path: Path) -> frozenset[str]:
 
 
 def data_bytes(model: onnx.ModelProto, path: Path) -> int:
-    """Bytes of external data, shared bytes counted per tensor; a tensor without a length counts its whole file.
+    """Return the bytes of external data, shared bytes counted per tensor; a tensor without a length counts its whole file.
 
     Raises:
         ModelLoadError: a length is not a number, or a place is outside the folder.
@@ -219,14 +219,14 @@ def require_no_engine(model: onnx.ModelProto, path: Path) -> None:
     """Check that no node holds a compiled device program: the runtime would open its file, and TensorRT would run it.
 
     Raises:
-        ModelLoadError: one does.
+        ModelLoadError: a node holds one.
     """
     if any(node.op_type == ENGINE for node in nodes_below(model.graph.node, *(f.node for f in model.functions))):
         raise ModelLoadError(f"{path}: holds a program compiled for one device ({ENGINE}), which is not served; export again")
 
 
 def nodes_below(*roots: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Nodes, and those of their subgraphs."""
+    """Yield nodes, and the nodes of their subgraphs."""
     pending = [list(nodes) for nodes in roots]
     while pending:
         for node in pending.pop():
@@ -243,7 +243,7 @@ def _external(model: onnx.ModelProto) -> list[TensorProto]:
 
 def _entries(tensor: TensorProto, path: Path) -> _Entries:
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    if len(entries) < len(tensor.external_data):  # readers differ on duplicates
+    if len(entries) < len(tensor.external_data):  # readers differ in their treatment of duplicates
         raise ModelLoadError(f"{path}: tensor {tensor.name!r} says twice where its data lies; export the model again")
     return entries
 
@@ -263,7 +263,7 @@ def _require_beside(path: Path, location: str) -> None:
         is_beside = file.resolve().is_relative_to(path.parent.resolve())
         if is_beside:
             require_regular(file)
-    except (OSError, RuntimeError) as error:  # a self-referencing link raises either, by Python version
+    except (OSError, RuntimeError) as error:  # a link to itself raises one of these, depending on the Python version
         reason = error.strerror if isinstance(error, OSError) else "it is a link that leads to itself"
         raise ModelLoadError(f"{file}: cannot be read: {reason}") from None
     if not is_beside:
@@ -282,7 +282,7 @@ def _number(entries: _Entries, key: str) -> int | None:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # reported on reading
+    except OSError:  # reported when the file is read
         return 0
 
 
@@ -291,7 +291,7 @@ def _read(file: Path, offset: int | None, length: int | None) -> bytes:
         start = offset or 0
         size = os.fstat(data.fileno()).st_size
         end = size if length is None else start + length
-        if max(start, end) > size:  # before allocating
+        if max(start, end) > size:  # checked before memory is allocated
             raise ValueError(f"it has {size} bytes, expected {max(start, end)}")
         data.seek(start)
         content = data.read(end - start)

@@ -18,7 +18,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 UNKNOWN = "unk__"  # prefix of tf2onnx's generated names of unnamed dimensions
 LOOPS = frozenset({"Loop", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"})
-# Indices of the inputs that determine an output's size.
+# Indices of the inputs that determine an output's size, by operator.
 SIZES = {
     **dict.fromkeys(("BlackmanWindow", "ConstantOfShape", "HammingWindow", "HannWindow", "ImageDecoder"), (0,)),
     **dict.fromkeys(
@@ -31,7 +31,7 @@ SIZES = {
 }
 BRANCHES = frozenset({"If", "Scan", "SequenceMap"})  # other operators with subgraphs
 STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})  # domains of operators that are known here
-OF_SHAPES = frozenset({"Shape", "Size"})  # results independent of values
+OF_SHAPES = frozenset({"Shape", "Size"})  # operators whose results do not depend on values
 
 
 def read_interface(path: Path) -> ModelInterface:
@@ -83,16 +83,16 @@ def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
         known = tensor.elem_type in onnx.TensorProto.DataType.values()
         name = onnx.TensorProto.DataType.Name(tensor.elem_type) if known else f"number {tensor.elem_type}"
         raise ModelLoadError(f"{where} {value.name!r} has the type {name}, which cannot be served; cast it inside the model")
-    # ONNX Runtime treats negative sizes as unknown, and says of a tensor without a rank that it has no dimensions.
+    # ONNX Runtime treats negative sizes as unknown, and reports a tensor without a rank as one without dimensions.
     shape = tuple(max(ANY_SIZE, d.dim_value) if d.HasField("dim_value") else ANY_SIZE for d in tensor.shape.dim)
     return TensorSpec(name=value.name, datatype=datatype, shape=shape)
 
 
 def is_open_ended(model: ModelProto) -> bool:
-    """Whether the compute time of a batch depends on values, not on shapes alone. Weights may be left out of the model.
+    """Return whether the compute time of a batch depends on values, not on shapes alone. Weights may be left out of the model.
 
-    It does with loops and tensor sizes controlled by values, and with strings, whose lengths are not in the shape. It may with
-    custom operators, such as image decoders.
+    It depends on values if these control loops or tensor sizes, and for strings, whose lengths are not in the shape. It may
+    depend on them for custom operators, such as image decoders.
     """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
@@ -110,7 +110,7 @@ def is_open_ended(model: ModelProto) -> bool:
 
 
 def _in_nodes(nodes: Iterable[NodeProto], values: set[str]) -> bool:
-    """Check nodes in order; `values` are names that depend on a request's values, and grows with results."""
+    """Check nodes in order; `values` has the names that depend on a request's values, and grows with results."""
     for node in nodes:
         kind, inputs = node.op_type, node.input
         if kind in LOOPS or any(inputs[place] in values for place in SIZES.get(kind, ()) if place < len(inputs)):

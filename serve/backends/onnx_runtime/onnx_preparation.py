@@ -1,4 +1,4 @@
-"""From an ONNX file to what a runtime opens: unchanged on CUDA, upcast to fp32 on the CPU, or with fp16 as bf16 there.
+"""Turns an ONNX file into the model that a runtime opens: unchanged on CUDA; upcast to fp32, or from fp16 to bf16, on the CPU.
 
 Large weights move to a file that the runtime maps. In the message they would be copied three times, with Python's lock held,
 and messages end at 2 GiB. From file to file, each piece is read, converted and written without the lock.
@@ -16,29 +16,29 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from halfserve.protos.onnx_outline import ByteRange
+from halfserve.files.onnx_outline import ByteRange
 from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
 from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, UPCAST, half_types, retype
 from halfserve.serve.engine.disk_files import temporary_folder
 from halfserve.serve.engine.errors import ModelLoadError
 
-# From this size of weights on they go to the runtime through a file.
+# From this total size on, weights reach the runtime through a file.
 INLINE_BYTES = 1 << 18
-# Limit without a file: protobuf serializes at most 2 GiB, and the upcast doubles the size.
+# Most bytes of weights without a file: protobuf serializes at most 2 GiB, and the upcast doubles the size.
 MAX_MESSAGE_BYTES = 1 << 30
-# A page: the runtime can map weights at such offsets.
+# One page: the runtime can map weights at multiples of it.
 ALIGNMENT = 4096
 HALF_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedModel:
-    """What a session opens."""
+    """The model that a session opens."""
 
     source: str | bytes  # the model's bytes, or the path of its file
-    precision: str  # of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
-    given_names: Mapping[str, str] = field(default_factory=dict)  # the session's names of renamed inputs
-    halves: frozenset[str] = frozenset()  # the half-precision types in the file, such as "fp16"
+    precision: str  # precision of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
+    given_names: Mapping[str, str] = field(default_factory=dict)  # the session's name of each renamed input
+    halves: frozenset[str] = frozenset()  # half-precision types in the file, such as "fp16"
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def prepared(path: Path, *, for_gpu: bool, types: Mapping[int, int] | None = Non
     NumPy, and with it ONNX Runtime's Python interface, has no bf16: such inputs and outputs are fp32 at the session's border.
 
     Args:
-        path: the file.
-        for_gpu: for ONNX Runtime on CUDA, which computes half precision.
-        types: to change, by those in the file (see `retype`); by default none on a GPU, and all half-precision types to fp32 on
-            the CPU.
+        path: path of the model file.
+        for_gpu: whether ONNX Runtime on CUDA opens the model, which computes half precision.
+        types: replacements of TensorProto types (see `retype`); by default none on a GPU, and fp32 for all half-precision types
+            on the CPU.
 
     Raises:
         ModelLoadError: the file or its external weights cannot be read, or the disk is full.
@@ -81,7 +81,7 @@ def prepared(path: Path, *, for_gpu: bool, types: Mapping[int, int] | None = Non
 
 @contextmanager
 def _must_be_sound(path: Path) -> Iterator[None]:
-    """Report malformed weights (wrong size, no type, segments), which nothing has checked before."""
+    """Report malformed weights (wrong size, no type, segments), which have not been checked before."""
     try:
         yield
     except (ValueError, TypeError, KeyError, onnx.checker.ValidationError) as error:
@@ -91,7 +91,7 @@ def _must_be_sound(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _room_for_weights(opened: OnnxFile) -> Iterator[Path | None]:
-    """A temporary folder for large weights; None without large weights."""
+    """Yield a temporary folder for large weights; None without large weights."""
     size = large_weights_bytes(opened)
     if size <= INLINE_BYTES:
         yield None
@@ -137,7 +137,7 @@ def _disk_may_be_full(folder: Path, path: Path) -> Iterator[None]:
 
 
 def _border(model: onnx.ModelProto, *, for_gpu: bool) -> dict[str, int]:
-    """Types of inputs and outputs that differ outside from inside."""
+    """Return the types that inputs and outputs have at the session's border, if they differ from the types inside."""
     types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)}
     if for_gpu:
         return {name: TensorProto.FLOAT for name, number in types.items() if number == TensorProto.BFLOAT16}
@@ -150,14 +150,14 @@ def set_border(model: ModelProto, types: Mapping[str, int]) -> dict[str, str]:
     ONNX Runtime converts fp16 with processor instructions, NumPy element by element: 12 and 198 us for an image of 3x224x224.
 
     Args:
-        model: with or without its weights.
-        types: TensorProto type outside, by the name of an input or output.
+        model: the parsed model, with or without its weights.
+        types: TensorProto type at the border, by the name of an input or output.
 
     Returns:
         The new name of every input whose type differed.
     """
     graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer}  # IR 3 lists them among the inputs
+    weights = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     renamed = {}
     casts = []
     for value in graph.input:
@@ -184,17 +184,17 @@ def set_border(model: ModelProto, types: Mapping[str, int]) -> dict[str, str]:
 
 
 def large_weights_bytes(opened: OnnxFile) -> int:
-    """Approximate bytes of the weights that `move_weights` would move, before the upcast."""
+    """Return the approximate bytes of the weights that `move_weights` would move, before the upcast."""
     return sum(weight.ByteSize() if place is None else place.length for weight, place in opened.large_weights())
 
 
 def move_weights(opened: OnnxFile, file: Path, to: Mapping[int, int]) -> None:
-    """Move large weights to a file, and leave references in the model, which must be saved beside it.
+    """Move large weights to a file, and replace them in the model by references; the model must be saved beside the file.
 
     Args:
-        opened: its model is changed in place.
-        file: to be written.
-        to: the types to write, by those that they replace.
+        opened: the open file, whose model is changed in place.
+        file: path of the file to write.
+        to: TensorProto types to write, by the types that they replace.
 
     Raises:
         OSError: the file cannot be written.

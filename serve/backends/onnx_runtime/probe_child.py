@@ -1,7 +1,7 @@
 """The child process of the crash probe.
 
-It imports little, to start quickly. Each trial arrives on stdin as a line of JSON, followed by the model's bytes if it has no
-file; each answer is a line of JSON on stdout, once the model has been loaded and run.
+It imports few modules, to start quickly. Each trial arrives on stdin as a line of JSON, followed by the model's bytes if it
+has no file; each answer is a line of JSON on stdout, once the model has been loaded and run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 
 LOG_NOTHING_BUT_FATAL = 4
-# Otherwise the runtime may read a file as ORT format, by its name or first bytes, unlike the check.
+# Without this entry the runtime may read a file in ORT format, by its name or first bytes, unlike the check.
 FORMAT_ENTRY = ("session.load_model_format", "ONNX")
 # ONNX Runtime's type names that differ from NumPy's.
 TYPES = {"float": "float32", "double": "float64", "string": "object"}
@@ -42,8 +42,8 @@ def try_out(trial: dict[str, Any], models: BinaryIO) -> dict[str, Any]:
     """Load and run a model once.
 
     Args:
-        trial: "path", or "bytes" of the model that follow in `models`. For ONNX Runtime "level"; "providers", names and
-            options; "entries", "parallel", "memory_arena" and "memory_pattern" of the session; "operator_libraries", paths.
+        trial: "path", or the number "bytes" of the model that follow in `models`. For ONNX Runtime "level"; "providers", names
+            and options; "entries", "parallel", "memory_arena" and "memory_pattern" of the session; "operator_libraries", paths.
             For OpenVINO "openvino", the properties of the compilation; "extension", the path of a library or "".
         models: the stream of model bytes.
 
@@ -75,7 +75,7 @@ def _try_openvino(model: str | bytes, properties: dict[str, Any], extension: str
     request = compiled.create_infer_request()
     for place, port in enumerate(compiled.inputs):
         tensor = ov.Tensor(port.get_element_type(), [size.get_min_length() or 1 for size in port.get_partial_shape()])
-        tensor.data[...] = 1  # in bf16, which numpy reads as fp16, another small number
+        tensor.data[...] = 1  # in bf16, which numpy shows as fp16, this is another small number
         request.set_input_tensor(place, tensor)
     request.infer(share_outputs=True)
 
@@ -98,7 +98,7 @@ def _options(trial: dict[str, Any]) -> Any:
 
 
 def ones(value: Any, rows: int = 1) -> Any:
-    """An input filled with ones: zeros would crash integer divisions.
+    """Make an input filled with ones, because zeros would crash integer divisions.
 
     Args:
         value: the session's input.
@@ -112,9 +112,9 @@ def ones(value: Any, rows: int = 1) -> Any:
 
 
 def _peak_kb() -> int | None:
-    """Peak memory of this process; None if unknown. getrusage's value includes the parent's memory before the fork.
+    """Return the peak memory of this process in kB; None if unknown.
 
-    Not getrusage's: what it says begins with what the process held that started this one.
+    getrusage is not used because its value includes the memory of the parent before the fork.
     """
     with contextlib.suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as lines:
         return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)

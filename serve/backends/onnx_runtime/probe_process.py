@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 CHILD = Path(__file__).with_name("probe_child.py")
-# -P: modules beside the program must not shadow others.
+# -P keeps modules beside the program from hiding others.
 DEFAULT_COMMAND = (sys.executable, "-P", str(CHILD))
 
-# The server keeps answering requests. Not the lowest priority: a trial must end in time even on a busy machine.
+# The child yields to the server, but not with the lowest priority: a trial must end in time even on a busy machine.
 NICENESS, LOWEST = 15, 19
 LIGHT_KB = 128 << 10
-KILLED = -9  # by SIGKILL, which Windows has no name for
-# Sent by a terminal or service manager that stops the server, not by models.
+KILLED = -9  # exit code after SIGKILL, for which Windows has no name
+# Exit codes after signals of a terminal or service manager that stops the server, which models do not cause.
 STOPPED = {-signal.SIGTERM, -signal.SIGINT} | ({-signal.SIGHUP, -signal.SIGQUIT} if sys.platform != "win32" else set())
 
 
@@ -34,7 +34,7 @@ class CrashedError(Exception):
 
 
 def timer(in_s: float, call: Callable[[], object]) -> threading.Timer:
-    """A started timer that does not keep the process alive."""
+    """Start a timer that does not keep the process alive."""
     started = threading.Timer(in_s, call)
     started.daemon = True
     started.start()
@@ -45,10 +45,10 @@ class ProbeProcess:
     """One child process. A start takes 0.1 s; the process is reused until a model crashes it."""
 
     def __init__(self, command: tuple[str, ...] = DEFAULT_COMMAND) -> None:
-        """Start without waiting for readiness.
+        """Start the process without waiting for its readiness.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         self._peak_kb: int | None = 0
         self._process = subprocess.Popen(
@@ -63,7 +63,7 @@ class ProbeProcess:
 
     @property
     def is_light(self) -> bool:
-        """Whether it has never held much more memory than a new one, device memory included."""
+        """Whether it has never held much more memory than a new process, device memory included."""
         return self._peak_kb is not None and self._peak_kb < LIGHT_KB
 
     def try_out(self, trial: dict[str, Any], model: bytes, limit_s: float) -> None:
@@ -72,11 +72,11 @@ class ProbeProcess:
         Args:
             trial: the request to the child.
             model: the model's bytes; empty if it has a file.
-            limit_s: time limit.
+            limit_s: time limit in seconds.
 
         Raises:
             CrashedError: the model crashed the process.
-            TrialEndedError: it took too long, or the process was killed.
+            TrialEndedError: the trial took too long, or the process was killed.
         """
         limit = timer(limit_s, self._run_out)
         try:
@@ -123,8 +123,8 @@ class ProbeProcess:
 
 
 def _give_way(pid: int) -> None:
-    """Lower the child's priority from outside, as its imports take longer than most trials."""
-    with contextlib.suppress(AttributeError, OSError):  # Windows has no such thing
+    """Lower the child's priority from outside, because its imports take longer than most trials."""
+    with contextlib.suppress(AttributeError, OSError):  # Windows does not have this call
         os.setpriority(os.PRIO_PROCESS, pid, min(LOWEST, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
 
 

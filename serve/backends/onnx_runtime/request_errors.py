@@ -1,8 +1,8 @@
-"""Errors of ONNX Runtime that are the request's own: an index outside of a table, or sizes that the model cannot compute.
+"""Errors of ONNX Runtime that a request causes: an index outside a table, or sizes that the model cannot compute.
 
-The range of an index is in the graph where an input goes into a Gather from a table of weights (an embedding) without being
-computed with. On the CPU the runtime fails on other indices; only then are the inputs looked through. On a device it answers
-zeros, so that the inputs are checked before each batch.
+The graph determines the range of an index if an input goes unchanged into a Gather from a table of weights (an embedding). On
+the CPU the runtime fails on other indices; only then are the inputs searched. On a device it answers zeros, so that the inputs
+are checked before each batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 
-# Operators whose results have all elements of their first input, and no others.
+# Operators whose results have exactly the elements of their first input.
 SAME_ELEMENTS = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
 SAME_SHAPE = frozenset({"Cast", "DequantizeLinear", "Identity"})
-# Of the runtime's texts for sizes that do not fit each other or the weights.
+# Parts of the runtime's error texts for sizes that do not fit each other or the weights.
 SHAPE_SIGNS = (
     "by a dimension other than 1",
     "cannot be reshaped",
@@ -33,13 +33,13 @@ SHAPE_SIGNS = (
     "must match x.shape",
     "out of data bounds",
 )
-SHOWN_TEXT = 300  # characters of the runtime's
+SHOWN_TEXT = 300  # most characters of the runtime's text in an error
 
 
 def index_ranges(graph: GraphProto) -> dict[str, IndexRange]:
-    """The range of each input that a Gather takes its indices from, by the input's name. Weights may be left out of the graph.
+    """Return the range of each input from which a Gather takes its indices, by the input's name. Weights may be left out.
 
-    Gathers in subgraphs do not count, as they may not be computed.
+    Gathers in subgraphs do not count, because they may not be computed.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
@@ -60,12 +60,12 @@ def index_ranges(graph: GraphProto) -> dict[str, IndexRange]:
         rows = table.dims[axis]
         known = found.get(index)
         if known is None or rows <= known.high:
-            found[index] = IndexRange(-rows, rows - 1)  # negative ones count from the end
+            found[index] = IndexRange(-rows, rows - 1)  # negative indices count from the end
     return found
 
 
 def _origin(name: str, makers: Mapping[str, NodeProto], passing: frozenset[str]) -> str:
-    """The tensor that a tensor has its elements from."""
+    """Return the tensor from which a tensor has its elements."""
     node = makers.get(name)
     while node is not None and node.op_type in passing and node.domain in {"", "ai.onnx"}:
         name = node.input[0]
@@ -74,11 +74,11 @@ def _origin(name: str, makers: Mapping[str, NodeProto], passing: frozenset[str])
 
 
 class RequestErrors:
-    """Tells errors of requests from errors of one model. Used by one thread at a time.
+    """Distinguishes errors of requests from errors of one model. Used by one thread at a time.
 
     Attributes:
-        checks_first: whether inputs are to be checked before each batch.
-        has_computed: a batch was computed. Before, a size that does not fit may be the model's own defect.
+        checks_first: whether inputs must be checked before each batch.
+        has_computed: whether a batch was computed. Before, a size that does not fit may be the model's own defect.
     """
 
     def __init__(self, ranges: Mapping[str, IndexRange], sizes: tuple[str, ...] = (), *, on_device: bool = False) -> None:
@@ -92,12 +92,12 @@ class RequestErrors:
         """Check the inputs whose range is known.
 
         Raises:
-            InvalidArgumentError: one has a value outside of it.
+            InvalidArgumentError: an input has a value outside its range.
         """
         check_indices(self._ranges, inputs)
 
     def explain(self, inputs: Tensors, text: str) -> InferenceError:
-        """The client's error after a batch failed; `text` is the runtime's."""
+        """Return the client's error after a batch failed; `text` is the runtime's."""
         try:
             self.check(inputs)
         except InvalidArgumentError as error:
@@ -112,6 +112,6 @@ class RequestErrors:
 
 
 def free_sizes(interface: ModelInterface, *, batched: bool) -> Iterator[str]:
-    """The inputs with a free size beside the batch dimension."""
+    """Return the inputs with a free size beside the batch dimension."""
     own = 1 if batched else 0
     return (spec.name for spec in interface.inputs if ANY_SIZE in spec.shape[own:])

@@ -42,12 +42,12 @@ LOG_NOTHING_BUT_FATAL = 4  # errors are raised, or logged here in one line
 Providers = list[tuple[str, dict[str, str]]]
 _preloading = threading.Lock()  # redirect_stdout is not thread-safe
 QUICK_S = 200e-6
-QUICK_BYTES = 1 << 26  # of inputs: larger batches cannot be this fast, and may not fit in memory
+QUICK_BYTES = 1 << 26  # size of the inputs: larger batches cannot be this fast, and may not fit in memory
 RUNS = 5
-# Larger models are not quick, and opening them twice is slow.
+# Largest file to try: larger models are not quick, and opening them twice is slow.
 SMALL_FILE_BYTES = 4 << 20
 DENORMALS = "session.set_denormal_as_zero"
-# Free: the runtime records the assignment anyway.
+# This entry costs nothing: the runtime records the assignment anyway.
 RECORD_ENTRY = ("session.record_ep_graph_assignment_info", "1")
 
 
@@ -59,27 +59,27 @@ class _UnusableDeviceError(Exception):
 class OpenSession:
     """An open session."""
 
-    session: ort.InferenceSession  # the runtime's
-    precision: str  # of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
+    session: ort.InferenceSession  # the runtime's session
+    precision: str  # precision of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
     level: OptimizationLevel  # optimization level
-    given_names: Mapping[str, str] = field(default_factory=dict)  # the session's names of renamed inputs
-    records_graphs: bool = False  # whether it records CUDA graphs
+    given_names: Mapping[str, str] = field(default_factory=dict)  # the session's name of each renamed input
+    records_graphs: bool = False  # whether the session records CUDA graphs
 
     @property
     def provider(self) -> str:
-        """That computes, as the runtime reports it."""
+        """Name of the provider that computes, as the runtime reports it."""
         return str(self.session.get_providers()[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpener:
-    """Opens model files."""
+    """Opens model files in ONNX Runtime."""
 
     path: Path  # the model file
-    placement: DevicePlacement  # of the session
-    settings: SessionSettings = field(default_factory=SessionSettings)  # from the model's configuration
+    placement: DevicePlacement  # device and CPU settings of the session
+    settings: SessionSettings = field(default_factory=SessionSettings)  # settings in the model's configuration
     probe: CrashProbe | None = None  # checks for crashes; None trusts the model
-    # Of the largest batch, to choose the number of threads unless configured; None leaves it to the runtime.
+    # Rows of the largest batch, to choose the number of threads unless configured; None leaves it to the runtime.
     rows: int | None = None
 
     def open(self) -> OpenSession:
@@ -131,7 +131,7 @@ class SessionOpener:
                 logger.warning(
                     "%s: %s, which CUDA graphs would not do for each batch; it runs without them", *(self.path, reason)
                 )
-                del opened  # before opening another copy
+                del opened  # frees its memory before another copy is opened
         return self._on_cuda({})
 
     def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
@@ -197,7 +197,7 @@ class SessionOpener:
         except ModelLoadError:
             raise
         except Exception as error:
-            # The runtime's exceptions share no class. RuntimeErrors concern providers, not models.
+            # The runtime's exceptions have no common base class. RuntimeErrors concern providers, not models.
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
                 raise _UnusableDeviceError(reason_of(error)) from error
             raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason_of(error)}") from error
@@ -208,7 +208,7 @@ class SessionOpener:
             try:
                 options.register_custom_ops_library(library)
             except Exception as error:
-                # The runtime's exceptions share no class, and their texts name the library's path.
+                # The runtime's exceptions have no common base class, and their texts name the library's path.
                 raise ModelLoadError(
                     f"{self.path}: ONNX Runtime cannot load the operators of {Path(library).name!r}: "
                     f"{reason_of(error).replace(library, Path(library).name)}"
@@ -237,7 +237,7 @@ class SessionOpener:
 
 
 def why_no_device(placement: DevicePlacement) -> str | None:
-    """Why the CUDA device of a placement cannot be used; None where it seems to be there."""
+    """Return why the CUDA device of a placement cannot be used; None if it seems to exist."""
     if CUDA not in ort.get_available_providers():
         return "this ONNX Runtime is built without CUDA"
     devices = device_count()
@@ -261,19 +261,19 @@ def _preloaded() -> str:
 
 
 def may_be_quick(path: Path, placement: DevicePlacement) -> bool:
-    """Whether a trial with one thread pays: the number of threads is open, several cores exist, and the file is small."""
+    """Return whether a trial with one thread pays: threads are not configured, there are several cores, the file is small."""
     return placement.threads == 0 and usable_cores() > 1 and path.stat().st_size <= SMALL_FILE_BYTES
 
 
 def is_quick(session: ort.InferenceSession, rows: int) -> bool:
-    """Whether the largest batch is too fast to benefit from several threads; False if its size is unknown.
+    """Return whether the largest batch is too fast to benefit from several threads; False if its size is unknown.
 
     Threads here do not spin, so that each parallel operator waits for the system to wake a thread: an MLP of 64-256-10 takes 19
     us for 64 rows on one thread, and 30 us on two.
 
     Args:
-        session: with one thread.
-        rows: of the largest batch.
+        session: session with one thread.
+        rows: rows of the largest batch.
     """
     inputs = session.get_inputs()
     if any(not isinstance(size, int) for value in inputs for size in value.shape[1:]):
@@ -304,9 +304,9 @@ def _quickest_s(session: ort.InferenceSession, feeds: dict[str, Any]) -> float:
 
 @functools.cache
 def keep_to_own_threads() -> None:
-    """Make the process's first session one without flush-to-zero.
+    """Open the process's first session, without flush-to-zero.
 
-    The first session applies `session.set_denormal_as_zero` to the thread that opens it too, and later threads inherit it: one
+    The first session applies `session.set_denormal_as_zero` also to the thread that opens it, and later threads inherit it: one
     model's answers would depend on another's setting.
     """
     number = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
@@ -316,13 +316,13 @@ def keep_to_own_threads() -> None:
 
 
 def warn_if_in_vain(session: ort.InferenceSession, path: Path) -> None:
-    """Warn if flush-to-zero has no effect for lack of own threads."""
+    """Warn if flush-to-zero has no effect because the session has no threads of its own."""
     if session.get_session_options().intra_op_num_threads == 1:
         logger.warning("%s: %s has no effect with one thread; set intra_op_thread_count to 2 or more", path, DENORMALS)
 
 
 def nodes_by_provider(session: ort.InferenceSession) -> str:
-    """Node counts such as "CUDAExecutionProvider=31, CPUExecutionProvider=2", most first; "" without nodes.
+    """Return node counts such as "CUDAExecutionProvider=31, CPUExecutionProvider=2", most first; "" without nodes.
 
     The session must be opened with RECORD_ENTRY. Nodes are counted before fusion.
     """

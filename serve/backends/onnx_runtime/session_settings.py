@@ -13,7 +13,7 @@ from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
 
 OPTIMIZATION_LEVEL = "halfserve.optimization_level"
-# A new input shape costs milliseconds, an exhaustive search hundreds.
+# A new input shape costs milliseconds with this search, hundreds with an exhaustive one.
 CUDA_DEFAULTS = {"cudnn_conv_algo_search": "HEURISTIC"}
 # Triton's older form of CUDA options: model parameters, with numbers for names.
 CUDA_PARAMETERS: Mapping[str, Mapping[str, str]] = {
@@ -30,18 +30,18 @@ TENSORRT_NAMES = {
 }
 TENSORRT_PRECISIONS = {"FP32": None, "FP16": "trt_fp16_enable", "INT8": "trt_int8_enable"}
 SWITCHES = {"true": "1", "false": "0"}
-# Replays need fixed buffers, which the server provides for the CUDA provider only.
+# CUDA graphs need fixed buffers, which the server provides for the CUDA provider only.
 CUDA_GRAPH, TENSORRT_GRAPH = "enable_cuda_graph", "trt_cuda_graph_enable"
-# Passed on: https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html
+# Prefixes of keys that are passed on: https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html
 SESSION_KEYS = ("session.", "optimization.", "mlas.", "ep.")
-# Refused: keys with paths that the runtime would read or write, and the key that changes the file's format.
+# Parts of keys that are refused: they name paths that the runtime would read or write, or change the file's format.
 NAMING_FILES = ("file", "path", "folder", "session.resource_cuda_partitioning_settings", "session.load_model_format")
-MAX_THREADS = 1024  # started at once, each with a stack
+MAX_THREADS = 1024  # all threads are started at once, each with a stack
 SWITCH = {"0": False, "false": False, "1": True, "true": True}
 
 
 class OptimizationLevel(Enum):
-    """From all rewrites to none; the values are those of the runtime's GraphOptimizationLevel."""
+    """Optimization levels from all rewrites to none; the values are those of the runtime's GraphOptimizationLevel."""
 
     ALL = 99
     EXTENDED = 2
@@ -50,11 +50,11 @@ class OptimizationLevel(Enum):
 
     @property
     def label(self) -> str:
-        """In configurations: "all", "extended", "basic" or "disabled"."""
+        """Name in configurations: "all", "extended", "basic" or "disabled"."""
         return self.name.lower()
 
 
-# `optimization { graph { level } }` in Triton's ONNX Runtime backend; absent reads as 0, all.
+# Triton's levels in `optimization { graph { level } }`; an absent one reads as 0, which means all.
 TRITON_LEVELS = {
     -1: OptimizationLevel.BASIC,
     1: OptimizationLevel.EXTENDED,
@@ -63,7 +63,7 @@ TRITON_LEVELS = {
 
 
 def declared_level(config: ModelConfig, path: Path) -> OptimizationLevel | None:
-    """The configured level, from this project's parameter or Triton's field; None if not configured.
+    """Read the configured level, from halfserve's parameter or Triton's field; None if not configured.
 
     Raises:
         ModelLoadError: there is no such level.
@@ -83,22 +83,22 @@ def declared_level(config: ModelConfig, path: Path) -> OptimizationLevel | None:
 class Accelerators:
     """Provider options, in ONNX Runtime's names."""
 
-    cuda: Mapping[str, str] = field(default_factory=lambda: dict(CUDA_DEFAULTS))  # of the CUDA provider
-    tensorrt: Mapping[str, str] | None = None  # of the TensorRT provider; None if not requested
+    cuda: Mapping[str, str] = field(default_factory=lambda: dict(CUDA_DEFAULTS))  # options of the CUDA provider
+    tensorrt: Mapping[str, str] | None = None  # options of the TensorRT provider; None if it is not requested
     cuda_graphs: bool | None = None  # whether the CUDA provider records graphs; None if not configured
 
 
 def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
-    """Provider options from the accelerators of GPUs in a configuration, with the keys of Triton's ONNX Runtime backend.
+    """Read provider options from the accelerators of GPUs in a configuration, with the keys of Triton's ONNX Runtime backend.
 
-    Those of CPUs are another runtime's: see onnx_models.py.
+    Accelerators of CPUs belong to another runtime: see onnx_models.py.
 
     Args:
-        config: of the model.
-        path: the model file, for errors.
+        config: configuration of the model.
+        path: path of the model file, for errors.
 
     Raises:
-        ModelLoadError: an unknown accelerator or precision, or CUDA graphs for TensorRT.
+        ModelLoadError: an accelerator or precision is unknown, or CUDA graphs are requested for TensorRT.
     """
     cuda = {**CUDA_DEFAULTS, **_from_parameters(config)}
     tensorrt = None
@@ -145,23 +145,23 @@ def _is_on(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """How to open a session."""
+    """Settings with which a session is opened."""
 
     level: OptimizationLevel | None = None  # optimization level; None leaves the choice to the server
-    intra_op_threads: int | None = None  # of one operator on the CPU; None if not configured, 0 for one per core
-    inter_op_threads: int = 0  # for parallel operators; 0 for one per core
-    parallel: bool = False  # run independent operators at the same time
-    memory_arena: bool = True  # keep CPU memory between batches
-    memory_pattern: bool = True  # plan a batch's memory as one block
+    intra_op_threads: int | None = None  # threads for one operator on the CPU; None if not configured, 0 for one per core
+    inter_op_threads: int = 0  # threads for parallel operators; 0 for one per core
+    parallel: bool = False  # whether independent operators run at the same time
+    memory_arena: bool = True  # whether CPU memory is kept between batches
+    memory_pattern: bool = True  # whether a batch's memory is planned as one block
     arena_shrinkage: str = ""  # devices whose arenas shrink after each run, such as "cpu:0;gpu:0"; "" for none
-    session_entries: Mapping[str, str] = field(default_factory=dict)  # the runtime's own keys, passed on
+    session_entries: Mapping[str, str] = field(default_factory=dict)  # the runtime's own keys, which are passed on
     accelerators: Accelerators = field(default_factory=Accelerators)  # options of the CUDA and TensorRT providers
-    cuda_graphs: bool = False  # record and replay CUDA graphs per batch size
+    cuda_graphs: bool = False  # whether CUDA graphs are recorded and replayed per batch size
     operator_libraries: tuple[str, ...] = ()  # paths of libraries with custom operators
 
 
 def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
-    """The settings in a model's configuration; `path` is the model file, for errors.
+    """Read the settings in a model's configuration; `path` is the model file, for errors.
 
     Raises:
         ModelLoadError: a value is invalid.

@@ -11,21 +11,21 @@ from collections.abc import Set as AbstractSet
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 
 FP32 = TensorProto.FLOAT
 HALF_TYPES: Mapping[int, str] = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
-# Types, by those in the file.
+# Replacements of types, by the type in the file.
 UPCAST: Mapping[int, int] = dict.fromkeys(HALF_TYPES, FP32)
 FP16_AS_BF16: Mapping[int, int] = {TensorProto.FLOAT16: TensorProto.BFLOAT16}
 BF16_AS_FP16: Mapping[int, int] = {TensorProto.BFLOAT16: TensorProto.FLOAT16}
-# Of all operators of ONNX and of ONNX Runtime's own domain.
+# Attributes that hold a type, of all operators of ONNX and of ONNX Runtime's own domain.
 TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
 
 
 def half_types(model: ModelProto) -> frozenset[int]:
-    """The half-precision types of weights, inputs, outputs or casts."""
+    """Return the half-precision types of weights, inputs, outputs or casts."""
     return frozenset(number for number in _types(model) if number in HALF_TYPES)
 
 
@@ -35,11 +35,11 @@ def upcast_to_fp32(model: ModelProto) -> None:
 
 
 def retype(model: ModelProto, to: Mapping[int, int]) -> None:
-    """Change types, in place: of weights, constants, casts, inputs, outputs, subgraphs and functions.
+    """Change types in place, in weights, constants, casts, inputs, outputs, subgraphs and functions.
 
     Args:
-        model: with or without its weights.
-        to: TensorProto types, by those that they replace.
+        model: the parsed model, with or without its weights.
+        to: new TensorProto types, by the types that they replace.
     """
     for tensor in all_tensors(model):
         _retype_tensor(tensor, to)
@@ -110,7 +110,7 @@ class TypeAttributes:
     """The integer attributes that hold a tensor type, also where a model's functions pass them on under other names."""
 
     def __init__(self, functions: Sequence[FunctionProto]) -> None:
-        """`functions` are all of the model's; they may call each other."""
+        """`functions`: all functions of the model, which may call each other."""
         self._by_function: dict[tuple[str, str, str], AbstractSet[str]] = {
             _key(function): frozenset() for function in functions
         }
@@ -123,11 +123,11 @@ class TypeAttributes:
                 self._by_function[_key(function)] = found
 
     def of_calls(self, function: FunctionProto) -> AbstractSet[str]:
-        """Names of the type attributes of a function."""
+        """Return the names of the type attributes of a function."""
         return self._by_function[_key(function)]
 
     def of(self, node: NodeProto) -> AbstractSet[str]:
-        """Names of the type attributes that a node may have."""
+        """Return the names of the type attributes that a node may have."""
         return self._by_function.get((node.domain, node.op_type, node.overload), TYPE_ATTRIBUTES)
 
     def _handed_on(self, function: FunctionProto) -> AbstractSet[str]:

@@ -18,11 +18,11 @@ from halfserve.serve.engine.backend import ONNX, OPENVINO_PROVIDER, ModelInterfa
 from halfserve.serve.engine.errors import InstanceLostError, InvalidArgumentError, ModelLoadError, is_out_of_memory
 from halfserve.serve.engine.tensors import Array, Tensors
 
-# Up to this size a copy costs less than memory of its own for the answer, or a view on the request's.
+# Up to this size a copy costs less than separate memory for the answer, or a view of the request's memory.
 SMALL_BYTES = 65_536
 BF16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 INT32 = np.iinfo(np.int32)
-# Integers that OpenVINO's plugin computes with 32 bits: larger values would become others.
+# Integers that OpenVINO's plugin computes with 32 bits: larger values would be changed.
 NARROWED = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint32)})
 
 
@@ -31,11 +31,11 @@ class _Output:
     """One output of a compiled model.
 
     Attributes:
-        place: its number in the model.
-        element: its type in the model.
-        dtype: of the arrays that clients get.
-        empty: its smallest shape; None where its rank is open, so that its answers are copied.
-        is_large: an answer was too large to be copied: each gets memory of its own.
+        place: number of the output in the model.
+        element: element type in the model.
+        dtype: dtype of the arrays that clients get.
+        empty: smallest shape; None if the rank is open, so that its answers are copied.
+        is_large: whether an answer was too large to be copied, so that each gets memory of its own.
     """
 
     place: int
@@ -45,15 +45,15 @@ class _Output:
     is_large: bool = False
 
     def prepare(self, request: ov.InferRequest) -> None:
-        """Before a run: give it memory that no other answer has, where that is cheaper than a copy."""
+        """Prepare a run: give the output memory that no other answer has, if that is cheaper than a copy."""
         if self.is_large and self.empty is not None:
             request.set_output_tensor(self.place, ov.Tensor(self.element, ov.Shape(self.empty)))
 
     def take(self, request: ov.InferRequest) -> Array:
-        """After a run: an array that the next run leaves alone."""
+        """Return the output after a run, in an array that the next run does not change."""
         tensor = request.get_output_tensor(self.place)
         data: Array = tensor.data
-        if self.element == ov.Type.bf16:  # which the bindings show as fp16
+        if self.element == ov.Type.bf16:  # the bindings show bf16 as fp16
             data = data.view(BF16)
         if data.dtype != self.dtype:
             # fp32 values beyond bf16's range become infinity, as they would in bf16.
@@ -71,22 +71,22 @@ class OpenVinoBackend:
 
     Attributes:
         provider: see `Backend`.
-        precision: of the computation, in words.
-        compiled: the model.
+        precision: precision of the computation, in words.
+        compiled: the compiled model.
     """
 
     provider: str = OPENVINO_PROVIDER
     precision: str
     compiled: ov.CompiledModel
     _request: ov.InferRequest
-    _places: Mapping[str, int]  # of the inputs
+    _places: Mapping[str, int]  # numbers of the inputs in the compiled model
     _elements: Mapping[str, ov.Type]
     _dtypes: Mapping[str, np.dtype[Any]]
-    _narrowed: frozenset[str]  # inputs whose integers have to fit into 32 bits
+    _narrowed: frozenset[str]  # inputs whose integers must fit into 32 bits
     _outputs: Mapping[str, _Output]
     _ranges: Mapping[str, IndexRange]
     _sizes: SizeCheck
-    _waits: bool  # for a thread of OpenVINO's that computes
+    _waits: bool  # whether a run waits for a thread of OpenVINO that computes
     _is_broken: bool = False
 
     @classmethod
@@ -99,14 +99,14 @@ class OpenVinoBackend:
         given_names: Mapping[str, str],
         can_give_up: bool,
     ) -> OpenVinoBackend:
-        """The backend.
+        """Make the backend.
 
         Args:
-            compilation: of the model.
-            interface: of its file.
-            ranges: of the inputs of indices: the plugin answers indices out of range with zeros.
+            compilation: the compiled model.
+            interface: interface of the model file.
+            ranges: ranges of the inputs of indices: the plugin answers zeros for indices out of range.
             given_names: see `PreparedModel`.
-            can_give_up: whether runs can be ended from outside, which costs each 0.1 ms.
+            can_give_up: whether runs can be cancelled from another thread, which costs each 0.1 ms.
 
         Raises:
             ModelLoadError: OpenVINO has other outputs, or cannot compute every number of rows.
@@ -120,7 +120,7 @@ class OpenVinoBackend:
         dtypes |= {name: _dtype(element) for name, element in elements.items()}
         outputs = {}
         for number, spec in enumerate(interface.outputs):
-            # Tensors of an ONNX graph that are equal share their names: its outputs are told apart by their order.
+            # Equal tensors of an ONNX graph share their names, so that its outputs are identified by their order.
             place = number if interface.kind is ONNX else place_of(compiled.outputs, spec.name)
             if place is None:
                 raise ModelLoadError(f"output {spec.name!r} is not in the model that OpenVINO has read; save the model again")
@@ -171,20 +171,20 @@ class OpenVinoBackend:
             else:
                 request.infer(share_outputs=True)
         except Exception as error:
-            # The bindings raise RuntimeErrors and others, without a class of their own.
+            # The bindings raise RuntimeErrors and others, without a common base class.
             self._is_broken = True
             if is_out_of_memory(error):
                 raise
             raise InstanceLostError(f"OpenVINO failed: {reason_of(error)}") from error
-        del given  # it kept the memory that the request has read
+        del given  # it kept the memory alive that the request has read
         return {name: output.take(request) for name, output in outputs.items()}
 
     def give_up(self) -> None:
-        """End a run before its next node, where that was asked for; a loop is one node."""
+        """End a run before its next node, if `can_give_up` was set; a loop is one node."""
         self._request.cancel()
 
     def _set(self, name: str, array: Array) -> Array:
-        """Let the request read an array, which has to live until it has run."""
+        """Let the request read an array, which must live until the run has ended."""
         array = _shareable(array)
         element = self._elements[name]
         if element == ov.Type.bf16:
@@ -206,7 +206,7 @@ def _output(place: int, port: ov.ConstOutput, dtype: np.dtype[Any]) -> _Output:
 
 
 def _shareable(array: Array) -> Array:
-    """The array, or one with the same memory: the bindings refuse read-only arrays, although they only read them."""
+    """Return the array, or a writeable one with its memory: the bindings refuse read-only arrays, but only read them."""
     if array.flags.writeable and array.flags.c_contiguous:
         return array
     if array.nbytes < SMALL_BYTES or not array.flags.c_contiguous:
@@ -220,7 +220,7 @@ def _require_narrow(name: str, array: Array) -> None:
     """Check that integers fit into 32 bits.
 
     Raises:
-        InvalidArgumentError: one does not.
+        InvalidArgumentError: an integer does not fit.
     """
     if not array.size:
         return

@@ -1,7 +1,7 @@
 """An OpenVINO file: model.xml, a graph whose weights lie in model.bin. Its interface is read without OpenVINO.
 
 Each `layer` has ports with a type and sizes, and `edge` elements join the ports. Layers of the type Parameter are inputs, and
-those of the type Result are outputs: https://docs.openvino.ai/2026/documentation/openvino-ir-format.html
+layers of the type Result are outputs: https://docs.openvino.ai/2026/documentation/openvino-ir-format.html
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import require_inside
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
-MAX_BYTES = 1 << 27  # of the graph, without its weights; more than this is held several times while it is parsed
-# The names of types that differ from the wire's. A tensor of text ends the process of OpenVINO 2026.4's Python interface.
+MAX_BYTES = 1 << 27  # most bytes of the graph without its weights, which is held several times while it is parsed
+# Type names that differ from the wire's. A tensor of text ends the process of OpenVINO 2026.4's Python interface.
 WIRE_NAMES = {"I8": "INT8", "I16": "INT16", "I32": "INT32", "I64": "INT64", "BOOLEAN": "BOOL", "STRING": ""} | {
     f"U{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)
 }
-# Ports by the type of layer: inputs that determine an output's size.
+# Input ports that determine an output's size, by the type of layer.
 SIZE_PORTS = {
     **dict.fromkeys(("Broadcast", "Interpolate", "OneHot", "Pad", "Tile"), frozenset({1, 2})),
     "RandomUniform": frozenset({0}),
     "Range": frozenset({0, 1, 2}),
 }
 LOOPS = frozenset({"Loop", "If"})
-OF_SHAPES = frozenset({"ShapeOf"})  # results independent of values
+OF_SHAPES = frozenset({"ShapeOf"})  # layers whose results do not depend on values
 
 
 def weights_file(path: Path) -> Path:
-    """The file of a graph's weights, which may be absent where it has none."""
+    """Return the path of a graph's weights, which may be absent if it has none."""
     return path.with_suffix(".bin")
 
 
@@ -87,13 +87,13 @@ def _read(path: Path) -> Element:
 
 
 class _Graph:
-    """The layers of a graph and the edges between them; bodies of loops are not looked into."""
+    """The layers of a graph and the edges between them; bodies of loops are not examined."""
 
     def __init__(self, root: Element, path: Path) -> None:
         self._path = path
         layers = root.find("layers")
         self._layers = {layer.get("id", ""): layer for layer in (layers if layers is not None else ())}
-        # From the place of an input (layer, port) to the place of the output that it takes.
+        # Maps an input (layer, port) to the output that it takes.
         self._edges: dict[tuple[str, str], tuple[str, str]] = {}
         for edge in root.iterfind("edges/edge"):
             to = edge.get("to-layer", ""), edge.get("to-port", "")
@@ -103,10 +103,10 @@ class _Graph:
         return (layer for layer in self._layers.values() if layer.get("type") == kind)
 
     def source(self, result: Element) -> Element:
-        """A copy of the layer that makes a Result's value, with that output alone.
+        """Return a copy of the layer that makes a Result's value, with only that output.
 
         Raises:
-            ModelLoadError: there is none.
+            ModelLoadError: there is no such layer.
         """
         port = result.find("input/port")
         place = self._edges.get((result.get("id", ""), "" if port is None else port.get("id", "")))
@@ -121,12 +121,12 @@ class _Graph:
         return alone
 
     def is_open_ended(self) -> bool:
-        """Whether the compute time of a batch depends on values: with loops, and with sizes that are computed from values."""
+        """Return whether the compute time of a batch depends on values: by loops, or by sizes computed from values."""
         values = {layer.get("id", "") for layer in self.of_type("Parameter")}
         taken: dict[str, list[tuple[int, str]]] = {}
         for (taker, port), (source, _) in self._edges.items():
             taken.setdefault(taker, []).append((int(port) if port.isdecimal() else 0, source))
-        for number, layer in self._layers.items():  # in topological order, as ov.save_model writes them
+        for number, layer in self._layers.items():  # ov.save_model writes the layers in topological order
             kind: str = layer.get("type", "")
             sources = taken.get(number, ())
             if kind in LOOPS or any(port in SIZE_PORTS.get(kind, ()) and source in values for port, source in sources):
@@ -154,7 +154,7 @@ def _weights(graph: _Graph, path: Path) -> frozenset[str]:
 
 
 def _spec(named: Element, layer: Element, where: str) -> TensorSpec:
-    """The spec of an input or output: `layer` makes its value, and `named` is the Parameter or Result itself."""
+    """Return the spec of an input or output: `layer` makes its value, and `named` is the Parameter or Result itself."""
     port = layer.find("output/port")
     if port is None:
         raise ModelLoadError(f"{where} {named.get('name')!r} has no port; save the model again")
@@ -173,13 +173,13 @@ def _spec(named: Element, layer: Element, where: str) -> TensorSpec:
 
 
 def port_name(names: list[str], layer: str) -> str:
-    """The name by which clients know a tensor: the first of its names, as in Triton, or its layer's."""
+    """Return the name by which clients know a tensor: the first of its names, as in Triton, or its layer's."""
     known = sorted(name.replace("\\,", ",") for name in names if name)
     return known[0] if known else layer
 
 
 def _most_rows(parameter: Element) -> int | None:
-    """The upper end of a first size such as 1..8; None where there is none."""
+    """Return the upper end of a first size such as 1..8; None if there is none."""
     data = parameter.find("data")
     first = re.match(r"\d*\.\.(\d+)", "" if data is None else data.get("shape", ""))
     return int(first[1]) if first else None

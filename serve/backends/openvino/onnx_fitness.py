@@ -1,4 +1,4 @@
-"""Reasons for which an ONNX model is not given to OpenVINO. The module needs no OpenVINO.
+"""Reasons for which an ONNX model is not given to OpenVINO. The module does not need OpenVINO.
 
 The operators are the ones whose node tests of ONNX OpenVINO 2026.4.1 answers with other values than the standard demands.
 tests/serve/backends/test_openvino_operators.py runs these tests again.
@@ -10,33 +10,33 @@ from collections.abc import Set as AbstractSet
 
 from onnx import ModelProto, NodeProto, TensorProto
 
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 from halfserve.serve.backends.onnx_runtime.onnx_interface import STANDARD, is_open_ended
 
-# Operators that OpenVINO computes otherwise in one case at least: windows and empty masks of attention; batches first in
+# Operators that OpenVINO computes differently in at least one case: windows and empty masks of attention; batches first in
 # recurrent layers; rounded sizes and antialiasing in Resize; equal values in TopK; shifts of negative numbers; the rounding of
-# halves where it quantizes. What it refuses need not be here.
+# halves in quantization. Operators that it refuses need not be listed.
 WRONG = frozenset(
     {
         *("Attention", "BitShift", "DFT", "DynamicQuantizeLinear", "GRU", "LSTM", "NonMaxSuppression", "QuantizeLinear", "RNN"),
         *("Resize", "RoiAlign", "SpaceToDepth", "TopK"),
     }
 )
-# Operators whose result for nothing but infinities is wrong. Integers have none: PyTorch's `any` is exported as a maximum of
-# integers, and the masks of transformers have one.
+# Operators whose result for only infinities is wrong. Integers have none: PyTorch's `any` is exported as a maximum of integers,
+# which the masks of transformers contain.
 WRONG_OF_INFINITIES = frozenset({"ReduceMax", "ReduceMin"})
 INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
-# There is no right answer to compare with.
+# Operators without a right answer to compare with.
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
-# float64 becomes float32 there, and texts end its process.
+# OpenVINO computes float64 in float32, and texts end its process.
 UNFIT_TYPES = {TensorProto.DOUBLE: "float64", TensorProto.STRING: "text"}
 # Reductions whose attribute `axes` (opsets 13 to 17) OpenVINO 2026.4.1 does not read: it reduces over every axis.
 AXES_UNREAD = frozenset({"ReduceL1", "ReduceLogSum", "ReduceLogSumExp"})
 
 
 def why_unfit(model: ModelProto) -> str | None:
-    """Why a model is left to ONNX Runtime; None where OpenVINO may compute it. Weights may be left out of the model."""
+    """Return why a model is left to ONNX Runtime; None if OpenVINO may compute it. Weights may be left out of the model."""
     own = {(function.domain, function.name) for function in model.functions}
     for scope in (model.graph.node, *(function.node for function in model.functions)):
         nodes = list(nodes_below(scope))
@@ -60,7 +60,7 @@ def _makes_integers(node: NodeProto) -> bool:
 def _is_unfit(node: NodeProto, integers: AbstractSet[str]) -> bool:
     if node.op_type in WRONG_OF_INFINITIES:
         return node.input[0] not in integers
-    if node.op_type == "MaxPool":  # it counts a last window that lies in the padding
+    if node.op_type == "MaxPool":  # OpenVINO counts a last window that lies in the padding
         return any(attribute.name == "ceil_mode" and attribute.i for attribute in node.attribute)
     if node.op_type in AXES_UNREAD and any(attribute.name == "axes" for attribute in node.attribute):
         return True

@@ -1,4 +1,4 @@
-"""OpenVINO's CPU plugin: compiles graphs, and says what the processor computes and in which type each node ran.
+"""OpenVINO's CPU plugin: compiles graphs, and reports the processor's types and the type in which each node ran.
 
 With INFERENCE_PRECISION_HINT=dynamic a graph is computed in the types in which it is written, where the processor has them:
 https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/precision-control.html
@@ -26,8 +26,8 @@ from halfserve.serve.engine.resource_limits import fewer_cores
 
 DEVICE = "CPU"
 HALVES = ("fp16", "bf16")
-PRECISIONS = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64"}  # OpenVINO's names, and ours
-# Layers of a compiled graph that move numbers, or change their type, and compute none.
+PRECISIONS = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "f64": "fp64"}  # halfserve's names of precisions, by OpenVINO's
+# Layers of a compiled graph that move numbers, or change their type, and do not compute.
 MOVING = frozenset(
     {
         *("Input", "Output", "Const", "Convert", "Reorder", "Reshape", "Transpose", "Concatenation", "Split", "StridedSlice"),
@@ -42,10 +42,10 @@ class Compilation:
     """A compiled model.
 
     Attributes:
-        model: as it was read.
-        compiled: the plugin's.
-        nodes: the number of computing nodes by the type in which they are computed; see `precisions`.
-        precision: of the computation, in words.
+        model: the model before its compilation.
+        compiled: the compiled model.
+        nodes: number of computing nodes by the type in which they are computed; see `precisions`.
+        precision: precision of the computation, in words.
     """
 
     model: ov.Model
@@ -55,25 +55,25 @@ class Compilation:
 
     @property
     def nodes_in_words(self) -> str:
-        """Such as "OpenVINO bf16=12, OpenVINO fp32=3", most first."""
+        """Node counts such as "OpenVINO bf16=12, OpenVINO fp32=3", most first."""
         return ", ".join(f"OpenVINO {name}={count}" for name, count in sorted(self.nodes.items(), key=lambda item: -item[1]))
 
 
 @cache
 def core() -> ov.Core:
-    """The process's one core: its plugin keeps one pool of threads for all models."""
+    """Return the process's only core: its plugin keeps one pool of threads for all models."""
     return ov.Core()
 
 
 @cache
 def properties(settings: OpenVinoSettings, threads: int) -> dict[str, Any]:
-    """OpenVINO's properties for compiling a graph in the types in which it is written.
+    """Return OpenVINO's properties for compiling a graph in the types in which it is written.
 
-    threads: number of threads of a batch; 0 for one per usable core.
+    `threads`: number of threads of a batch; 0 for one per usable core.
     """
     threads = (threads if settings.threads is None else settings.threads) or fewer_cores()
     chosen: dict[str, Any] = {
-        # Otherwise weights in 8 bits would have activations rounded to 8 bits too.
+        # Without this hint, weights in 8 bits would have activations rounded to 8 bits too.
         "EXECUTION_MODE_HINT": "ACCURACY",
         "INFERENCE_PRECISION_HINT": "bf16" if settings.hint_bf16 else "dynamic",
         "NUM_STREAMS": settings.streams or "1",
@@ -94,8 +94,8 @@ def compiled_with(source: str | bytes, path: Path, settings: OpenVinoSettings, t
 
     Args:
         source: the model's bytes, or the path of its file.
-        path: of the original file, for errors.
-        settings: from the model's configuration.
+        path: path of the original file, for errors.
+        settings: settings in the model's configuration.
         threads: see `properties`.
 
     Raises:
@@ -104,25 +104,25 @@ def compiled_with(source: str | bytes, path: Path, settings: OpenVinoSettings, t
     try:
         own = core()
         if settings.extension is not None:
-            own = ov.Core()  # operators of one model are not another's
+            own = ov.Core()  # a separate core, because operators of one model are not for others
             own.add_extension(settings.extension)
         model = own.read_model(model=source)
         pause()
         written = {PRECISIONS[name] for op in model.get_ops() for out in op.outputs() if (name := _type(out)) in PRECISIONS}
         compiled = own.compile_model(model, DEVICE, properties(settings, threads))
     except Exception as error:
-        # The bindings raise RuntimeErrors and others, without a class of their own.
+        # The bindings raise RuntimeErrors and others, without a common base class.
         raise ModelLoadError(f"{path}: OpenVINO refuses the model: {reason_of(error)}") from error
     nodes = precisions(compiled)
     return Compilation(model=model, compiled=compiled, nodes=nodes, precision=in_words(nodes, written))
 
 
 def in_words(nodes: Mapping[str, int], written: AbstractSet[str]) -> str:
-    """The precision of a computation in words, such as "bf16", "fp32" or "fp32 (the fp16 model, upcast)".
+    """Describe the precision of a computation in words, such as "bf16", "fp32" or "fp32 (the fp16 model, upcast)".
 
     Args:
-        nodes: the number of nodes by the type in which they are computed.
-        written: the floating types of the graph before it was compiled.
+        nodes: number of nodes by the type in which they are computed.
+        written: floating types of the graph before it was compiled.
     """
     ran = " and ".join(half for half in HALVES if nodes.get(half))
     given = " and ".join(half for half in HALVES if half in written)
@@ -136,20 +136,20 @@ def _type(output: ov.Output) -> str:
 
 
 def place_of(ports: Sequence[Any], name: str) -> int | None:
-    """The number of an input or output, by one of its tensor's names or by its layer's; None where it is not there."""
+    """Return the number of an input or output, by one of its tensor's names or by its layer's; None if it is absent."""
     by_name = [number for number, port in enumerate(ports) if name in port.names]
     by_layer = [number for number, port in enumerate(ports) if name == port.node.get_friendly_name()]
     return next(iter([*by_name, *by_layer]), None)
 
 
 def input_places(ports: Sequence[Any], names: Sequence[str]) -> dict[int, int]:
-    """Map the place of each input's name in `names` to the input's number in the compiled model.
+    """Return each input's number in the compiled model, by its place in `names`.
 
-    Inputs that a model does not use are left out of it. One that is an output too may have lost its name, and is found by its
-    order among those that are left.
+    The compiled model lacks inputs that it does not use. An input that is also an output may have lost its name; it is then
+    identified by its order among the remaining ones.
 
     Raises:
-        ModelLoadError: it cannot be told which one an input is.
+        ModelLoadError: an input cannot be identified.
     """
     known = {number: place_of(ports, name) for number, name in enumerate(names)}
     found = {number: place for number, place in known.items() if place is not None}
@@ -161,9 +161,9 @@ def input_places(ports: Sequence[Any], names: Sequence[str]) -> dict[int, int]:
 
 
 def reports_errors(compiled: ov.CompiledModel) -> bool:
-    """Whether a synchronous run of a compiled model reports an error.
+    """Return whether a synchronous run of a compiled model reports an error.
 
-    With one thread OpenVINO 2026.4.1's does not: it returns, and the outputs are those of an earlier run.
+    With one thread, OpenVINO 2026.4.1 does not: the run returns, and the outputs are those of an earlier run.
     """
     return _reports_errors(compiled.get_property("INFERENCE_NUM_THREADS"))
 
@@ -183,13 +183,13 @@ def _reports_errors(threads: int) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The essential line of an exception, safe to show to clients: without the places in OpenVINO's sources."""
+    """Return the essential line of an exception, safe to show to clients: without the places in OpenVINO's sources."""
     lines = [line.strip() for line in str(error).splitlines() if not PREFIX_LINE.match(line)]
     return lines[-1] if lines else type(error).__name__
 
 
 def precisions(compiled: ov.CompiledModel) -> Counter[str]:
-    """The number of computing nodes by the type that they are computed in: "bf16", "fp16", "fp32"; integers do not count."""
+    """Count computing nodes by the type in which they are computed: "bf16", "fp16", "fp32"; integers do not count."""
     found: Counter[str] = Counter()
     for node in compiled.get_runtime_model().get_ordered_ops():
         about = node.get_rt_info()

@@ -27,7 +27,7 @@ from halfserve.serve.engine.backend import ONNX, OPENVINO_BACKEND, CpuPrecision,
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
 
-# The types that a graph is computed in, by those of the file.
+# Replacements of the file's types, by the precision in which a graph is computed.
 TYPES: Mapping[CpuPrecision, Mapping[int, int]] = {CpuPrecision.BFLOAT16: FP16_AS_BF16, CpuPrecision.FLOAT16: BF16_AS_FP16}
 
 
@@ -37,11 +37,11 @@ class OpenVinoTrial:
 
     path: Path  # the original model file
     settings: OpenVinoSettings
-    prepared_for: str = ""  # the precision in which the model was prepared; "" for the file as it is
+    prepared_for: str = ""  # precision in which the model was prepared; "" for the unchanged file
 
     @property
     def levels(self) -> tuple[OptimizationLevel, ...]:
-        """Just one: OpenVINO has no switch for its optimizations."""
+        """The only level: OpenVINO has no switch for its optimizations."""
         return (OptimizationLevel.ALL,)
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:  # noqa: ARG002  (there is one)
@@ -55,7 +55,7 @@ class OpenVinoTrial:
 
     @cached_property
     def key(self) -> str:
-        """Equal for trials with equal results; reads the whole file, but not its weights."""
+        """Key that is equal for trials with equal results; computing it reads the whole file, but not its weights."""
         message = self.message(b"", OptimizationLevel.ALL)
         return verdict_key(
             self.path,
@@ -67,12 +67,14 @@ class OpenVinoRuntime:
     """Loads OpenVINO's own files, and ONNX files whose configuration asks for OpenVINO."""
 
     def __init__(self, probe: CrashProbe | None = None, *, trust_custom_operators: bool = False) -> None:
-        """`probe` loads models in another process first; None trusts them. `trust_custom_operators`: see `OnnxRuntime`."""
+        """`probe` loads models in another process first; None loads them without a trial. `trust_custom_operators`: see
+        `OnnxRuntime`.
+        """
         self._probe = probe
         self._trust_custom_operators = trust_custom_operators
 
     def describe(self, path: Path) -> ModelInterface:
-        """Read the interface of OpenVINO's own file without its weights.
+        """Read the interface of an OpenVINO file without its weights.
 
         Raises:
             ModelLoadError: a file is missing or unreadable, is no OpenVINO graph, or has inputs without a wire type.
@@ -80,7 +82,7 @@ class OpenVinoRuntime:
         return read_ir_interface(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> OpenVinoBackend:
-        """Load one copy, on the CPU. A graph of OpenVINO's own is computed in the types in which it is written.
+        """Load one copy on the CPU. An OpenVINO graph is computed in the types in which it is written.
 
         Raises:
             ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
@@ -97,7 +99,7 @@ class OpenVinoRuntime:
     ) -> OpenVinoBackend:
         """Load one copy of an ONNX file; see `OnnxOnOpenVino`.
 
-        Nodes of a half-precision type are computed in `precision`, and those of float32 in float32.
+        Nodes of a half-precision type are computed in `precision`, and float32 nodes in float32.
 
         Raises:
             ModelLoadError: see `load`.
@@ -148,7 +150,7 @@ def _backend(
     ranges: Mapping[str, IndexRange],
     given_names: Mapping[str, str],
 ) -> OpenVinoBackend:
-    """The backend of a compiled model; the configuration's parameters get the numbers of its nodes by their precision."""
+    """Make the backend of a compiled model; the configuration's parameters get the numbers of its nodes by their precision."""
     config.parameters["halfserve.nodes"].string_value = compilation.nodes_in_words
     return OpenVinoBackend.of(
         compilation,

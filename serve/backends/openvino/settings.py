@@ -1,8 +1,8 @@
 """The settings of an OpenVINO model in its configuration: the documented parameters of Triton's OpenVINO backend.
 
-Some of them have nothing to do here: batches of every size are computed as they are, so that a model needs no padding to one
-size (ENABLE_BATCH_PADDING) and keeps its own batch dimension (SKIP_OV_DYNAMIC_BATCHSIZE), and the CPU's plugin compiles on its
-caller's thread (COMPILATION_NUM_THREADS). They are checked and have no effect.
+Some of them are checked but have no effect: batches of every size are computed as they are, so that a model needs no padding to
+one size (ENABLE_BATCH_PADDING) and keeps its own batch dimension (SKIP_OV_DYNAMIC_BATCHSIZE), and the CPU plugin compiles on
+its caller's thread (COMPILATION_NUM_THREADS).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from halfserve.serve.engine.config.model_config import EXTENSION
 from halfserve.serve.engine.config.parameters import PREFIX
 from halfserve.serve.engine.errors import ModelLoadError
 
-MAX_THREADS = 1024  # started at once, each with a stack
+MAX_THREADS = 1024  # all threads are started at once, each with a stack
 HINTS = frozenset({"LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT"})
 Check = Callable[[str], bool]
 
@@ -31,7 +31,7 @@ def _is_switch(value: str) -> bool:
     return value in {"YES", "NO"}
 
 
-# By the parameter's name: whether it takes a value, in capitals, and what it expects.
+# Parameter name -> (function that checks a value in capitals, description of the valid values).
 PARAMETERS: dict[str, tuple[Check, str]] = {
     "COMPILATION_NUM_THREADS": (_is_count, f"a whole number of 0 to {MAX_THREADS}"),
     EXTENSION: (bool, "the name of a library in the model's folder"),
@@ -48,13 +48,13 @@ PARAMETERS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoSettings:
-    """How to compile a model.
+    """Settings with which a model is compiled.
 
     Attributes:
-        threads: for one batch; None where that is not configured, 0 for one per core.
-        streams: NUM_STREAMS; None for one, as a copy of a model computes one batch at a time.
-        performance_hint: PERFORMANCE_HINT; None where that is not configured.
-        hint_bf16: compute in bf16 what the graph has in float32.
+        threads: number of threads for one batch; None if not configured, 0 for one per core.
+        streams: NUM_STREAMS; None for one, because a copy of a model computes one batch at a time.
+        performance_hint: PERFORMANCE_HINT; None if not configured.
+        hint_bf16: whether float32 parts of the graph are computed in bf16.
         extension: path of a library of operators; None for none.
     """
 
@@ -66,11 +66,11 @@ class OpenVinoSettings:
 
 
 def read_openvino_settings(config: ModelConfig, path: Path, *, trusted: bool) -> OpenVinoSettings:
-    """The settings in a model's configuration; `path` is the model file, for errors.
+    """Read the settings in a model's configuration.
 
     Args:
-        config: the model's.
-        path: the model file.
+        config: configuration of the model.
+        path: path of the model file.
         trusted: whether libraries of the repository may be loaded.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Whether a model can compute inputs of given sizes, found out before OpenVINO's plugin computes them.
+"""Checks whether a model can compute inputs of given sizes, before OpenVINO's plugin computes them.
 
-The plugin cannot be asked by trying: a batch whose sizes do not fit breaks the compiled model, and where a Reshape has a fixed
+A try with the plugin is not possible: a batch whose sizes do not fit breaks the compiled model, and if a Reshape has a fixed
 size, OpenVINO 2026.4.1 writes beyond its memory (400 numbers for a Reshape to [2, 2]). The shapes of all tensors are inferred
-instead, once for each new combination of sizes: 1.7 ms for a MiniLM. `ov.Model.reshape` would take 13 ms, as it also looks for
-patterns to rewrite.
+instead, once for each new combination of sizes: 1.7 ms for a MiniLM. `ov.Model.reshape` would take 13 ms, because it also
+looks for patterns to rewrite.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.tensors import Tensors
 
-# Rows for which sizes are inferred: a number that no graph has as a constant size. If it fits, so do others.
+# Number of rows for which sizes are inferred: no graph has it as a constant size. If it fits, other numbers do too.
 ROWS = 7
-MOST_KNOWN = 4096  # combinations of sizes that are remembered
-FEW = 16  # elements of a constant that may be a size
+MOST_KNOWN = 4096  # most combinations of sizes that are remembered
+FEW = 16  # most elements of a constant that may be a size
 Sizes = tuple[tuple[int, ...], ...]
 
 
@@ -31,10 +31,11 @@ class SizeCheck:
     """Infers shapes in a copy of a model's graph that holds no weights. Used by one thread at a time."""
 
     def __init__(self, model: ov.Model, interface: ModelInterface, places: Mapping[str, int]) -> None:
-        """`places`: the numbers of the inputs in the model, by their names.
+        """`places`: numbers of the inputs in the model, by their names.
 
         Raises:
-            InvalidArgumentError: the model's sizes are all known but the number of rows, and it cannot compute any number.
+            InvalidArgumentError: all of the model's sizes are known except the number of rows, and it cannot compute any
+                number.
         """
         self._graph = _without_weights(model)
         self._places = places
@@ -48,7 +49,7 @@ class SizeCheck:
         """Check the sizes of a batch.
 
         Raises:
-            InvalidArgumentError: the model cannot compute them.
+            InvalidArgumentError: the model cannot compute these sizes.
         """
         if not self._is_open:
             return
@@ -76,12 +77,12 @@ class SizeCheck:
                 parameters[place].set_partial_shape(ov.PartialShape(list(shape)))
             self._graph.validate_nodes_and_infer_types()
         except Exception as error:
-            # The bindings raise RuntimeErrors and others, without a class of their own.
+            # The bindings raise RuntimeErrors and others, without a common base class.
             raise InvalidArgumentError(reason_of(error)) from error
 
 
 def _without_weights(model: ov.Model) -> ov.Model:
-    """A copy of a graph with an input in place of each constant that no size is computed from."""
+    """Copy a graph, with an input in place of each constant from which no size is computed."""
     graph = model.clone()
     added = []
     for node in graph.get_ordered_ops():

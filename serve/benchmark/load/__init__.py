@@ -1,1 +1,1 @@
-"""Generate load in processes of its own: when each request leaves, over which connection, and how long its answer takes."""
+"""Generates load in separate processes: schedules and sends requests over HTTP/2 connections, and records their latencies."""

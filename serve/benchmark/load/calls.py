@@ -15,7 +15,7 @@ from ngh2 import DataReceived, ResponseReceived, StreamClosed, StreamReset, Trai
 from halfserve.serve.benchmark.load.connection import ConnectionLostError, Http2Connection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
-PREFIX_BYTES = 5  # of a gRPC message: compressed or not, then the length in four bytes, big-endian
+PREFIX_BYTES = 5  # prefix of a gRPC message: a compression flag, then the length in four bytes, big-endian
 STATUSES = (
     *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
@@ -28,12 +28,12 @@ OK_RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 NO_STATUS = "the server ended the call without a status"
 NO_MESSAGE = "the server ended the call with OK, but without a message"
 NO_WHOLE_MESSAGE = "the server ended the call with OK, but its answer is not one whole message"
-# What a reset stream means for its call: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md#errors
+# Status of a call whose stream was reset: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md#errors
 RESETS = {0x7: "UNAVAILABLE", 0x8: "CANCELLED", 0xB: "RESOURCE_EXHAUSTED", 0xC: "PERMISSION_DENIED"}
 Headers = Sequence[tuple[bytes, bytes]]
-MAX_CONNECTIONS = 500  # select takes no more than 1024 descriptors
+MAX_CONNECTIONS = 500  # select supports at most 1024 descriptors
 RETRY_S = 0.1
-GIVE_UP_S = 1.0  # a server that accepts no connection for this long is gone
+GIVE_UP_S = 1.0  # a server that accepts no connection for this long is considered gone
 RECONNECT_TIMEOUT_S = 1.0
 
 
@@ -41,12 +41,12 @@ class InFlightRequest:
     """A request in flight.
 
     Attributes:
-        model: the number of its model.
-        intended_ns: when it was to be sent.
-        status: by name, once it is known.
-        message: the server's.
-        answer_bytes: received so far, the prefix of the answer's message included.
-        answer_prefix: their first PREFIX_BYTES.
+        model: index of its model.
+        intended_ns: time at which it was due, in nanoseconds.
+        status: name of its gRPC status; set once the status is known.
+        message: status message of the server.
+        answer_bytes: bytes received so far, including the prefix of the answer's message.
+        answer_prefix: the first PREFIX_BYTES of the answer.
     """
 
     __slots__ = ("answer_bytes", "answer_prefix", "intended_ns", "message", "model", "status")
@@ -60,13 +60,13 @@ class InFlightRequest:
         self.answer_prefix = b""
 
     def take(self, data: bytes) -> None:
-        """Count a part of the answer."""
+        """Take in a part of the answer."""
         if len(self.answer_prefix) < PREFIX_BYTES:
             self.answer_prefix += data[: PREFIX_BYTES - len(self.answer_prefix)]
         self.answer_bytes += len(data)
 
     def require_message(self) -> None:
-        """Fail a request that ended with OK if its answer is not one whole message."""
+        """Fail a request that ended with OK if its answer is not exactly one message."""
         if self.status != OK:
             return
         if not self.answer_bytes:
@@ -76,7 +76,7 @@ class InFlightRequest:
 
 
 def call_headers(target: LoadEndpoint, timeout_s: float | None) -> list[tuple[bytes, bytes]]:
-    """The headers of a call; `timeout_s` None for a call without a deadline."""
+    """The headers of a call; `timeout_s` is None for a call without a deadline."""
     headers = [
         (b":method", b"POST"),
         (b":scheme", b"http" if target.tls is None else b"https"),
@@ -93,7 +93,7 @@ def call_headers(target: LoadEndpoint, timeout_s: float | None) -> list[tuple[by
 
 
 def framed(message: bytes) -> bytes:
-    """Prefix a message as gRPC does."""
+    """Add the gRPC prefix to a message."""
     return b"\0" + len(message).to_bytes(4, "big") + message
 
 
@@ -101,7 +101,7 @@ class ConnectionCalls(ABC):
     """The calls of one connection.
 
     Attributes:
-        in_flight: by stream, the oldest first.
+        in_flight: requests in flight by stream, the oldest first.
     """
 
     def __init__(self, connection: Http2Connection, headers: Headers) -> None:
@@ -113,7 +113,7 @@ class ConnectionCalls(ABC):
     @property
     @abstractmethod
     def room(self) -> int:
-        """How many requests can be sent now."""
+        """Number of requests that can be sent now."""
 
     @abstractmethod
     def start(self, call: InFlightRequest, message: bytes) -> None:
@@ -128,7 +128,7 @@ class ConnectionCalls(ABC):
         """
 
     def expired(self, before_ns: int) -> list[InFlightRequest]:
-        """Cancel and return the requests that were to be sent before a time."""
+        """Cancel and return the requests that were due before a time."""
         ended: list[InFlightRequest] = []
         while self.in_flight:
             stream, call = next(iter(self.in_flight.items()))
@@ -142,7 +142,7 @@ class ConnectionCalls(ABC):
 
 
 class UnaryCalls(ConnectionCalls):
-    """A call for each request."""
+    """Makes one call per request."""
 
     @property
     def room(self) -> int:
@@ -158,7 +158,7 @@ class UnaryCalls(ConnectionCalls):
     def receive(self) -> list[InFlightRequest]:
         ended: list[InFlightRequest] = []
         in_flight = self.in_flight
-        event: Any  # told apart by its class: isinstance, which mypy could follow, takes four times as long
+        event: Any  # its class decides: isinstance, which mypy could follow, takes four times as long
         for event in self.connection.receive():
             kind = type(event)
             if kind is StreamClosed or kind is StreamReset:
@@ -182,13 +182,13 @@ class UnaryCalls(ConnectionCalls):
 
 
 class StreamingCalls(ConnectionCalls):
-    """Calls that stay open, each with one request in flight; a call whose request was answered takes the next one."""
+    """Keeps calls open, each with one request in flight; a call whose request was answered takes the next one."""
 
     def __init__(self, connection: Http2Connection, headers: Headers) -> None:
         super().__init__(connection, headers)
         self._idle: list[int] = []
-        self._open: dict[int, bytearray] = {}  # stream -> the beginning of an answer
-        self._endings: dict[int, InFlightRequest] = {}  # stream -> the status in its trailers
+        self._open: dict[int, bytearray] = {}  # stream -> the part of an answer received so far
+        self._endings: dict[int, InFlightRequest] = {}  # stream -> holder of the status in its trailers
 
     @property
     def room(self) -> int:
@@ -242,14 +242,14 @@ class StreamingCalls(ConnectionCalls):
         ending, call = self._endings.pop(stream, None), self.in_flight.pop(stream, None)
         if call is not None:
             if ending is None or ending.status in (None, OK):
-                note_reset(call, code)  # OK for the call is no answer to a request that still waits in it
+                note_reset(call, code)  # the call's OK is not an answer to the request that waits in it
             else:
                 call.status, call.message = ending.status, ending.message
             yield call
 
 
 def note_reset(call: InFlightRequest, code: int) -> None:
-    """Set the status from the HTTP/2 error code with which the stream ended before any status came."""
+    """Set the status from the HTTP/2 error code of a stream that ended before a status came."""
     if code == 0:
         call.status, call.message = "UNKNOWN", NO_STATUS
     else:
@@ -257,7 +257,7 @@ def note_reset(call: InFlightRequest, code: int) -> None:
 
 
 def note_status(call: InFlightRequest, headers: Headers) -> None:
-    """Set the status from the headers that have one."""
+    """Set the status from headers that contain one."""
     if headers == OK_TRAILERS:
         call.status = OK
         return
@@ -272,7 +272,7 @@ def note_status(call: InFlightRequest, headers: Headers) -> None:
 
 
 def _streamed_status(message: bytes) -> tuple[str, str]:
-    """Status and message of a ModelStreamInferResponse, read without protobuf: error_message is its first field if set."""
+    """Status and message of a ModelStreamInferResponse, read without protobuf: error_message comes first if it is set."""
     if not message.startswith(ERROR_FIELD):
         return OK, ""
     length, shift, place = 0, 0, 1
@@ -294,19 +294,19 @@ def _timeout(seconds: float) -> bytes:
 
 
 class ConnectionPool:
-    """The connections to one server, made when they are needed and replaced when they are lost; or to all members of a cluster.
+    """Connections to one server, or to all members of a cluster; opened when needed and replaced when lost.
 
     Attributes:
-        given_up: whether every attempt to connect has failed for too long.
-        trouble: why the last connection was lost, or not made.
+        given_up: whether all attempts to connect have failed for too long.
+        trouble: reason why the last connection was lost, or not opened.
     """
 
     def __init__(self, target: LoadEndpoint, spec: LoadSpec) -> None:
         targets = target.each
-        first = spec.share[0] % len(targets)  # so that processes with one connection each load different members
+        first = spec.share[0] % len(targets)  # processes with one connection each then load different members
         self._targets = itertools.cycle(targets[first:] + targets[:first])
         self._target_count = len(targets)
-        # A streaming call outlives its requests, so each request's time is kept on this side alone.
+        # A streaming call outlives its requests, so each request's time limit is kept on this side only.
         self._timeout_s = None if target.streaming else spec.timeout_s
         self._wanted = max(spec.connections, len(targets))
         self._concurrency = spec.concurrency or 1
@@ -319,17 +319,17 @@ class ConnectionPool:
 
     @property
     def all(self) -> list[ConnectionCalls]:
-        """Every connection, with the draining ones."""
+        """Every connection, including draining ones."""
         return self._links
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until the next attempt to connect; None when none is needed."""
+        """Seconds until the next attempt to connect; None if none is needed."""
         usable = any(link.connection.usable for link in self._links)
         return None if usable else max(0.0, self._retry_s - time.monotonic())
 
     def open(self) -> None:
-        """Open the specified number of connections, and to each member at least one."""
+        """Open the specified number of connections, and at least one to each member."""
         failures = 0
         while len(self._links) < min(self._wanted, MAX_CONNECTIONS) and failures < self._target_count:
             if not self._connect():
@@ -339,9 +339,9 @@ class ConnectionPool:
             self._wanted = max(self._wanted, math.ceil(self._concurrency / capacity))
 
     def with_room(self) -> ConnectionCalls | None:
-        """The next connection in turn that takes a request; None when all are full or lost."""
+        """The next connection in turn that can take a request; None if all are full or lost."""
         links, behind = self._links, False
-        if self._target_count > 1 and links:  # a slow member gets less, as from our clients
+        if self._target_count > 1 and links:  # a slow member gets fewer requests, as from our clients
             self._turn = links.index(min(links, key=lambda link: len(link.in_flight))) - 1
         for _ in range(len(links)):
             self._turn = (self._turn + 1) % len(links)
@@ -383,7 +383,7 @@ class ConnectionPool:
             now_s = time.monotonic()
             self._retry_s = now_s + RETRY_S
             if not self._links:
-                # Counted from the first failed attempt, not from the loss: rare requests make no attempts in between.
+                # Counted from the first failed attempt, not from the loss: with rare requests there are no attempts in between.
                 self._alone_since_s = self._alone_since_s or now_s
                 self.given_up = now_s - self._alone_since_s > GIVE_UP_S
             return False

@@ -21,7 +21,7 @@ STREAM_WINDOW_BYTES, CONNECTION_WINDOW_BYTES = 2**24, 2**30
 FRAME_BYTES = 2**20
 READ_BYTES = WRITE_BYTES = 2**18
 CANCEL = 0x08
-MAX_UNSENT_BYTES = 2**25  # libnghttp2 copies the data to be sent
+MAX_UNSENT_BYTES = 2**25  # limit on unsent data, as libnghttp2 copies it
 CONNECT_TIMEOUT_S = 5.0
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 DEFAULT_STREAMS = 2**31 - 1  # for a server that sets no limit
@@ -31,12 +31,12 @@ def encrypted(plain: socket.socket, host: str, files: TlsPaths) -> ssl.SSLSocket
     """Do the TLS handshake with ALPN for HTTP/2; the plain socket is closed if that fails.
 
     Args:
-        plain: connected, with a time limit.
-        host: the server's.
+        plain: connected socket with a timeout.
+        host: host name of the server.
         files: certificates.
 
     Raises:
-        OSError: the server's certificate is not trusted, a file cannot be read, or the server has no TLS.
+        OSError: the server's certificate is not trusted, a file cannot be read, or the server does not support TLS.
     """
     try:
         context = ssl.create_default_context(cafile=files.authorities)
@@ -50,23 +50,23 @@ def encrypted(plain: socket.socket, host: str, files: TlsPaths) -> ssl.SSLSocket
 
 
 class ConnectionLostError(Exception):
-    """The connection was lost or could not be made; the text says why."""
+    """The connection was lost or could not be opened; the text gives the reason."""
 
 
 class Http2Connection:
     """A connection after the HTTP/2 handshake.
 
     Args:
-        target: the server.
-        timeout_s: for connecting and for the server's settings.
+        target: server to connect to.
+        timeout_s: time limit for connecting and for the server's settings, in seconds.
 
     Raises:
-        ConnectionLostError: no server answers, or not in HTTP/2.
+        ConnectionLostError: the server does not answer, or does not speak HTTP/2.
     """
 
     def __init__(self, target: LoadEndpoint, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        self.usable = True  # for new calls
-        self.unsent_bytes = 0  # of messages, counted by the calls between two flushes
+        self.usable = True  # whether it takes new calls
+        self.unsent_bytes = 0  # unsent bytes of messages; calls add to it between two flushes
         self._unsent = memoryview(b"")
         self.http2 = Connection(Role.CLIENT, Configuration(peer_max_concurrent_streams=DEFAULT_STREAMS))
         try:
@@ -87,12 +87,12 @@ class Http2Connection:
 
     @property
     def wants_write(self) -> bool:
-        """Whether data waits until the socket takes more."""
+        """Whether data waits for space in the socket's buffer."""
         return bool(self._unsent)
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much data waits to be sent that another request would only cost memory."""
+        """Whether so much data is unsent that another request would only cost memory."""
         return self.unsent_bytes > MAX_UNSENT_BYTES
 
     def fileno(self) -> int:

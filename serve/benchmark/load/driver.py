@@ -1,6 +1,6 @@
 """The loop of one load process: pacing, sending, receiving and recording.
 
-The loop waits in `select`, whose time limit is exact to the microsecond where epoll's and libuv's are whole milliseconds.
+The loop waits in `select`, whose timeout has microsecond resolution, while epoll and libuv count whole milliseconds.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Tell = Callable[[LoadStatistics], bool]
 
 
 class Pacer(Protocol):
-    """Decides when requests are due; all times are nanoseconds on one clock."""
+    """Decides when requests are due; all times are nanoseconds of one clock."""
 
     def due(self, now_ns: int) -> list[int]:
         """The intended sending times up to now that were not returned before."""
 
     def answered(self, count: int) -> None:
-        """Note that `count` requests have ended, successfully or not."""
+        """Record that `count` requests have ended, successfully or not."""
 
     def next_ns(self) -> int | None:
-        """When `due` returns something without an answer coming first; None for never."""
+        """Next time at which `due` returns something even if no answer arrives; None for never."""
 
     def stop(self) -> None:
-        """Make nothing more due."""
+        """Make no further request due."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing will be due any more."""
+        """Whether no further request will be due."""
 
 
 def pacer_of(spec: LoadSpec, start_ns: int) -> Pacer:
@@ -51,7 +51,7 @@ def pacer_of(spec: LoadSpec, start_ns: int) -> Pacer:
 
 
 class ClosedLoop:
-    """A fixed number of requests in flight."""
+    """Keeps a fixed number of requests in flight."""
 
     def __init__(self, spec: LoadSpec, start_ns: int) -> None:
         self._free = spec.concurrency or 0
@@ -82,12 +82,12 @@ class ClosedLoop:
 
 
 class OpenLoop:
-    """A fixed number of requests per second, evenly spaced or as a Poisson process."""
+    """Sends a fixed number of requests per second, evenly spaced or as a Poisson process."""
 
     def __init__(self, spec: LoadSpec, start_ns: int) -> None:
         self._times = intended_times(spec, start_ns)
         self._next: int | None = next(self._times, None)
-        # The time after the last request counts too: a load that ended with that request would show a higher rate.
+        # The interval after the last request counts too: otherwise the load would show a higher rate than it had.
         seconds = spec.seconds if spec.requests is None else None
         self._end_ns = None if seconds is None else start_ns + round(seconds * NANOSECONDS)
 
@@ -115,10 +115,10 @@ class OpenLoop:
 
 
 def intended_times(spec: LoadSpec, start_ns: int) -> Iterator[int]:
-    """This process's sending times, rising, within the load's seconds and number of requests.
+    """Sending times of this process in increasing order, within the load's seconds and number of requests.
 
-    The times of all processes together make the load: evenly spaced ones take turns, and independent Poisson processes add up
-    to one. Random times are the same in every run.
+    Together the processes produce the whole load: evenly spaced times interleave, and independent Poisson processes add up to
+    one. Random times are the same in every run.
     """
     index, processes = spec.share
     rate = spec.rate or 0.0
@@ -147,7 +147,7 @@ def _random_s(rate: float, index: int) -> Iterator[float]:
 
 
 class StatisticsRecorder:
-    """Collects the requests that end into statistics, window by window."""
+    """Collects ended requests into statistics, window by window."""
 
     def __init__(self, models: int, now_ns: int) -> None:
         self._models = models
@@ -198,10 +198,10 @@ class Driver:
     """Generates one process's share of a load.
 
     Args:
-        target: the server.
+        target: server and RPC.
         requests: serialized requests, sent in turn.
-        models: for each of them, the number of the model it is for.
-        spec: this process's share.
+        models: index of each request's model.
+        spec: this process's share of the load.
     """
 
     def __init__(self, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int], spec: LoadSpec) -> None:
@@ -209,7 +209,7 @@ class Driver:
         self._source = itertools.cycle(list(zip([framed(request) for request in requests], models, strict=True)))
         self._model_count = max(models) + 1
         self._links = ConnectionPool(target, spec)
-        self._backlog: deque[int] = deque()  # intended times of requests that no connection has taken yet
+        self._backlog: deque[int] = deque()  # intended times of requests that wait for a connection
         self._timeout_ns = round(spec.timeout_s * NANOSECONDS)
         self._pacer: Pacer
         self._recorder: StatisticsRecorder
@@ -225,7 +225,7 @@ class Driver:
             tell: called with every window's statistics; when it returns False no more requests are started.
 
         Returns:
-            Why the load ended early; None where it did not.
+            Reason why the load ended early; None if it did not.
         """
         started_ns = time.perf_counter_ns()
         self._pacer, self._recorder = pacer_of(self._spec, started_ns), StatisticsRecorder(self._model_count, started_ns)
@@ -269,12 +269,12 @@ class Driver:
         return len(due)
 
     def _send_backlog(self, due: int) -> None:
-        """Send what the connections take, each its share."""
+        """Send what the connections accept, distributed among them."""
         backlog, source = self._backlog, self._source
         while backlog:
             link = self._links.with_room()
             if link is None:
-                self._recorder.held_back += min(due, len(backlog))  # the latest are the last
+                self._recorder.held_back += min(due, len(backlog))  # the latest are at the end
                 return
             share = -(-len(backlog) // len(self._links.all))
             for _ in range(min(share, link.room)):
@@ -285,7 +285,7 @@ class Driver:
                     break
 
     def _tick(self, now_ns: int, tell: Tell) -> None:
-        """Work for once per window."""
+        """Work that is done once per window."""
         self._next_tick_ns += self._window_ns
         self._links.retire()
         if not tell(self._recorder.window(now_ns)):
@@ -326,7 +326,7 @@ class Driver:
         return [link for link in links if link.connection.fileno() in ready]
 
     def _deadline_ns(self) -> int:
-        """When the oldest request exceeds its deadline."""
+        """Time at which the oldest request exceeds its deadline."""
         oldest_ns = self._backlog[0] if self._backlog else NEVER_NS
         for link in self._links.all:
             for call in link.in_flight.values():

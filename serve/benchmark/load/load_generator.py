@@ -1,4 +1,4 @@
-"""Load processes, and the parent that starts them and merges their results. No grpc or protobuf is imported."""
+"""Load processes, and the parent that starts them and merges their results. Imports neither grpc nor protobuf."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ OnWindow = Callable[[LoadStatistics], bool]
 def undisturbed() -> Iterator[None]:
     """Defer Ctrl-C and SIGTERM until the block ends, and block Ctrl-C for good in the processes that it starts.
 
-    Interrupted while it starts, a process would print a traceback: it has read half of its work, or still imports.
+    An interrupted process would print a traceback during its start, while it imports modules or reads its work.
     """
-    if sys.platform == "win32":  # processes start differently there, and no signal is sent to a group
+    if sys.platform == "win32":  # processes start differently on Windows, and no signal reaches a whole group
         yield
         return
-    resource_tracker.ensure_running()  # started later, it would unblock the signals
+    resource_tracker.ensure_running()  # if started later, it would unblock the signals
     held: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers and are not interrupted
-        # The mask is not enough: another thread receives the signal, and Python raises in this one.
+        # Masking is not enough: another thread receives the signal, and Python raises in the main thread.
         handlers = {number: signal.signal(number, lambda came, _: held.append(came)) for number in ENDINGS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -58,19 +58,20 @@ def work(pipe: Any, target: LoadEndpoint, requests: Sequence[bytes], models: Seq
     """Run a load process until the other end of the pipe is closed.
 
     Args:
-        pipe: takes a LoadSpec, answers "ready", takes "start" (or "abort"), then gives (WINDOW, LoadStatistics) repeatedly and
-            (DONE, why the load ended early or None). While it runs, "stop" ends the sending and "abort" the waiting too.
-        target: the server and the RPC.
-        requests: serialized, sent in turn.
-        models: for each of them, the number of the model it is for.
+        pipe: receives a LoadSpec, sends "ready", receives "start" (or "abort"), then sends (WINDOW, LoadStatistics) repeatedly
+            and (DONE, reason why the load ended early or None). Meanwhile "stop" ends the sending, and "abort" also the
+            waiting.
+        target: server and RPC.
+        requests: serialized requests, sent in turn.
+        models: index of each request's model.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    gc.disable()  # a collection is a pause in the middle of a measurement, and nothing here makes cycles
+    gc.disable()  # a collection would pause the measurement, and nothing here makes reference cycles
     try:
         while True:
             spec = pipe.recv()
             if not isinstance(spec, LoadSpec):
-                continue  # "stop" for a load that had just ended
+                continue  # a "stop" for a load that had just ended
             driver = Driver(target, requests, models, spec)
             driver.connect()
             pipe.send("ready")
@@ -82,7 +83,7 @@ def work(pipe: Any, target: LoadEndpoint, requests: Sequence[bytes], models: Seq
 
 
 def _carry_out(pipe: Any, driver: Driver) -> None:
-    # `timeout` sends SIGTERM to the whole group; the parent collects what was measured.
+    # `timeout` sends SIGTERM to the whole group; the parent still collects the results.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         trouble = driver.run(lambda tally: _told(pipe, tally))
@@ -95,7 +96,7 @@ def _carry_out(pipe: Any, driver: Driver) -> None:
 
 
 class _AbortedError(Exception):
-    """The load was aborted; the tally holds the last window."""
+    """The load was aborted; `tally` has the statistics of the last window."""
 
     def __init__(self, tally: LoadStatistics) -> None:
         super().__init__()
@@ -113,15 +114,15 @@ def _told(pipe: Any, tally: LoadStatistics) -> bool:
 
 
 class LoadGenerator:
-    """Processes that load one server on request.
+    """Processes that generate load on one server.
 
-    The processes are spawned: a script that uses this needs the usual `if __name__ == "__main__":`.
+    The processes are spawned, so a script that uses this needs the usual `if __name__ == "__main__":`.
 
     Args:
-        target: the server and the RPC.
+        target: server and RPC.
         requests: serialized ModelInferRequests, sent in turn.
-        models: for each of them, the number of the model it is for; None when there is one model.
-        processes: how many share the load; one drives some ten thousand requests a second.
+        models: index of each request's model; None if there is one model.
+        processes: number of processes that share the load; one can send about ten thousand requests a second.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class LoadGenerator:
     def run(self, spec: LoadSpec, on_window: OnWindow = lambda _: True) -> LoadResult:
         """Generate one load and wait for its end.
 
-        A KeyboardInterrupt while it runs ends the load; the result holds what was measured until then.
+        A KeyboardInterrupt during the load ends it; the result has the statistics until then.
 
         Args:
             spec: the load.
-            on_window: called with each window's statistics of all processes together; False ends the load.
+            on_window: called with each window's statistics over all processes; returning False ends the load.
 
         Raises:
             BenchmarkError: a process has died.
@@ -167,7 +168,7 @@ class LoadGenerator:
             raise BenchmarkError(DIED) from None
 
     def close(self) -> None:
-        """End the processes, and with them every request in flight."""
+        """End the processes, and all requests in flight with them."""
         for process in self._processes:
             process.kill()  # a running load ignores SIGTERM
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -183,7 +184,7 @@ class LoadGenerator:
 
 
 class _Collection:
-    """Merges what the processes report of one load."""
+    """Merges the statistics that the processes report of one load."""
 
     def __init__(self, pipes: Sequence[Any], on_window: OnWindow) -> None:
         self._on_window = on_window
@@ -192,7 +193,7 @@ class _Collection:
         self._windows: list[LoadStatistics] = []
 
     def outcome(self) -> LoadResult:
-        """The merged result, when all processes are done."""
+        """The merged result, once all processes are done."""
         interrupted = False
         while len(self._endings) < len(self._told):
             try:
@@ -232,7 +233,7 @@ class _Collection:
 
 
 def _shares(spec: LoadSpec, processes: int) -> list[LoadSpec | None]:
-    """Divide a load evenly; None for a process that gets nothing to do."""
+    """Divide a load evenly; None for a process without a share."""
     if spec.rate is not None:
         return [_open_share(spec, index, processes) for index in range(processes)]
     concurrency = spec.concurrency or 1

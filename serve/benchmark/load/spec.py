@@ -1,4 +1,4 @@
-"""Messages between the benchmark and its load processes: load specifications, and latency histograms back."""
+"""Messages between the benchmark and its load processes: load specifications, statistics and latency histograms."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatencyHistogram:
-    """Latencies as an HDR histogram: each within 0.05 %, in a few thousand numbers for any number of requests.
+    """Latencies as an HDR histogram: accurate to 0.05 %, in a few thousand numbers for any number of requests.
 
-    The buckets are those of Gil Tene's HdrHistogram (http://hdrhistogram.org), 1024 steps per doubling. They are kept sparse,
-    as two arrays, so that numpy merges them and they travel between processes cheaply.
+    The buckets are those of Gil Tene's HdrHistogram (http://hdrhistogram.org), with 1024 steps per doubling. They are stored
+    sparsely as two arrays, so that numpy can merge them and they are cheap to send between processes.
 
     Attributes:
-        values_ns: int64 [buckets], rising: the middle of each bucket that has something in it.
-        counts: int64 [buckets], above 0.
-        sum_ns: of all latencies, exactly.
-        min_ns: the smallest, exactly; 0 when there is none.
-        max_ns: the largest, exactly; 0 when there is none.
+        values_ns: int64 [buckets], increasing: the middle of each non-empty bucket, in nanoseconds.
+        counts: int64 [buckets]: number of latencies in each bucket, above 0.
+        sum_ns: exact sum of all latencies, in nanoseconds.
+        min_ns: exact smallest latency, in nanoseconds; 0 if there is none.
+        max_ns: exact largest latency, in nanoseconds; 0 if there is none.
     """
 
     values_ns: Nanoseconds
@@ -40,7 +40,7 @@ class LatencyHistogram:
 
     @classmethod
     def of(cls, latencies_ns: Nanoseconds) -> LatencyHistogram:
-        """From int64 [requests] nanoseconds, none negative; there may be none."""
+        """Build from int64 [requests] latencies in nanoseconds, which must not be negative; may be empty."""
         if not len(latencies_ns):
             return EMPTY
         values, counts = np.unique(_bucketed(latencies_ns), return_counts=True)
@@ -85,7 +85,7 @@ class LatencyHistogram:
         return [float(value) for value in values / NANOSECONDS_PER_MS]
 
     def within(self, bound_ms: float) -> int:
-        """The number of latencies up to a bound."""
+        """Number of latencies up to `bound_ms` milliseconds."""
         return int(self.counts[self.values_ns <= bound_ms * NANOSECONDS_PER_MS].sum())
 
 
@@ -93,7 +93,7 @@ EMPTY = LatencyHistogram(values_ns=np.empty(0, np.int64), counts=np.empty(0, np.
 
 
 def _bucketed(latencies_ns: Nanoseconds) -> Nanoseconds:
-    """The middle of each latency's bucket: all but the leading MANTISSA_BITS bits are dropped."""
+    """The middle of each latency's bucket, where all but the leading MANTISSA_BITS bits are dropped."""
     _, bit_lengths = np.frexp(latencies_ns.astype(np.float64))
     shifts = np.maximum(bit_lengths.astype(np.int64) - MANTISSA_BITS, 0)
     bucketed: Nanoseconds = ((latencies_ns >> shifts) << shifts) + ((1 << shifts) >> 1)
@@ -102,13 +102,13 @@ def _bucketed(latencies_ns: Nanoseconds) -> Nanoseconds:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsPaths:
-    """Names of the PEM files of an encrypted connection.
+    """PEM files for an encrypted connection.
 
     Attributes:
-        authorities: the certificates that may have signed the server's; None for the system's own list.
-        certificate: this side's, where the server asks for one.
-        key: the certificate's private key.
-        server_name: in the server's certificate, where it differs from the host.
+        authorities: CA certificates to verify the server's with; None for the system's.
+        certificate: certificate of this side, if the server requests one.
+        key: private key of the certificate.
+        server_name: name in the server's certificate, if it differs from the host.
     """
 
     authorities: str | None = None
@@ -122,13 +122,13 @@ class LoadEndpoint:
     """The server and the RPC to load.
 
     Attributes:
-        host: name or address of the server.
-        port: its gRPC port.
-        path: of the RPC.
-        streaming: whether the RPC takes many messages in one call.
-        tls: for an encrypted connection; None for a plain one.
-        headers: metadata of every call, names in lower case.
-        others: (host, port) of the other members of a cluster, to be loaded as well.
+        host: host name or address of the server.
+        port: gRPC port of the server.
+        path: method path of the RPC.
+        streaming: whether one call of the RPC carries many messages.
+        tls: PEM files for an encrypted connection; None for no encryption.
+        headers: metadata of every call, with lower-case names.
+        others: (host, port) of the other members of a cluster, which are loaded too.
     """
 
     host: str
@@ -145,24 +145,24 @@ class LoadEndpoint:
 
     @property
     def each(self) -> list[LoadEndpoint]:
-        """One endpoint for each member; itself for a server."""
+        """One endpoint per member of the cluster; only this one for a single server."""
         return [self, *(replace(self, host=host, port=port, others=()) for host, port in self.others)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """One load to generate: either `concurrency` or `rate` is given.
+    """A load to generate; either `concurrency` or `rate` is given.
 
     Attributes:
         concurrency: requests in flight, each followed by the next when it is answered (closed loop).
         rate: requests per second, sent whether the earlier ones are answered or not (open loop).
-        arrivals: how the requests of a rate follow each other: evenly, or at random as those of many users do.
-        seconds: no request is started after this time; None for no such limit.
-        requests: the largest number of requests to start; None for no such limit.
-        timeout_s: the deadline of each request, counted from when it was to be sent.
-        connections: of each process; more are opened where the server allows too few calls on one.
-        window_s: interval between two reports of a process.
-        share: this process's number and the number of processes.
+        arrivals: whether the requests of a rate arrive evenly, or at random like those of many users.
+        seconds: time in seconds after which no request is started; None for no such limit.
+        requests: most requests to start; None for no such limit.
+        timeout_s: deadline of each request in seconds, counted from its intended sending time.
+        connections: connections of each process; more are opened if the server limits the calls on one.
+        window_s: interval between two reports of a process, in seconds.
+        share: index of this process, and the number of processes.
     """
 
     concurrency: int | None = None
@@ -178,17 +178,17 @@ class LoadSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadStatistics:
-    """Measurements over some time; those of several processes or windows add up.
+    """Statistics of a period; those of several processes or windows can be added.
 
     Attributes:
-        latencies: of the requests that succeeded, by model: from the intended sending time (open loop) or the sending (closed
-            loop) to the whole answer.
-        errors: failed requests by gRPC status name.
-        messages: the first server message of each of these statuses.
+        latencies: latencies of successful requests, one histogram per model: from the intended sending time (open loop) or the
+            actual one (closed loop) to the complete answer.
+        errors: failed requests by name of the gRPC status.
+        messages: the first server message of each status.
         sent: requests that were started.
-        lateness: delay between intended time and sending of each request of an open loop: the generator's own delay.
-        seconds: how long it took.
-        busy: the share of the time in which the busiest process did not wait.
+        lateness: delay between intended and actual sending time of each request of an open loop, caused by the generator.
+        seconds: length of the period in seconds.
+        busy: fraction of the time in which the busiest process was not waiting.
         held_back: requests that had to wait because every connection was full.
     """
 
@@ -208,16 +208,16 @@ class LoadStatistics:
 
     @property
     def failed(self) -> int:
-        """Requests that failed."""
+        """Number of failed requests."""
         return self.errors.total()
 
     def beside(self, others: Sequence[LoadStatistics]) -> LoadStatistics:
-        """The sum over processes that ran at the same time; seconds and busy are their maximum."""
+        """Add statistics of processes that ran at the same time; `seconds` and `busy` become the maximum."""
         tallies = [self, *others]
         return _sum(tallies, seconds=max(t.seconds for t in tallies), busy=max(t.busy for t in tallies))
 
     def then(self, others: Sequence[LoadStatistics]) -> LoadStatistics:
-        """The sum over consecutive windows."""
+        """Add statistics of consecutive windows."""
         tallies, seconds = [self, *others], self.seconds + sum(tally.seconds for tally in others)
         busy = sum(tally.busy * tally.seconds for tally in tallies) / seconds if seconds else 0.0
         return _sum(tallies, seconds=seconds, busy=busy)
@@ -225,12 +225,12 @@ class LoadStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """A finished load.
+    """Result of a finished load.
 
     Attributes:
-        tally: of the whole of it.
-        windows: the same, window by window, for as long as requests were started.
-        ended_early: why the load stopped before its end (INTERRUPTED for Ctrl-C); None where it did not.
+        tally: statistics of the whole load.
+        windows: the same statistics by window, for as long as requests were started.
+        ended_early: reason why the load ended early (INTERRUPTED for Ctrl-C); None if it did not.
     """
 
     tally: LoadStatistics

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelMetadataResponse
     from halfserve.protos.model_config_pb2 import ModelConfig
 
-# A terminal would obey them: overwrite its contents, rename its window, type an answer.
+# A terminal would execute them: overwrite its contents, rename its window, type an answer.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 PROVIDER_PARAMETER = "halfserve.provider"
 PRECISION_PARAMETER = "halfserve.precision"
@@ -32,15 +32,15 @@ SHOWN_ROWS = 8
 
 
 def printable(text: str) -> str:
-    """A text whose control characters are escaped."""
+    """Escape the control characters of a text."""
     return text.translate(CONTROLS)
 
 
 class PipedConsole(Console):
-    """A console for texts from servers, whose output may be a closed pipe.
+    """Console for texts from servers; its output may be a closed pipe.
 
-    Names and values are printed as they are: rich would read "[/INST]" as markup and ":fire:" as an emoji. Control characters
-    are escaped. BrokenPipeError comes out of `print`, where rich would end the program with code 1.
+    Names and values are printed literally: rich would read "[/INST]" as markup and ":fire:" as an emoji. Control characters
+    are escaped. `print` raises BrokenPipeError, where rich would end the program with code 1.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -51,7 +51,7 @@ class PipedConsole(Console):
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Called by rich while it handles the error."""
+        """Re-raise the error; called by rich while it handles BrokenPipeError."""
         raise  # noqa: PLE0704  (the error that is being handled)
 
 
@@ -120,13 +120,13 @@ def provider_of(config: ModelConfig) -> str | None:
 
 
 def computation_of(config: ModelConfig) -> dict[str, str]:
-    """The precision of a model's computation, and how fast it was in each that was tried; what the server says of both."""
+    """Precision of a model's computation, and the measured speed of each precision that was tried, if the server says so."""
     keys = {"precision": PRECISION_PARAMETER, "measured": MEASURED_PARAMETER}
     return {name: config.parameters[key].string_value for name, key in keys.items() if key in config.parameters}
 
 
 def steps_of(config: ModelConfig) -> list[str]:
-    """A line per step of an ensemble: its model, provider and precision; none for another model."""
+    """One line per step of an ensemble: model, provider and precision; empty for other models."""
     return config.parameters[STEPS_PARAMETER].string_value.splitlines() if STEPS_PARAMETER in config.parameters else []
 
 

@@ -14,7 +14,7 @@ from zipfile import ZipFile
 import numpy as np
 import typer
 
-from halfserve.protos.atomic_files import atomic_file, checked_output
+from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
 from halfserve.serve.client.cli.inputs import (
     STDIN,

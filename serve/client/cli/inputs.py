@@ -52,11 +52,11 @@ def read_raw(argument: str, path: str) -> RawBytes:
 
 
 def read_tensors(argument: str, path: str) -> dict[str, Any]:
-    """Read named tensors; the one of a .npy file, or of JSON that is no object, has the name "".
+    """Read named tensors; the tensor of a .npy file, or of JSON that is not an object, has the name "".
 
     Args:
-        argument: the --input, for error texts.
-        path: of the file; "-" for standard input, whose format is seen from its first bytes.
+        argument: text of the --input option, for error messages.
+        path: path of the file; "-" for standard input, whose format is detected from its first bytes.
 
     Raises:
         InputArgumentError: there is no such file, or it is in none of the formats.
@@ -90,7 +90,7 @@ def parsed_json(text: str | bytes, where: str) -> Any:
     """Parse JSON.
 
     Raises:
-        InputArgumentError: it is no JSON.
+        InputArgumentError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -103,7 +103,7 @@ def parsed_json(text: str | bytes, where: str) -> Any:
 
 
 def _shaped(entry: dict[str, Any], where: str) -> Any:
-    """The data of an entry, which the protocol's JSON may give flat beside a shape."""
+    """The data of an entry, which the protocol's JSON may give as a flat list with a shape."""
     data, shape = entry["data"], entry.get("shape")
     if shape is None or not isinstance(data, list) or any(isinstance(element, list) for element in data):
         return data
@@ -142,10 +142,10 @@ def read_inputs(arguments: Sequence[str]) -> dict[str, Any]:
     """Read every --input.
 
     Returns:
-        name -> array from a file, bytes of a file, or what JSON made of a literal.
+        name -> array from a file, bytes of a file, or Python value of a JSON literal.
 
     Raises:
-        InputArgumentError: a file is missing or is no such file, the text is not JSON, or a name is given twice.
+        InputArgumentError: a file is missing or malformed, the text is not JSON, or a name is given twice.
     """
     if sum(_reads_stdin(argument) for argument in arguments) > 1:
         raise InputArgumentError("--input -: standard input can be read once; give all its tensors as one .npz or JSON object")
@@ -159,13 +159,13 @@ def read_inputs(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def fitted_inputs(inputs: Mapping[str, Any], metadata: ModelMetadataResponse) -> tuple[dict[str, Array], list[str]]:
-    """Convert the inputs to the model's datatypes, and add the batch dimension where exactly that one is missing.
+    """Convert the inputs to the model's datatypes, and add the batch dimension where only that is missing.
 
     Returns:
-        name -> array to send, and a line for each change that was made to an input.
+        name -> array to send, and one line for each change made to an input.
 
     Raises:
-        InvalidRequest: unknown name, values that do not fit the datatype, or another shape than the model takes.
+        InvalidRequest: a name is unknown, values do not fit the datatype, or the shape does not fit the model.
     """
     tensors = {tensor.name: tensor for tensor in metadata.inputs}
     fitted: dict[str, Array] = {}

@@ -36,11 +36,11 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsSnapshot:
-    """The statistics at one time.
+    """Statistics of a server's models at one time.
 
     Attributes:
-        models: by name and version.
-        at_s: on the monotonic clock.
+        models: statistics by model name and version.
+        at_s: time of the snapshot on the monotonic clock.
     """
 
     models: Mapping[Key, ModelStatistics]
@@ -73,7 +73,7 @@ def activity_table(before: StatisticsSnapshot, now: StatisticsSnapshot) -> Table
 
 
 def _row(before: ModelStatistics | None, now: ModelStatistics, seconds: float) -> dict[str, Any]:
-    # The counters of a model that was reloaded in between start at 0.
+    # The counters of a model that was reloaded between the snapshots start at 0.
     if before is None or before.inference_count > now.inference_count:
         before = ModelStatistics()
     past, present = before.inference_stats, now.inference_stats

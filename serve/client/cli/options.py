@@ -1,4 +1,4 @@
-"""Options that commands share, and how a dataclass of options becomes the options of a command."""
+"""Options shared by several commands, and the conversion of a dataclass of options to the options of a command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDRESS = "127.0.0.1:8001"
 
 
 def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer see a command's dataclass parameters as the options that their fields declare, dataclass fields included."""
+    """Show typer a command's dataclass parameters as the options that their fields declare, nested dataclasses included."""
 
     @wraps(command)
     def with_options(**given: Any) -> None:
@@ -57,7 +57,7 @@ def _value(name: str, annotation: Any, given: dict[str, Any]) -> Any:
 
 @contextmanager
 def reading_options() -> Iterator[None]:
-    """Report an argument that the client refuses as an error of an option."""
+    """Report an argument that the client rejects as an invalid option."""
     try:
         yield
     except InvalidRequest as error:
@@ -81,7 +81,7 @@ class Credentials:
     token_file: Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")] = None
     headers: Annotated[
         list[str] | None,
-        # Hidden where options are printed: it may be an authorization.
+        # hidden where options are printed, because the value may be a credential
         _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.", hide_input=True),
     ] = None
 
@@ -105,7 +105,7 @@ class Credentials:
         return None if self.token_file is None else read_token(self.token_file)
 
     def metadata(self) -> dict[str, str]:
-        """GRPC metadata of each call, beside the token.
+        """Headers, as gRPC metadata, of each call besides the token.
 
         Raises:
             InputArgumentError: a header is malformed; the text shows it.

@@ -1,1 +1,1 @@
-"""Calls to a cluster: its directory, the choice of a member for each call, and channels that stand for all members."""
+"""Calls to a cluster: its directory, the choice of a member for each call, and channels that represent all members."""

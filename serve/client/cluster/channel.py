@@ -1,4 +1,4 @@
-"""Channels to a cluster, in place of grpc's and grpc.aio's to one server: each call goes to a member that is picked for it."""
+"""Channels to a cluster, with the interface of grpc's and grpc.aio's channels: each call goes to a member chosen for it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from halfserve.serve.client.messages import SEQUENCE_ID, is_stateful
 if TYPE_CHECKING:
     from types import TracebackType
 
-KEEPALIVE_S = 2.0  # without pings, calls to a machine that is lost would wait for their deadlines
-CONNECTING_S = 2.0  # another member can be asked instead
-# The requests that name a model which the member must have; management concerns the whole cluster, and any member answers.
+KEEPALIVE_S = 2.0  # without pings, calls to a lost machine would wait for their deadlines
+CONNECTING_S = 2.0  # time limit of a connection attempt; short, as another member can be tried
+# Fields that name the model a member must serve, by method; other methods concern the whole cluster, and any member answers.
 MODEL_FIELDS = {"ModelInfer": "model_name", "ModelMetadata": "name", "ModelConfig": "name"}
 Serializer = Callable[[Any], bytes]
 Deserializer = Callable[[bytes], Any]
 
 
 class ClusterChannel(ABC):
-    """What both kinds of channel share.
+    """Base of both channels.
 
     Args:
-        settings: with the cluster's addresses as the target.
-        headers: metadata for Watch, which is asked over connections of its own: calls share theirs with nothing.
-        has_token: whether calls carry a token, which leaves this machine only encrypted.
+        settings: channel settings, with the cluster's addresses as the target.
+        headers: returns the metadata for Watch, which uses connections of its own.
+        has_token: whether calls carry a token, which may leave this machine only encrypted.
     """
 
     def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
@@ -48,16 +48,16 @@ class ClusterChannel(ABC):
         self._members = Members(partial(opened, self._library()), self._closer())
         self._watch = DirectoryWatch(settings.target.members, partial(opened, grpc), headers, self._members.take)
         self._watch.start()
-        # The thread has no reference to this channel, so that it ends with a client that is not closed.
+        # The thread holds no reference to this channel, so it ends with a client that is not closed.
         self._stop = weakref.finalize(self, _stop, self._watch, os.getpid())
 
     @abstractmethod
     def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
-        """Like the method of a channel to one server."""
+        """Make a callable for a unary method, like a channel to one server."""
 
     @abstractmethod
     def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
-        """Like `stream_stream` of a channel to one server, for a call that stays with a member that serves the model."""
+        """Make a callable for streams, like a channel to one server; a stream stays with one member that serves the model."""
 
     @abstractmethod
     def _library(self) -> Any: ...
@@ -67,7 +67,7 @@ class ClusterChannel(ABC):
 
 
 class SyncClusterChannel(ClusterChannel):
-    """In place of a grpc.Channel. Thread-safe."""
+    """Replaces a grpc.Channel. Thread-safe."""
 
     def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
         method = Method(path, serialize, deserialize)
@@ -95,14 +95,14 @@ class SyncClusterChannel(ClusterChannel):
         return begin
 
     def close(self) -> None:
-        """Close the channels to all members; calls under way end."""
+        """Close the channels to all members; calls in flight end."""
         self._stop()
         self._watch.join()
         for channel in self._members.take_channels():
             channel.close()
 
     def _wait(self, timeout_s: float | None) -> float | None:
-        """Wait for the directory; return the seconds that are left."""
+        """Wait for the directory; return the remaining seconds."""
         began_s = time.monotonic()
         try:
             self._watch.settled.result(timeout_s)
@@ -119,7 +119,7 @@ class SyncClusterChannel(ClusterChannel):
 
 
 class AsyncClusterChannel(ClusterChannel):
-    """In place of a grpc.aio.Channel, on the event loop that runs when it is made."""
+    """Replaces a grpc.aio.Channel, on the event loop that runs when it is made."""
 
     def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -153,7 +153,7 @@ class AsyncClusterChannel(ClusterChannel):
         return begin
 
     async def close(self) -> None:
-        """Close the channels to all members; calls under way end."""
+        """Close the channels to all members; calls in flight end."""
         self._stop()
         self._watch.join()
         await asyncio.gather(*(channel.close() for channel in self._members.take_channels()))
@@ -176,7 +176,7 @@ class AsyncClusterChannel(ClusterChannel):
 
 
 class Method:
-    """An RPC of one message each way, and what its requests say of the member that they need."""
+    """A unary RPC, and the requirements of its requests on the member."""
 
     def __init__(self, path: str, serialize: Serializer, deserialize: Deserializer) -> None:
         self._made = (path, serialize, deserialize)
@@ -186,7 +186,7 @@ class Method:
         self.is_inference = self.name == "ModelInfer"
 
     def rpc(self, member: Member) -> Any:
-        """The member's."""
+        """The callable of this RPC on the member's channel."""
         found = member.rpcs.get(self._path)
         if found is None:
             found = member.rpcs[self._path] = member.channel.unary_unary(*self._made)
@@ -198,25 +198,25 @@ class Method:
         return name
 
     def is_shared(self, request: Any) -> bool:
-        """Whether the request is about memory that this client shares with a member."""
+        """Whether the request refers to memory that this client shares with a member."""
         if not self.is_inference:
             return "SharedMemory" in self.name
         return any(REGION in tensor.parameters for tensors in (request.inputs, request.outputs) for tensor in tensors)
 
 
 class MemberCall:
-    """One call to a member, from the choice of it to its answer.
+    """One call to a member, from the choice of the member to its answer.
 
     Raises:
-        ServerUnavailable: the member cannot be reached, or takes no requests.
-        Overloaded: it is too busy.
+        ServerUnavailable: the member cannot be reached, or refuses requests.
+        Overloaded: the member is too busy.
     """
 
     def __init__(self, members: Members, method: Method, request: Any) -> None:
         self._members = members
         self._method = method
         self._model = method.model(request)
-        # Requests are searched for shared memory only once there is some.
+        # Requests are searched for shared memory only once a member has some.
         is_shared = (members.is_sharing or not method.is_inference) and method.is_shared(request)
         if method.is_inference and is_stateful(request) and not is_shared:
             sequence = request.parameters[SEQUENCE_ID].SerializeToString()
@@ -234,27 +234,27 @@ class MemberCall:
             failure = from_rpc_error(error, method=self._method.name, address=self._member.address, timeout_s=None)
         if not isinstance(failure, ServerUnavailable | Overloaded):
             self._members.settle(self._member)
-            return  # the member has answered, or the caller gave up: as with one server
+            return  # the member answered or the caller gave up: handled as with a single server
         self._members.settle(self._member, failure)
         failure.elsewhere = self._members.has_other(self._model)
         raise failure from None
 
 
 def _is_set(request: Any, flag: str) -> bool:
-    # Reading a parameter that is not there would add it.
+    # Reading a missing parameter would add it.
     return flag in request.parameters and bool(request.parameters[flag].bool_param)
 
 
 def watch_cluster(
     address: str, take: Callable[[Directory], None], *, tls: Tls | None, token: str | None, headers: Headers = ()
 ) -> DirectoryWatch:
-    """Begin to follow the directory of the cluster at cluster://HOST:PORT,...; see `DirectoryWatch`.
+    """Start following the directory of the cluster at cluster://HOST:PORT,...; see `DirectoryWatch`.
 
     Args:
-        address: of some members.
-        take: called with each new directory, on a thread.
-        tls: for encrypted connections.
-        token: of a caller who may watch, only over TLS, or to this machine.
+        address: address of some members.
+        take: called with each new directory, on the watch's thread.
+        tls: certificates for encrypted connections; None for no encryption.
+        token: token of a caller who may watch; sent only over TLS, or to this machine.
         headers: further metadata.
 
     Raises:
@@ -269,10 +269,10 @@ def watch_cluster(
 
 
 def open_member(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:
-    """A channel of `library` to a member.
+    """Open a channel of `library` to a member.
 
     Raises:
-        InvalidRequest: the address is malformed, or a token would go there unencrypted.
+        InvalidRequest: the address is malformed, or a token would be sent there unencrypted.
     """
     target = parse_address(address)
     if has_token:

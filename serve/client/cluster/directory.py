@@ -1,4 +1,4 @@
-"""The members of a cluster, learned from any one of them and followed from then on."""
+"""Follows the directory of a cluster, starting from any of its members."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from halfserve.serve.client.connection import Headers
 from halfserve.serve.client.errors import Cancelled, Repeat, ServerUnavailable, Unsupported, from_rpc_error
 
 WATCH = "/halfserve.Cluster/Watch"
-FIRST_ANSWER_S = 5.0  # a member that has not answered by then is passed over
-PAUSES_S = (0.1, 2.0)  # first and longest bound of the pause after all known addresses were asked
-MAX_FORMER = 64  # members of earlier directories that may be asked again
-LASTING_S = FIRST_ANSWER_S + 1.0  # a Watch that broke earlier is no reason to ask the same members without a pause
+FIRST_ANSWER_S = 5.0  # time after which a member that has not answered is skipped
+PAUSES_S = (0.1, 2.0)  # first and longest bound of the pause after all known addresses were tried
+MAX_FORMER = 64  # members of earlier directories that may be tried again
+LASTING_S = FIRST_ANSWER_S + 1.0  # a Watch that broke sooner than this is not retried without a pause
 
 
 class DirectoryWatch:
-    """Follows the directory on a thread of its own, so that callers on threads and on event loops have the same one.
+    """Follows the directory on a thread of its own, so that callers on threads and on event loops share one.
 
-    It asks one member at a time. When that one stops answering or drains, it asks another: a member of the last directory, an
-    address given at the start, or a member of an earlier directory. (A member that other machines are cut off from, with a
-    controller beside it, names itself alone; when it has ended, only former members know who the others are.) The last
-    directory stays valid meanwhile.
+    It watches one member at a time. When that member stops answering or drains, it tries another: a member of the last
+    directory, an address given at the start, or a member of an earlier directory. (A member cut off from other machines
+    together with a controller lists only itself; when it has ended, only former members know the others.) The last directory
+    stays valid meanwhile.
 
     Args:
         addresses: HOST:PORT of some members.
@@ -37,8 +37,8 @@ class DirectoryWatch:
         take: called with each new directory, on the thread.
 
     Attributes:
-        settled: done when there is a directory, or all addresses were asked in vain.
-        failure: why there is no directory.
+        settled: future that is done when there is a directory, or all addresses were tried without success.
+        failure: reason why there is no directory; None if there is one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DirectoryWatch:
         self._call: Any = None
         self._stopped = threading.Event()
         self.settled: Future[None] = Future()
-        self.settled.set_running_or_notify_cancel()  # so that a caller that gives up does not cancel it for the others
+        self.settled.set_running_or_notify_cancel()  # so that a caller that gives up does not cancel the future for the others
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="cluster directory", daemon=True)
 
@@ -65,7 +65,7 @@ class DirectoryWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have the Watch call and the thread end; waits for neither, and may be called on any thread."""
+        """End the Watch call and the thread, without waiting for either; may be called on any thread."""
         self._stopped.set()
         call = self._call
         if call is not None:
@@ -80,12 +80,12 @@ class DirectoryWatch:
         return self._directory is not None
 
     def check(self) -> None:
-        """Refuse to go on without a directory.
+        """Raise the failure if there is no directory.
 
         Raises:
-            Unsupported: a server at an address is no member of a cluster.
+            Unsupported: the server at an address is not a member of a cluster.
             ServerUnavailable: none of the addresses answers.
-            Exception: as the first member answered, or as the token's function raised.
+            Exception: the error of the first member that answered, or of the function that gives the token.
         """
         if self._directory is None and self.failure is not None:
             raise self.failure.with_traceback(None)
@@ -117,14 +117,14 @@ class DirectoryWatch:
     def _addresses(self) -> Iterable[str]:
         """Members that serve, then the given addresses, then former members.
 
-        In random order where no one is more likely than another, so that the watchers of a lost member are spread.
+        Each group is in random order, so that the watchers of a lost member spread over the others.
         """
         listed = self._directory.members if self._directory is not None else ()
         serving = [member.grpc_address for member in listed if member.state == Member.SERVING]
         return [*random.sample(serving, len(serving)), *random.sample(self._given, len(self._given)), *reversed(self._former)]
 
     def _follow(self, address: str) -> None:
-        """Take the directories of one member, until it stops or drains."""
+        """Take in the directories of one member, until it stops answering or drains."""
         channel = self._open_channel(address)
         too_late = threading.Event()
         try:
@@ -163,7 +163,7 @@ class DirectoryWatch:
             channel.close()
 
     def _accept(self, directory: Directory) -> None:
-        """Take a directory, unless it is older: another member may be behind. A cluster that began again counts from 1."""
+        """Accept a directory unless it is older than the last, as a member may lag. A new cluster counts from 1 again."""
         known = self._directory
         if known is not None and directory.version <= known.version:
             ids = {member.id for member in known.members}
@@ -179,7 +179,7 @@ class DirectoryWatch:
         self._settle()
 
     def _is_draining(self, address: str) -> bool:
-        """Whether the member that is watched is about to leave: it should not have to wait for its watchers."""
+        """Whether the watched member is about to leave; it should not have to wait for its watchers."""
         listed = self._directory.members if self._directory is not None else ()
         return any(member.grpc_address == address and member.state == Member.DRAINING for member in listed)
 
@@ -189,7 +189,7 @@ class DirectoryWatch:
 
 
 def _most_telling(failures: Sequence[Exception], addresses: Sequence[str]) -> Exception:
-    """Why no address gave a directory: what an answer said, rather than that there was none."""
+    """Choose the reason why no address gave a directory: an error that a member answered before a missing answer."""
     answered = (error for error in failures if not isinstance(error, ServerUnavailable))
     first = next(answered, None) or next(iter(failures), None)
     if isinstance(first, ServerUnavailable) and len(addresses) > 1:

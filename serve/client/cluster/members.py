@@ -1,4 +1,4 @@
-"""The choice of a member for each call: the less loaded of two drawn at random, among those that serve the model."""
+"""Chooses a member for each call: the less loaded of two random ones among the members that serve the model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from halfserve.protos import cluster_pb2
 from halfserve.serve.client.errors import ClientError, Overloaded, Repeat, ServerUnavailable, Unsupported
 
-MAX_SEQUENCES = 10_000  # of which a client remembers the members; of those that are never ended, the oldest are forgotten
-AVOIDED_S = (0.25, 4.0)  # a member that failed gets nothing for so long; doubled each time in a row, up to the second
+MAX_SEQUENCES = 10_000  # sequences whose member a client remembers; above, the oldest ones are forgotten
+AVOIDED_S = (0.25, 4.0)  # first and longest time for which a failed member is avoided; doubled with each failure in a row
 
 
 class Member:
-    """A member, as this client uses it.
+    """Client-side state of one member.
 
     Attributes:
-        address: HOST:PORT.
-        channel: to it; None before the first call.
-        rpcs: the channel's methods, by path.
-        outstanding: calls that it has not answered.
-        avoided_until_s: on the monotonic clock.
-        is_listed: whether the last directory has it.
+        address: HOST:PORT of the member.
+        channel: channel to the member; None before the first call.
+        rpcs: the channel's callables, by method path.
+        outstanding: number of calls that it has not answered.
+        avoided_until_s: time on the monotonic clock until which it gets no calls because it failed.
+        is_listed: whether the last directory lists it.
     """
 
     def __init__(self, address: str) -> None:
@@ -40,7 +40,7 @@ class Member:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is on this machine."""
+        """Whether the member is on this machine."""
         if self._is_here is None:
             host = self.address.rpartition(":")[0].strip("[]")
             self._is_here = _is_of_this_machine(host)
@@ -51,8 +51,8 @@ class Members:
     """All members of a cluster. Thread-safe.
 
     Args:
-        open_channel: makes a channel to an address; called for the first call to a member.
-        close_channel: closes the channel of a member that has left and has answered all calls. Called on any thread.
+        open_channel: opens a channel to an address; called before the first call to a member.
+        close_channel: closes the channel of a member that has left and answered all calls. Called on any thread.
     """
 
     def __init__(self, open_channel: Callable[[str], Any], close_channel: Callable[[Any], None]) -> None:
@@ -60,20 +60,20 @@ class Members:
         self._close_channel = close_channel
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
-        self._leaving: set[Member] = set()  # no longer listed, and with calls to answer
+        self._leaving: set[Member] = set()  # no longer listed, but with unanswered calls
         self._serving: Sequence[Member] = ()
         self._of_model: dict[str, list[Member]] = {}
-        self._suspects: set[Member] = set()  # their last call failed
+        self._suspects: set[Member] = set()  # members whose last call failed
         self._sharing: Member | None = None
         self._of_sequence: dict[tuple[str, bytes], Member] = {}
 
     @property
     def is_sharing(self) -> bool:
-        """Whether a member may have shared memory of this client."""
+        """Whether a member may have shared memory of this client registered."""
         return self._sharing is not None
 
     def take(self, directory: cluster_pb2.Directory) -> None:
-        """Go on with the members of a new directory."""
+        """Switch to the members of a new directory."""
         with self._lock:
             known, self._members = self._members, {}
             serving: list[Member] = []
@@ -93,13 +93,13 @@ class Members:
                 self._close_if_done(member)
 
     def pick(self, model: str, *, shared: bool = False) -> Member:
-        """The member for a call, which must be given back to `settle`.
+        """Choose the member for a call, which must be passed to `settle` afterwards.
 
-        A model that no member has in the directory may have been loaded a moment ago: then any member is asked, and says.
+        A model that no listed member serves may just have been loaded; then any member is chosen, and its answer decides.
 
         Args:
-            model: that the member should serve; "" for any member.
-            shared: whether the call is about shared memory of this client: all of these go to one member, on this machine.
+            model: name of the model that the member should serve; "" for any member.
+            shared: whether the call concerns shared memory of this client: all such calls go to one member, on this machine.
 
         Raises:
             ServerUnavailable: no member takes requests.
@@ -117,13 +117,13 @@ class Members:
             return member
 
     def pick_for_sequence(self, model: str, sequence: bytes, *, starts: bool, ends: bool) -> Member:
-        """The member for one step of a sequence, whose state only the member of its first step has.
+        """Choose the member for one step of a sequence, whose state only the member of its first step has.
 
         Args:
-            model: that has the state.
-            sequence: the sequence's id, serialized.
+            model: name of the model that keeps the state.
+            sequence: serialized id of the sequence.
             starts: whether the step is the first.
-            ends: whether it is the last.
+            ends: whether the step is the last.
 
         Raises:
             ServerUnavailable: no member takes requests.
@@ -144,7 +144,7 @@ class Members:
         return member
 
     def settle(self, member: Member, failure: ClientError | None = None) -> None:
-        """Note that a call has ended. A member that refused it or was not there is avoided for a moment."""
+        """Record that a call has ended. A member that refused it or was unreachable is avoided for a moment."""
         with self._lock:
             member.outstanding -= 1
             if isinstance(failure, ServerUnavailable | Overloaded):
@@ -155,13 +155,13 @@ class Members:
             self._close_if_done(member)
 
     def has_other(self, model: str) -> bool:
-        """Whether a call that a member has failed can be made at once at another one."""
+        """Whether a call that failed at one member can be repeated at once at another one."""
         now_s = time.monotonic()
         with self._lock:
             return any(self._is_usable(member, now_s) for member in self._of_model.get(model, self._serving))
 
     def take_channels(self) -> list[Any]:
-        """Hand all open channels over to be closed; there are no members any more."""
+        """Return all open channels, for the caller to close, and forget the members."""
         with self._lock:
             members = [*self._members.values(), *self._leaving]
             self._members, self._serving, self._of_model = {}, (), {}
@@ -181,7 +181,7 @@ class Members:
         return first if first.outstanding <= second.outstanding else second
 
     def _is_usable(self, member: Member, now_s: float) -> bool:
-        # One call at a time finds out whether a suspect is back: it has the fewest outstanding, and would get all others.
+        # One call at a time tests a suspect: as it has the fewest outstanding calls, it would otherwise get all of them.
         return member not in self._suspects or (member.avoided_until_s <= now_s and not member.outstanding)
 
     def _with_shared_memory(self, serving: Sequence[Member], model: str) -> Member:
@@ -198,7 +198,7 @@ class Members:
     def _avoid(self, member: Member, hint_s: float | None) -> None:
         now_s = time.monotonic()
         if member.avoided_until_s > now_s:
-            return  # one of several calls that failed together
+            return  # several calls that failed together count once
         longest_s = AVOIDED_S[1]
         member.avoided_until_s = now_s + min(longest_s, hint_s or member.avoided_s)
         member.avoided_s = min(longest_s, 2 * member.avoided_s)

@@ -1,1 +1,1 @@
-"""Parts of the controller: the members and their leases, what they shall serve, and what the cluster remembers."""
+"""Parts of the controller: members and their leases, the assignment of models, and the state that outlives the controller."""

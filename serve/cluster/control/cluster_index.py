@@ -1,4 +1,4 @@
-"""What a cluster serves, as its members report it: the repository index, and the status for people."""
+"""Repository index and status of the whole cluster, built from the members' reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ShallServe = Callable[[MemberRecord, str], bool]
 def cluster_index(
     members: Sequence[MemberRecord], models: Mapping[str, ModelOrder], shall_serve: ShallServe, *, ready_only: bool
 ) -> pb.RepositoryIndexResponse:
-    """Every version of every model, in the state that is the worst of all members that shall serve it."""
+    """List every version of every model, each in the worst state among the members that are assigned the model."""
     known = {*models, *(name for record in members for name in record.report.models)}
     found = [
         one
@@ -45,7 +45,7 @@ def _versions(name: str, order: ModelOrder | None, members: Sequence[MemberRecor
 
 def _state(record: MemberRecord, name: str, version: str, order: ModelOrder | None) -> tuple[VersionState, str]:
     model = record.model(name)
-    if order is None:  # a model that an ensemble needs is served without an order
+    if order is None:  # a model that only an ensemble needs is served without an order
         return (VersionState.UNLOADING if model.generation else VersionState.READY), ""
     if model.is_served and (version in model.versions or not version):
         return VersionState.READY, ""
@@ -57,7 +57,7 @@ def _state(record: MemberRecord, name: str, version: str, order: ModelOrder | No
 def cluster_status(
     members: Sequence[MemberRecord], models: Mapping[str, ModelOrder], shall_serve: ShallServe, now: float
 ) -> dict[str, Any]:
-    """Members, machines and models with their loads, as plain values."""
+    """Members, machines and models with their loads, as plain JSON values."""
     machines: dict[str, list[str]] = {}
     for record in members:
         machines.setdefault(record.report.machine, []).append(record.id)

@@ -1,4 +1,4 @@
-"""What a cluster shall serve, as its users have ordered it; kept by all agents for the next controller."""
+"""State of the controller that outlives it: the users' orders. All agents keep a copy for the next controller."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from halfserve.serve.cluster.reports import ModelOrder, Settings
 
 
 class ClusterMemory:
-    """What a controller must not forget.
+    """State that a new controller must recover.
 
     Attributes:
-        number: larger after each change, over all controllers.
-        generation: the largest of all orders.
-        models: the orders for all members, by model; None until a repository was seen.
-        settings: of logs and traces that were changed: number of the change, path and serialized request, by setting.
-        settings_number: of the last change of them.
-        ended: the figures of members that have ended.
+        number: revision of this state; increases with each change, across controllers.
+        generation: largest generation of all orders.
+        models: orders that apply to all members, by model; None until a repository has been reported.
+        settings: log and trace settings that users changed: number, method path and serialized request by setting.
+        settings_number: number of the latest settings change.
+        ended: counters of members that have ended.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class ClusterMemory:
         return self.models or {}
 
     def changed(self) -> None:
-        """Keep what is here now."""
+        """Increase the revision, so that agents receive the present state."""
         self.number += 1
 
     def order(self, name: str, request: bytes = b"") -> ModelOrder:
-        """A new order, which is not yet one for all members.
+        """Create a new order, which does not apply to all members yet.
 
         Args:
-            name: of the model.
+            name: name of the model.
             request: serialized RepositoryModelLoadRequest; empty for the model as it is in the repository.
         """
         self.generation += 1
@@ -55,25 +55,25 @@ class ClusterMemory:
         return ModelOrder(generation=self.generation, request=request or plain.SerializeToString())
 
     def set(self, settings: Mapping[str, bytes], path: str) -> None:
-        """Change settings of logs or traces, at all members; serialized requests for the method at `path`, by setting."""
+        """Record settings of logs or traces for all members: serialized requests for the method at `path`, by setting."""
         self.settings_number += 1
         self.settings |= {name: (self.settings_number, path, one) for name, one in settings.items()}
         self.changed()
 
     def settings_since(self, number: int) -> Settings | None:
-        """What was changed after the change of this number; None for nothing."""
+        """Settings changed after change `number`; None if there are none."""
         if number == self.settings_number:
             return None
         changed = [(path, one) for at, path, one in self.settings.values() if at > number]
         return Settings(number=self.settings_number, changes=changed)
 
     def begin(self, names: Iterable[str]) -> None:
-        """Serve these models."""
+        """Order these models for all members."""
         self.models = {name: self.order(name) for name in sorted(names)}
         self.changed()
 
     def to_bytes(self) -> bytes:
-        """Everything, for `adopt`; made once after each change."""
+        """Serialize the whole state for `adopt`; the result is cached until the next change."""
         if self._bytes is None or self._bytes[0] != self.number:
             models = {name: [one.generation, base64.b64encode(one.request).decode()] for name, one in self.loaded.items()}
             content = {
@@ -90,7 +90,7 @@ class ClusterMemory:
         return self._bytes[1]
 
     def adopt(self, data: bytes) -> None:
-        """Take over what another controller remembered, if it is newer."""
+        """Replace this state by the one that another controller serialized, if that is newer."""
         content: dict[str, Any] = json.loads(zlib.decompress(data))
         if content["number"] <= self.number:
             return

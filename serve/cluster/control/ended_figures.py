@@ -1,4 +1,4 @@
-"""What members that have ended counted: exact once their last figures are known, estimated from their reports before."""
+"""Counters of members that have ended: exact once their last figures arrive, estimated from their reports until then."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from halfserve.serve.cluster.reports import ModelReport
 from halfserve.serve.members.figures import Figures
 from halfserve.serve.members.merging import counters_of, with_statistics
 
-EXACT = 32  # figures that are kept apart before they are added up, as adding takes some ms
-ESTIMATED = 32  # members whose exact figures may still come
-KNOWN = 1024  # ids whose figures are in the total
+EXACT = 32  # figures kept separately before they are summed, because summing takes several ms
+ESTIMATED = 32  # members whose exact figures may still arrive
+KNOWN = 1024  # member ids remembered as already included in the total
 
 
 class EndedFigures:
-    """The figures of all members that have ended, in bounded memory."""
+    """Counters of all members that have ended, in bounded memory."""
 
     def __init__(self) -> None:
         self._total = Figures().to_bytes()
@@ -26,12 +26,12 @@ class EndedFigures:
         self._known: dict[str, None] = {}
 
     def end(self, member: str, figures: bytes, *, exact: bool) -> bool:
-        """Count a member's last figures, in place of an estimate. Returns whether they were news.
+        """Count a member's last figures, replacing an estimate. Returns whether this changed the sum.
 
         Args:
-            member: its id.
+            member: id of the member.
             figures: `Figures.to_bytes()`.
-            exact: no better ones can come.
+            exact: whether the figures are final rather than estimated.
         """
         if member in self._known:
             return False
@@ -46,19 +46,19 @@ class EndedFigures:
         return True
 
     def revive(self, member: str) -> bool:
-        """Count an estimate no more: the member reports again. Returns whether there was one."""
+        """Drop a member's estimate because it reports again. Returns whether there was an estimate."""
         return self._estimated.pop(member, None) is not None
 
     def has(self, member: str) -> bool:
-        """Whether a member's exact figures are counted."""
+        """Whether the member's exact figures are included."""
         return member in self._known
 
     def all(self) -> list[bytes]:
-        """What to add up."""
+        """Serialized figures whose sum is the total."""
         return [self._total, *self._exact, *self._estimated.values()]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for `from_json`."""
+        """Serialize all state for `from_json`."""
         return {
             "total": _text(added(self._total, *self._exact).to_bytes()),
             "estimated": {member: _text(figures) for member, figures in self._estimated.items()},
@@ -67,7 +67,7 @@ class EndedFigures:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> EndedFigures:
-        """What `to_json` has made."""
+        """Restore the state that `to_json` serialized."""
         made = cls()
         made._total = base64.b64decode(content["total"])
         made._estimated = {member: base64.b64decode(text) for member, text in content["estimated"].items()}
@@ -92,12 +92,12 @@ def added(*all_figures: bytes) -> Figures:
 
 
 def estimate(figures: bytes | None, then: Mapping[str, ModelReport], now: Mapping[str, ModelReport]) -> bytes:
-    """The figures of a member that has ended without a word.
+    """Estimate the last figures of a member that ended without reporting them.
 
     Args:
-        figures: its last ones; None for none.
-        then: its models when it reported them.
-        now: its models in its last report.
+        figures: the last figures that it reported; None if it reported none.
+        then: its model reports at the time of those figures.
+        now: its model reports in its last report.
     """
     made = Figures() if figures is None else Figures.from_bytes(figures)
     for name, model in now.items():
@@ -109,7 +109,7 @@ def estimate(figures: bytes | None, then: Mapping[str, ModelReport], now: Mappin
 
 
 def _statistics_of(statistics: pb.ModelStatisticsResponse, name: str, versions: tuple[str, ...]) -> pb.ModelStatistics:
-    """Those of the newest version: reports do not tell versions apart."""
+    """Statistics of the model's newest version, because reports do not distinguish versions."""
     known = [one for one in statistics.model_stats if one.name == name]
     version = max(versions or tuple(one.version for one in known) or ("1",), key=lambda number: (len(number), number))
     return next((one for one in known if one.version == version), None) or statistics.model_stats.add(

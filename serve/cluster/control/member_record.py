@@ -1,4 +1,4 @@
-"""What the controller knows of one member: its reports, what it was given, and its load."""
+"""The controller's record of one member: its reports, the orders it was sent, and its load."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from halfserve.serve.cluster.autoscaling import MemberLoad
 from halfserve.serve.cluster.control.ended_figures import estimate
 from halfserve.serve.cluster.reports import ModelReport, Orders, Report
 
-WINDOW_S = 2.0  # loads are means over at least so long
-NOTHING = ModelReport()  # of a model that a member does not know
+WINDOW_S = 2.0  # loads are averaged over at least this time
+NOTHING = ModelReport()  # stands for a model that the member does not know
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLoad:
-    """What a model has done lately, at one member or at several.
+    """Recent load of a model, at one member or summed over several.
 
     Attributes:
         requests_s: requests answered per second.
-        compute: batches that compute at once, on average.
+        compute: average number of batches that compute concurrently.
     """
 
     requests_s: float = 0.0
@@ -34,7 +34,7 @@ class ModelLoad:
 
 @dataclass(kw_only=True)
 class Given:
-    """What a member was told last."""
+    """Versions of everything that the member was sent last."""
 
     generations: Mapping[str, int]
     directory: int = 0
@@ -44,22 +44,22 @@ class Given:
 
 
 class MemberRecord:
-    """One member. Lives on the event loop.
+    """Controller's record of one member. Lives on the event loop.
 
     Attributes:
-        report: the last one.
-        reported_at: when it came, in seconds of the controller's clock.
-        joined_at: when the first one came.
-        figures: the last ones that came; None before.
-        figures_number: what they answer.
+        report: its last report.
+        reported_at: arrival time of the last report, in seconds of the controller's clock.
+        joined_at: arrival time of the first report.
+        figures: the last figures received; None before.
+        figures_number: the `Orders.figures_number` that those figures answer.
         served: names of the models that it serves.
-        failed: names of those of which the last order failed.
-        published: names of the models that it serves by the last directory.
-        profile: what others see of it, to be compared with the one before.
-        drains: the member shall leave.
-        hands_over_until: the member answers on until then, in seconds of the controller's clock, unless other members serve its
-            models before; None while it does not leave, and once it may.
-        given: what it was told.
+        failed: names of the models whose last order failed.
+        published: names of the models that the last directory lists for it.
+        profile: the part of its report that other members and clients depend on; compared to detect changes.
+        drains: whether the member was asked to leave.
+        hands_over_until: time, in seconds of the controller's clock, until which the member keeps answering unless other
+            members serve its models earlier; None while it is not leaving, and once it may leave.
+        given: versions of everything that it was sent last.
     """
 
     def __init__(self, report: Report, now: float) -> None:
@@ -84,7 +84,7 @@ class MemberRecord:
 
     @property
     def title(self) -> str:
-        """The member as people know it."""
+        """Name of the member for messages."""
         return f"member {self.id} on {self.report.machine} ({self.report.grpc_address})"
 
     @property
@@ -93,18 +93,18 @@ class MemberRecord:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether clients may ask it, as one that leaves may be until other members serve its models."""
+        """Whether clients may send it requests; a leaving member accepts them until other members serve its models."""
         return not self.report.is_draining and (not self.drains or self.hands_over_until is not None)
 
     def model(self, name: str) -> ModelReport:
-        """What it reports of a model."""
+        """Last report of a model; NOTHING if the member did not report it."""
         return self.report.models.get(name, NOTHING)
 
     def serves(self, name: str) -> bool:
         return name in self.served
 
     def take(self, report: Report, now: float) -> None:
-        """Have a report."""
+        """Take in a new report."""
         self.report, self.reported_at = report, now
         self.served = frozenset(name for name, model in report.models.items() if model.is_served)
         self.failed = frozenset(name for name, model in report.models.items() if model.error)
@@ -116,11 +116,11 @@ class MemberRecord:
             self.figures, self.figures_number, self._figures_models = report.figures, report.figures_number, report.models
 
     def last_figures(self) -> bytes:
-        """Its figures as of its last report, for a member that has ended without a word."""
+        """Figures estimated from its last report, for a member that ended without reporting its figures."""
         return estimate(self.figures, self._figures_models, self.report.models)
 
     def entry(self) -> cluster_pb2.Member:
-        """Its place in the directory."""
+        """Entry of this member in the directory."""
         states = cluster_pb2.Member.State
         return cluster_pb2.Member(
             id=self.id,
@@ -131,7 +131,7 @@ class MemberRecord:
         )
 
     def load(self) -> MemberLoad:
-        """What it has done lately."""
+        """Load of the member over the window."""
         (began, first), (ended, last) = self._history[0], self._history[-1]
         computed = queued = answered = failed = refused = 0
         for name, now in last.models.items():
@@ -149,7 +149,7 @@ class MemberRecord:
         )
 
     def model_load(self, name: str) -> ModelLoad:
-        """What one of its models has done lately."""
+        """Load of one of its models over the window."""
         (began, first), (ended, last) = self._history[0], self._history[-1]
         if ended == began:
             return ModelLoad()
@@ -160,10 +160,10 @@ class MemberRecord:
         )
 
     async def wait(self, limit_s: float) -> bool:
-        """Wait until there is something new for this member, at most `limit_s` seconds.
+        """Wait until there are new orders for this member, at most `limit_s` seconds.
 
         Returns:
-            Whether this is still its last report: a later one ends the wait.
+            Whether the report that began the wait is still the last one: a later report ends the wait.
         """
         self.wake(is_last=False)
         poll = self._poll = asyncio.get_running_loop().create_future()
@@ -184,7 +184,7 @@ class MemberRecord:
             poll.set_result(is_last)
 
     def is_news(self, orders: Orders, directory: int) -> bool:
-        """Whether orders have something that it was not told yet; `directory` is the version of the present one."""
+        """Whether orders contain anything not sent yet; `directory` is the version of the current directory."""
         given = self.given
         return (
             {name: order.generation for name, order in orders.models.items()} != given.generations
@@ -196,7 +196,7 @@ class MemberRecord:
         )
 
     def tell(self, orders: Orders, *, directory: int, memory: int) -> None:
-        """Remember what it was told."""
+        """Record the orders as sent."""
         self.given = Given(
             generations={name: order.generation for name, order in orders.models.items()},
             directory=directory,

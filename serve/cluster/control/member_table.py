@@ -1,4 +1,4 @@
-"""The members of a cluster as their reports show them: leases, the directory, and who waits for news."""
+"""The members of a cluster: their leases, the directory, and callers that wait for changes."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Report
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1  # between two looks at leases
-STALL_S = 1.0  # a look that is so late says that the controller stood still, and no member is to blame
-FREQUENT = 100  # members that report every REPORT_S; more report less often, as a report costs a Ray actor 1.7 ms
-SELDOM = 4.0  # times REPORT_S, at most
-PUBLISH_S = 0.05  # between two directories, at least
-DIRECTORY_BYTES_S = 50e6  # of directories that all members are sent; large clusters have fewer, later ones
+TICK_S = 0.1  # interval between two checks of the leases
+STALL_S = 1.0  # a check this late means that the controller itself was stopped, so no lease expires
+FREQUENT = 100  # members that may report every REPORT_S; above, each reports less often, as a report costs a Ray actor 1.7 ms
+SELDOM = 4.0  # upper bound of the report interval, in multiples of REPORT_S
+PUBLISH_S = 0.05  # shortest time between two directories
+DIRECTORY_BYTES_S = 50e6  # limit on the directory traffic to all members; large clusters publish less often
 
 
 class MemberTable:
-    """All members that have reported within a lease. Lives on the event loop.
+    """All members whose lease has not expired. Lives on the event loop.
 
     Attributes:
-        members: by id, in the order they have joined.
-        version: of the directory; 0 before the first.
-        directory: serialized.
-        clock: seconds that only grow.
-        is_public: whether there may be directories yet.
+        members: records by member id, in the order of joining.
+        version: version of the directory; 0 before the first.
+        directory: serialized directory.
+        clock: monotonic time in seconds.
+        is_public: whether directories may be published yet.
     """
 
     def __init__(self, clock: Callable[[], float], look: Callable[[float], None], lost: Callable[[MemberRecord], None]) -> None:
-        """A table without members.
+        """Create a table without members.
 
         Args:
-            clock: seconds that only grow, in step with the event loop's time.
-            look: called every TICK_S, with the time.
-            lost: called with a member that has not reported for a lease, and is no member any more.
+            clock: monotonic time in seconds, in step with the event loop's time.
+            look: called every TICK_S with the time.
+            lost: called with a member that was removed because its lease expired.
         """
         self.members: dict[str, MemberRecord] = {}
         self.version = 0
@@ -56,16 +56,16 @@ class MemberTable:
 
     @property
     def report_s(self) -> float:
-        """How long a member may wait for news before it reports again, in seconds."""
+        """Longest time that the answer to a report may be delayed, in seconds; the member reports again afterwards."""
         return REPORT_S * min(max(1.0, len(self.members) / FREQUENT), SELDOM)
 
     @property
     def lease_s(self) -> float:
-        """A member that has not reported for so long is none any more; LEASE_S up to FREQUENT members."""
+        """Time without a report after which a member is removed, in seconds; LEASE_S up to FREQUENT members."""
         return self.report_s * LEASE_S / REPORT_S
 
     def take(self, report: Report) -> tuple[MemberRecord, bool]:
-        """Have a report. Returns the member, and whether what matters to others has changed."""
+        """Take in a report. Returns the member, and whether anything that other members depend on has changed."""
         now = self.clock()
         record = self.members.get(report.member)
         before = None if record is None else record.profile
@@ -79,21 +79,21 @@ class MemberTable:
         return record, record.profile != before
 
     def end(self, member: str) -> None:
-        """A member is none any more."""
+        """Remove a member."""
         record = self.members.pop(member, None)
         if record is not None:
             record.wake(is_last=False)
             self.changed()
 
     def learn_version(self, version: int) -> None:
-        """Another controller has published a directory of this version: later ones have larger numbers."""
+        """Number later directories above `version`, which another controller has published."""
         if version > self.version:
             self.version = version
             self._is_stale = True
             self.changed()
 
     def changed(self, record: MemberRecord | None = None) -> None:
-        """The directory is not the present one any more, and there may be new orders for a member."""
+        """Schedule a new directory, and wake the member if there may be new orders for it."""
         self._is_stale = True
         if record is not None:
             record.wake()
@@ -103,18 +103,18 @@ class MemberTable:
             self._publishing = asyncio.get_running_loop().call_later(after, self._publish)
 
     def wake_all(self) -> None:
-        """There may be new orders for all members."""
+        """Wake all members, because there may be new orders for them."""
         for record in self.members.values():
             record.wake()
         self.tell_news()
 
     def tell_news(self) -> None:
-        """Have all that wait in `until` look again."""
+        """Have all waiting `until` calls check their conditions."""
         self._news.set()
         self._news.clear()
 
     async def until(self, holds: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Wait until something holds that reports may change, at most `limit_s` seconds. Returns whether it does."""
+        """Wait until reports make a condition true, at most `limit_s` seconds. Returns whether it is true."""
         ends = None if limit_s is None else self.clock() + limit_s
         self.look_regularly()
         while not holds():
@@ -127,7 +127,7 @@ class MemberTable:
         return True
 
     def look_regularly(self) -> None:
-        """Look at leases from now on, as long as there are members or directories have not begun."""
+        """Start checking the leases; goes on while there are members or directories are not published yet."""
         if self._looking is None:
             self._looked_at = self.clock()
             self._looking = asyncio.get_running_loop().call_later(TICK_S, self._look)

@@ -1,4 +1,4 @@
-"""What changes the models of a cluster: one member decides on a load, and all others that shall serve the model follow."""
+"""Loads and unloads of models across the cluster: one member tries a load first, and the others follow if it succeeds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from halfserve.serve.engine.errors import (
 
 logger = logging.getLogger(__name__)
 
-SEEN_S = 1.0  # until a report shows what an agent has done
-# How the status of a member's failure is raised again; all others become FailedPreconditionError.
+SEEN_S = 1.0  # time until a report shows the result of an order
+# Exception for each gRPC status of a member's failure; any other status becomes FailedPreconditionError.
 RAISED: dict[str, Callable[[str], InferenceError]] = {
     "INVALID_ARGUMENT": InvalidArgumentError,
     "NOT_FOUND": NotFoundError,
@@ -36,28 +36,28 @@ RAISED: dict[str, Callable[[str], InferenceError]] = {
 
 
 class ModelRollout:
-    """The orders of all members, and how they change. Lives on the event loop. What was begun is finished in any case."""
+    """Orders of all members, and their changes. Lives on the event loop. A change that has begun is always completed."""
 
     def __init__(self, table: MemberTable, memory: ClusterMemory, placed: PlacedModels) -> None:
         self._table = table
         self._members = table.members
         self._memory = memory
         self._placed = placed
-        self._trials: dict[str, tuple[str, ModelOrder]] = {}  # by model: the member that decides, and what it shall load
-        self._coming = set[str]()  # models that are being loaded, for which a place is needed
+        self._trials: dict[str, tuple[str, ModelOrder]] = {}  # by model: id of the first member, and its order
+        self._coming = set[str]()  # models being loaded that still need a placement
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def load(self, name: str, request: bytes) -> None:
-        """Load a model, or load it again. Returns when all members that shall serve it do.
+        """Load or reload a model. Returns when all members that are assigned the model serve it.
 
         Args:
-            name: of the model.
+            name: name of the model.
             request: serialized RepositoryModelLoadRequest; empty for the model as it is in the repository.
 
         Raises:
-            UnavailableError: there is no member.
-            InferenceError: the first member refused it, and all serve what they did; or another one refused it then.
+            UnavailableError: the cluster has no member.
+            InferenceError: the first member refused, and all members keep what they served; or a later member refused.
         """
         await self._finish(self._load(name, request))
 
@@ -65,29 +65,29 @@ class ModelRollout:
         """Unload a model. Returns when no member serves it any more.
 
         Raises:
-            NotFoundError: it is not loaded.
+            NotFoundError: the model is not loaded.
         """
         self.require(name)
         await self._finish(self._unload(name))
 
     def require(self, name: str) -> None:
-        """Check that a model is one that shall be served.
+        """Check that a model is loaded in the cluster.
 
         Raises:
-            NotFoundError: it is not.
+            NotFoundError: the model is not loaded.
         """
         if name not in self._memory.loaded:
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
 
     def review(self, *, at_once: bool = False) -> None:
-        """Place the models again if it is time, or at once."""
+        """Recompute the placement of the models if that is due, or in any case if `at_once`."""
         models: dict[str, ModelOrder | None] = dict.fromkeys(self._coming)
         wanted = models | self._memory.loaded
         if self._placed.review(self._members.values(), wanted, self._table.clock(), at_once=at_once):
             self._table.wake_all()
 
     def orders(self, record: MemberRecord) -> dict[str, ModelOrder]:
-        """What a member shall serve now."""
+        """Orders for a member now, by model."""
         tried = {name for name, (member, _) in self._trials.items() if member == record.id}
         names = {*self._placed.orders(record, self._memory.loaded, self._members), *tried}
         return {name: self._order(record, name) for name in names}
@@ -99,7 +99,7 @@ class ModelRollout:
         if reported.generation == order.generation:
             return carried_out(order.generation)
         if reported.generation > order.generation and reported.error and reported.is_served:
-            # It was the first to try this, and failed; it serves what it did before.
+            # This member tried the order first and failed; it still serves the model as before.
             return carried_out(reported.generation)
         return order
 
@@ -112,7 +112,7 @@ class ModelRollout:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the client may be gone
+            task.exception()  # mark the exception as retrieved: the client may have disconnected
 
     async def _load(self, name: str, request: bytes) -> None:
         async with self._lock(name):
@@ -140,11 +140,11 @@ class ModelRollout:
                 raise FailedPreconditionError(f"{first.title} refused what others have done: {first.model(name).error}")
 
     async def _try(self, name: str, order: ModelOrder) -> None:
-        """Have one member carry out an order, which is one for all then.
+        """Have one member carry out an order, and then make it the order of all members.
 
         Raises:
-            InferenceError: it refused.
-            UnavailableError: there is no member.
+            InferenceError: the member refused.
+            UnavailableError: the cluster has no member.
         """
         try:
             while (first := await self._decided(name, order)) is None:
@@ -157,7 +157,7 @@ class ModelRollout:
             raise RAISED.get(failed.status, FailedPreconditionError)(failed.error)
 
     async def _decided(self, name: str, order: ModelOrder) -> MemberRecord | None:
-        """The member that has carried out an order, or refused it; None if it has ended before."""
+        """Return the member that carried out or refused the order; None if the member ended first."""
         first = next(iter(self._servers(name)), None)
         if first is None and self._staying():
             raise FailedPreconditionError(
@@ -178,14 +178,14 @@ class ModelRollout:
             self._memory.changed()
             self._table.wake_all()
             await self._table.until(lambda: not any(one.model(name).generation for one in self._staying()))
-            # One that an ensemble needs is served on.
+            # A model that an ensemble needs stays loaded, so this wait may time out.
             await self._table.until(lambda: not any(one.serves(name) for one in self._staying()), SEEN_S)
 
     def _staying(self) -> list[MemberRecord]:
         return [one for one in self._members.values() if not one.is_leaving]
 
     def _servers(self, name: str) -> list[MemberRecord]:
-        """The members that shall serve a model: those that do first, then in the order they have joined."""
+        """Members that are assigned a model: first the ones that serve it already, then by the order of joining."""
         found = [one for one in self._staying() if self._placed.has(one, name)]
         return sorted(found, key=lambda one: not one.serves(name))
 
@@ -195,7 +195,7 @@ class ModelRollout:
 
 @lru_cache(maxsize=4096)
 def carried_out(generation: int) -> ModelOrder:
-    """An order that a member has reported already."""
+    """An order that its member has reported as carried out, so it needs no request."""
     return ModelOrder(generation=generation, request=b"")
 
 

@@ -1,4 +1,4 @@
-"""The placement of a cluster as it goes on: demand that is measured over time, and moves that leave no model unserved."""
+"""Placement of models over time: measures demand, and moves models without leaving any unserved."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from halfserve.serve.cluster.control.member_record import MemberRecord
 from halfserve.serve.cluster.control.placement import MemberRoom, ModelDemand, Placement, place
 from halfserve.serve.cluster.reports import ModelOrder
 
-REVIEW_S = 5.0  # between two decisions, where no member and no model has come or gone
-PLACES_S = 1e5  # members times models that are decided on in a second; large clusters decide less often
-RISE, FALL = 0.5, 0.1  # how much of a change of demand one review believes: models become hot at once, and cool down slowly
+REVIEW_S = 5.0  # interval between two placements while no member and no model joins or leaves
+PLACES_S = 1e5  # (member, model) pairs that are decided on per second; large clusters decide less often
+RISE, FALL = 0.5, 0.1  # weight of a new measurement: demand rises quickly and falls slowly
 
 
 class PlacedModels:
-    """Which members shall serve which models. With no limit, all serve all."""
+    """Assignment of models to members. Without a limit, every member serves every model."""
 
     def __init__(self, models_per_member: int) -> None:
-        """No placement yet; `models_per_member`: 0 for no limit."""
+        """Start without a placement; `models_per_member` is the most models per member, 0 for no limit."""
         self._most = models_per_member
         self._placement: Placement = {}
-        self._by_member: dict[str, set[str]] = {}  # the same, by member
+        self._by_member: dict[str, set[str]] = {}  # the same placement, by member
         self._demand: dict[str, float] = {}
-        self._refused: dict[tuple[str, str], int] = {}  # member, model: the generation that it could not load
+        self._refused: dict[tuple[str, str], int] = {}  # generation that could not be loaded, by member and model
         self._review_at = 0.0
         self._may_review_at = 0.0
         self._is_stale = True
 
     def expire(self) -> None:
-        """A member or a model has come or gone, or a load has failed: decide again."""
+        """Request a new placement, because a member or model joined or left, or a load failed."""
         self._is_stale = True
 
     def review(
         self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None], now: float, *, at_once: bool = False
     ) -> bool:
-        """Decide again if it is time. Returns whether anything changes.
+        """Compute a new placement if that is due. Returns whether it differs from the last one.
 
         Args:
-            members: all; those that are leaving serve nothing new.
-            models: all that shall be served, with their orders; None for one that is being tried.
-            now: in seconds.
-            at_once: whether or not it is time.
+            members: all members; leaving ones are assigned no new models.
+            models: all models to serve, with their orders; None for a model whose first load is in progress.
+            now: time in seconds.
+            at_once: compute a placement even if none is due.
         """
         is_due = now >= self._review_at or (self._is_stale and now >= self._may_review_at)
         if not self._most or not (is_due or at_once):
@@ -64,13 +64,13 @@ class PlacedModels:
         return before != self._placement
 
     def has(self, record: MemberRecord, name: str) -> bool:
-        """Whether a member shall serve a model."""
+        """Whether a model is assigned to a member."""
         return not self._most or record.id in self._placement.get(name, ())
 
     def orders(self, record: MemberRecord, names: Mapping[str, object], members: Mapping[str, MemberRecord]) -> list[str]:
-        """The models that a member shall serve now: those placed there, and those that wait for their new place.
+        """Models that a member serves now: those placed there, and those it keeps until their new members serve them.
 
-        A model that does not fit beside what waits has to wait itself.
+        A newly placed model that does not fit beside the kept ones waits until there is memory.
         """
         if not self._most:
             return list(names)
@@ -89,19 +89,19 @@ class PlacedModels:
         return found
 
     def awaits(self, record: MemberRecord, members: Mapping[str, MemberRecord]) -> bool:
-        """Whether a member that shall leave serves a model that other members shall serve and do not yet."""
+        """Whether a leaving member serves a model that the members assigned to it do not serve yet."""
         if not self._most:
             return False
         placed = (name for name in record.served if self._placement.get(name))
         return self._is_stale or not all(self._is_elsewhere(name, members) for name in placed)
 
     def _is_elsewhere(self, name: str, members: Mapping[str, MemberRecord]) -> bool:
-        """Whether all members that shall serve a model do, and the others can know that."""
+        """Whether all members assigned the model serve it, according to a published directory."""
         placed = [members[one] for one in self._placement.get(name, ()) if one in members]
         return bool(placed) and all(one.serves(name) and name in one.published for one in placed)
 
     def _room(self, record: MemberRecord, models: Mapping[str, object], held: set[str]) -> MemberRoom:
-        """A member, with the models placed there; it may also have what was placed by an earlier controller."""
+        """Placement input for a member; includes models that it serves because of an earlier controller's placement."""
         return MemberRoom(
             id=record.id,
             memory_size=record.report.memory_size,
@@ -135,5 +135,5 @@ class PlacedModels:
 
 
 def largest(members: Iterable[MemberRecord], name: str) -> int:
-    """Bytes of a model, where it takes most."""
+    """Size of a model in bytes, at the member where it is largest."""
     return max((record.model(name).size for record in members), default=0)

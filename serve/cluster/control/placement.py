@@ -1,8 +1,8 @@
-"""Which members serve which models. Pure: measured load and what is served now go in, who shall serve what comes out.
+"""Assigns models to members. Pure functions: measured load and the present placement go in, a new placement comes out.
 
-Each model has one copy at least, and more by its demand: the next copy goes to the model with the most demand per copy
-(D'Hondt's method of highest averages), as long as a copy has enough to do. What is there stays where it is unless something
-else is clearly better, as each move costs a load.
+Each model has at least one copy, and more according to its demand: the next copy goes to the model with the most demand per
+copy (D'Hondt's method of highest averages), as long as each copy has enough load. An existing copy stays where it is unless
+another place is clearly better, because each move costs a load.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-HOLD = 2.0  # a copy that exists counts this many times as much as a new one
-WORTH = 0.05  # batches that compute at once, per copy: less is not worth another copy
-WORTH_SECOND = 0.001  # but a second one, as a model that is used shall outlive a member
-UNEVEN = 1.5  # times the mean load of members: above, a model moves from the busiest
-MOVES = 2  # for even loads, in one decision
+HOLD = 2.0  # weight of an existing copy, relative to a new one
+WORTH = 0.05  # least demand per copy (concurrent batches) that justifies a further copy
+WORTH_SECOND = 0.001  # demand that justifies the second copy: a model in use must survive the loss of a member
+UNEVEN = 1.5  # a member above this multiple of the mean load gives up a model
+MOVES = 2  # moves per decision to even out loads
 
-Placement = dict[str, frozenset[str]]  # the members of each model
+Placement = dict[str, frozenset[str]]  # ids of the members of each model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDemand:
-    """A model that shall be served.
+    """A model to be placed.
 
     Attributes:
-        name: of the model.
-        demand: batches that compute at once in the whole cluster, on average.
-        size: bytes of memory at each member; 0 if that is not known.
+        name: name of the model.
+        demand: average number of batches that compute concurrently in the whole cluster.
+        size: memory in bytes at each member; 0 if unknown.
     """
 
     name: str
@@ -37,13 +37,13 @@ class ModelDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberRoom:
-    """A member that may serve models.
+    """A member that models can be placed on.
 
     Attributes:
-        id: of the member.
-        memory_size: bytes that models may take; 0 if that is not known.
-        serves: models that it has now, or is loading.
-        refuses: models that it could not load.
+        id: id of the member.
+        memory_size: memory for models in bytes; 0 if unknown.
+        serves: names of the models that it serves or is loading.
+        refuses: names of the models that it could not load.
     """
 
     id: str
@@ -54,7 +54,7 @@ class MemberRoom:
 
 @dataclass(kw_only=True)
 class _Shelf:
-    """A member while models are placed."""
+    """State of one member during placement."""
 
     room: MemberRoom
     most: int
@@ -86,7 +86,7 @@ class _Placing:
         self.copies: dict[str, int] = {}
 
     def share(self, name: str) -> float:
-        """Demand of one copy."""
+        """Demand per copy of a model."""
         return self.models[name].demand / max(self.copies.get(name, 1), 1)
 
     def put(self, name: str, shelf: _Shelf) -> None:
@@ -102,7 +102,7 @@ class _Placing:
         shelf.load -= self.share(name)
 
     def best(self, name: str, count: int = 1, most: int | None = None) -> list[_Shelf]:
-        """The members with room for a model that have the least to do, at most `count`."""
+        """The least loaded members with room for a model, at most `count`."""
         fitting = [shelf for shelf in self.shelves if shelf.fits(self.models[name], most)]
         return sorted(fitting, key=_idleness)[:count]
 
@@ -111,12 +111,12 @@ def place(models: Iterable[ModelDemand], members: Sequence[MemberRoom], models_p
     """Decide which members serve each model.
 
     Args:
-        models: all that shall be served.
-        members: all that may serve them, in a steady order.
-        models_per_member: the most that one serves, unless there are more models than all members together could serve.
+        models: all models to serve.
+        members: all members to place them on, in a stable order.
+        models_per_member: most models per member; raised if the members together could not hold all models otherwise.
 
     Returns:
-        For each model its members; none for one that no member has the memory for, or that all refuse.
+        Ids of the members of each model; empty for a model that fits in no member's memory, or that all members refuse.
     """
     wanted = sorted(models, key=lambda model: (-model.demand, -model.size, model.name))
     if not members:
@@ -133,7 +133,7 @@ def place(models: Iterable[ModelDemand], members: Sequence[MemberRoom], models_p
 
 
 def _copies(wanted: Sequence[ModelDemand], members: Sequence[MemberRoom], budget: int) -> dict[str, int]:
-    """How many copies of each model there shall be."""
+    """Number of copies of each model."""
     copies = {model.name: 1 for model in wanted}
     present = {model.name: sum(model.name in member.serves for member in members) for model in wanted}
 
@@ -155,7 +155,7 @@ def _copies(wanted: Sequence[ModelDemand], members: Sequence[MemberRoom], budget
 
 
 def _keep(placing: _Placing) -> None:
-    """Leave copies where they are: where a model has too many, at the members with the least to do."""
+    """Keep existing copies in place; where a model has too many, keep those at the least loaded members."""
     for name, count in placing.copies.items():
         holding = [shelf for shelf in placing.shelves if name in shelf.room.serves and name not in shelf.room.refuses]
         for shelf in sorted(holding, key=_idleness)[:count]:
@@ -163,7 +163,7 @@ def _keep(placing: _Placing) -> None:
 
 
 def _relieve(placing: _Placing) -> None:
-    """Take from members that have too much: first what others serve too, then what has the least to do."""
+    """Remove models from overfull members: first those with other copies, then those with the least load."""
     for shelf in placing.shelves:
         for name in sorted(shelf.models, key=lambda name: (len(placing.holders[name]) == 1, placing.share(name), name)):
             if not shelf.is_over:
@@ -172,7 +172,7 @@ def _relieve(placing: _Placing) -> None:
 
 
 def _house(placing: _Placing) -> None:
-    """Find a place for each model that has none: the largest first, as they fit in few places."""
+    """Place each model that has no copy, the largest first, because they fit in the fewest places."""
     homeless = [name for name, holders in placing.holders.items() if not holders]
     for name in sorted(homeless, key=lambda name: (-placing.models[name].size, -placing.share(name), name)):
         for shelf in placing.best(name) or _vacated(placing, name) or placing.best(name, most=len(placing.models)):
@@ -180,7 +180,7 @@ def _house(placing: _Placing) -> None:
 
 
 def _vacated(placing: _Placing, name: str) -> list[_Shelf]:
-    """A member that has room once it gives up copies of models that others serve too; those with the least to do."""
+    """Make room at a member by removing copies of models that have others, the least loaded first."""
     for shelf in sorted(placing.shelves, key=_idleness):
         if name in shelf.room.refuses:
             continue
@@ -223,5 +223,5 @@ def _level(placing: _Placing) -> None:
 
 
 def moves(before: Mapping[str, frozenset[str]], after: Mapping[str, frozenset[str]]) -> int:
-    """How many loads it takes to come from one placement to another."""
+    """Number of loads needed to get from one placement to another."""
     return sum(len(members - before.get(name, frozenset())) for name, members in after.items())

@@ -1,1 +1,1 @@
-"""A cluster of servers on Ray: its actors, and the commands of `halfserve cluster`."""
+"""Cluster on Ray: its actors, the Ray Serve application, and the commands of `halfserve cluster`."""

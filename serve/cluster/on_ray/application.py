@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104  (compared with, never listened on)
 DEPLOYMENT = "Server"  # its name in Ray Serve
-OF_SCALING = ("replicas", "latency_target_ms", "scale_down_seconds")  # arguments
-PUSH_S = 0.5  # between two reports of a replica's load to Ray Serve, where the default is 10
-SHUTDOWN_S = 60.0  # for a server that drains; then Ray Serve kills the replica
+OF_SCALING = ("replicas", "latency_target_ms", "scale_down_seconds")  # arguments of autoscaling
+PUSH_S = 0.5  # interval of a replica's load reports to Ray Serve, whose default is 10 s
+SHUTDOWN_S = 60.0  # time for a server to drain before Ray Serve kills the replica
 
 
 class ScalingHook:
-    """Ray Serve's hook: how many replicas the load needs, by `autoscaling.py`."""
+    """Autoscaling policy for Ray Serve: number of replicas that the load needs, as computed by `autoscaling.py`."""
 
     def __init__(self, queue_s: float, look_back_s: float) -> None:
         self._options = ScalingOptions(queue_s=queue_s, look_back_s=look_back_s)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Decide; Ray Serve asks some ten times a second, and keeps the state."""
+        """Compute the number of replicas; Ray Serve calls this about ten times a second, and keeps the state."""
         figures = context.aggregated_metrics
         loads = [
             MemberLoad(busy=busy, queue_s=figures["queue_s"][replica], refused=figures["refused"][replica])
@@ -51,7 +51,7 @@ class ScalingHook:
 
 
 class Replica:
-    """A replica: one agent and its server."""
+    """Ray Serve replica that holds one agent and its server."""
 
     async def __init__(self, arguments: ClusterArguments) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         context = ray.get_runtime_context()
@@ -67,8 +67,8 @@ class Replica:
             first_port=arguments.first_port,
             machine=f"{address}/{context.get_node_id()[:8]}",
         )
-        # On this event loop's thread, which lives as long as the process: the kernel ends the server with the thread that
-        # started it.
+        # Started on this event loop's thread, which lives as long as the process: the kernel ends the server together with the
+        # thread that started it.
         self._agent = Agent(options, link)
         try:
             await self._agent.start()
@@ -77,7 +77,7 @@ class Replica:
             raise
 
     def reconfigure(self, deployed: Mapping[str, Any]) -> None:
-        """Take `user_config`, which is here for `halfserve cluster` to read: what is deployed."""
+        """Accept `user_config`, which only records the deployed arguments for `halfserve cluster` to read."""
 
     async def check_health(self) -> None:
         """End this replica if its server has ended: Ray Serve would replace it only after the third failed check."""
@@ -100,7 +100,7 @@ class Replica:
 
 
 def server_options(arguments: ClusterArguments) -> tuple[str, ...]:
-    """Options of `halfserve serve` that bind a server to its replica's share of the machine."""
+    """Options of `halfserve serve` that limit a server to its replica's share of the machine."""
     own = ["--require-gpu" if arguments.gpus else "--cpu"]
     if not any(option.startswith("--threads") for option in arguments.server):
         own += ["--threads", str(max(1, int(arguments.cpus)))]
@@ -108,15 +108,15 @@ def server_options(arguments: ClusterArguments) -> tuple[str, ...]:
 
 
 def build(given: Mapping[str, Any]) -> Application:
-    """The application from its arguments; `ClusterArguments` says which there are.
+    """Build the application from its arguments, the fields of `ClusterArguments`.
 
     Raises:
-        ClusterArgumentError: a name is unknown, or a value makes no sense.
+        ClusterArgumentError: a name is unknown, or a value is invalid.
     """
     arguments = ClusterArguments.read(given)
     fewest, most = arguments.bounds
     deployed = arguments.as_given()
-    # Serve replaces all replicas where the version differs: how many there are is none of their business.
+    # Serve replaces all replicas when the version changes, so the version must not depend on the number of replicas.
     version = hashlib.sha256(
         json.dumps([one for one in sorted(deployed.items()) if one[0] not in OF_SCALING]).encode()
     ).hexdigest()
@@ -127,7 +127,7 @@ def build(given: Mapping[str, Any]) -> Application:
         autoscaling_config=AutoscalingConfig(
             min_replicas=fewest,
             max_replicas=most,
-            # The policy has its own delays: Serve would add these to them.
+            # The policy has its own delays, to which Serve would add these.
             upscale_delay_s=0,
             downscale_delay_s=0,
             look_back_period_s=2 * PUSH_S,
@@ -139,9 +139,9 @@ def build(given: Mapping[str, Any]) -> Application:
         ),
         health_check_period_s=0.5,
         graceful_shutdown_timeout_s=SHUTDOWN_S,
-        graceful_shutdown_wait_loop_s=0.1,  # for requests through Ray, of which there are none
+        graceful_shutdown_wait_loop_s=0.1,  # no requests pass through Ray, so there are none to wait for
         max_constructor_retry_count=2,
-        max_surge_percent=25,  # a new version starts before an old one ends: a bad one never takes a good one's place
+        max_surge_percent=25,  # a new version starts before an old one ends, so a broken version never replaces a working one
     )
     application: Application = deployment(Replica).options(_internal=True, version=version).bind(arguments)
     return application

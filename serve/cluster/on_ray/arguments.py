@@ -1,4 +1,4 @@
-"""What a cluster is made of, as the command line, `serve run` and Ray Serve's config files give it."""
+"""Arguments of a cluster, as given on the command line, to `serve run` or in Ray Serve's config files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from halfserve.serve.cluster.options import NOT_HERE
 
 REPLICAS = re.compile(r"(\d+)(?::(\d+))?")
-MOST_REPLICAS = 1000  # that one controller answers: benchmarks/cluster_simulation.py
+MOST_REPLICAS = 1000  # most that one controller can handle, measured by benchmarks/cluster_simulation.py
 
 
 class ClusterArgumentError(Exception):
-    """An argument cannot be used; the text names it and says what was expected."""
+    """An argument is invalid; the text names it and says what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,15 @@ class ClusterArguments:
     """The arguments of the Ray Serve application.
 
     Attributes:
-        path: of the model repository, where each machine finds it: a folder, or a URL of object storage.
-        replicas: how many servers: "2", or "1:8" for as many between these as the load needs.
-        cpus: cores of each server; also its CPU threads for one operator.
-        gpus: of each server.
-        models_per_member: how many models one server may hold, those with most load on most servers; 0 puts all on all.
-        latency_target_ms: time in the queue above which more servers are started, in milliseconds.
-        scale_down_seconds: a server is ended if it was not needed for so long.
-        host: address to listen on; "" is the one by which Ray knows the machine.
-        first_port: of the row of ports that a server takes: gRPC, HTTP, metrics.
+        path: model repository: a folder, or a URL of object storage; each machine must reach it under this path.
+        replicas: number of servers: "2", or "1:8" for autoscaling between these bounds.
+        cpus: CPU cores of each server; also its CPU threads for one operator.
+        gpus: GPUs of each server.
+        models_per_member: most models per server; the models with the most load are on the most servers. 0 puts all on all.
+        latency_target_ms: queue time above which more servers are started, in milliseconds.
+        scale_down_seconds: a server is ended after it was not needed for this many seconds.
+        host: address to listen on; "" for the one by which Ray knows the machine.
+        first_port: first of a server's ports, which are consecutive: gRPC, HTTP, metrics.
         server: further options of `halfserve serve`.
     """
 
@@ -51,7 +51,7 @@ class ClusterArguments:
         """Check the values.
 
         Raises:
-            ClusterArgumentError: one makes no sense.
+            ClusterArgumentError: a value is invalid.
         """
         bounds_of(self.replicas)
         if not self.path:
@@ -68,10 +68,10 @@ class ClusterArguments:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ClusterArguments:
-        """The arguments from a config file's `args`, or from `serve run`'s KEY=VALUE, whose values are texts.
+        """Read the arguments from a config file's `args`, or from `serve run`'s KEY=VALUE, whose values are strings.
 
         Raises:
-            ClusterArgumentError: a name is unknown, or a value makes no sense.
+            ClusterArgumentError: a name is unknown, or a value is invalid.
         """
         known = {field.name for field in fields(cls)}
         for name in given:
@@ -85,13 +85,13 @@ class ClusterArguments:
         return cls(**{name: READERS[name](name, value) for name, value in given.items()})
 
     def as_given(self) -> dict[str, Any]:
-        """What `read` takes: values of JSON, without those that are the default."""
+        """Input of `read` that gives these arguments: JSON values, without those equal to the default."""
         defaults = asdict(ClusterArguments(path=self.path))
         own = {name: value for name, value in asdict(self).items() if name == "path" or value != defaults[name]}
         return own | ({"server": list(self.server)} if self.server else {})
 
     def serve_config(self, name: str) -> dict[str, Any]:
-        """The config file for `serve deploy`, and for `serveConfigV2` of a RayService; `name` is the application's."""
+        """Config file for `serve deploy`, and for `serveConfigV2` of a RayService; `name` is the application's name."""
         application = {
             "name": name,
             "route_prefix": None,
@@ -102,15 +102,15 @@ class ClusterArguments:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The fewest and the most replicas."""
+        """Smallest and largest number of replicas."""
         return bounds_of(self.replicas)
 
 
 def bounds_of(replicas: str) -> tuple[int, int]:
-    """The fewest and the most replicas: (1, 8) of "1:8", (2, 2) of "2".
+    """Smallest and largest number of replicas: (1, 8) of "1:8", (2, 2) of "2".
 
     Raises:
-        ClusterArgumentError: the text is neither.
+        ClusterArgumentError: the text has neither form.
     """
     found = REPLICAS.fullmatch(replicas)
     fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)

@@ -1,4 +1,4 @@
-"""`halfserve cluster`: its commands."""
+"""Commands of `halfserve cluster`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT_CODES: dict[type[Exception], int] = {
     ProxyError: 1,
     OSError: 1,
 }
-OLDEST = (2, 60)  # of Ray: `record_replica_metadata`, `max_surge_percent`
+OLDEST = (2, 60)  # oldest Ray with `record_replica_metadata` and `max_surge_percent`
 LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
 
 cluster = typer.Typer(
@@ -57,7 +57,7 @@ NAME, WAIT_S, LOOK_S, LOOPBACK = "halfserve", 300.0, 1.0, "127.0.0.1"
 
 
 def _ray() -> ModuleType:
-    """What speaks to Ray; imported only for a command that does.
+    """Import the module that talks to Ray; only commands that need Ray call this.
 
     Raises:
         ClusterError: Ray is too old.
@@ -70,7 +70,7 @@ def _ray() -> ModuleType:
         raise ClusterError(
             f"Ray {installed} is installed, expected {OLDEST[0]}.{OLDEST[1]} or newer; pip install -U 'ray[serve]'"
         )
-    # Ray, which reads this at its import, prints a page about memory for each process that ends; `run` says it in a line.
+    # Ray reads this at import. Without it, Ray prints a page about memory for each process that ends; `run` prints one line.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     from halfserve.serve.cluster.on_ray import ray_cluster  # noqa: PLC0415  (imports Ray)
 
@@ -154,7 +154,7 @@ def run(
         return
     ray_cluster = _ray()
     is_own = ray_cluster.connect(start=True, detach=detach)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has installed its own handler
     if is_own:
         arguments = replace(arguments, host=host or LOOPBACK)
         typer.echo(f"started Ray on this machine, at {ray_cluster.address()}" + "; end it with `ray stop`" * detach, err=True)

@@ -1,4 +1,4 @@
-"""The controller as an actor of Ray, which starts it again wherever it died, and the agents' way to it."""
+"""The controller as a Ray actor, which Ray restarts after a failure, and the agents' connection to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from halfserve.serve.cluster.controller import Controller, ControllerOptions
 from halfserve.serve.cluster.reports import LEASE_S, REPORT_S, Orders, Report
 
 NAMESPACE = "halfserve"
-CALLS = 4096  # at once: a long poll of each member, and questions of users
-ALONE_S = 600.0  # without a member, which may be long in starting
+CALLS = 4096  # concurrent calls: one long poll per member, and calls from users
+ALONE_S = 600.0  # time without members before the controller ends; a member may take long to start
 LOOK_S = 5.0
-STARTS_S = 30.0  # for an actor that is being started
+STARTS_S = 30.0  # time limit for the start of an actor
 
 
 class ControllerActor:
-    """A `Controller`; its successor after a crash is another one, which learns from the agents."""
+    """Ray actor around a `Controller`; after a crash Ray starts a new one, which recovers its state from the agents."""
 
     def __init__(self, cluster: str, options: ControllerOptions) -> None:
         self._cluster = cluster
@@ -30,7 +30,7 @@ class ControllerActor:
         self._leaving: asyncio.Task[None] | None = None
 
     async def _leave_when_alone(self) -> None:
-        """End for good once the application was deleted, by whatever means: nobody else ends a detached actor."""
+        """End the actor for good once the cluster has no members, because Ray does not end a detached actor by itself."""
         alone_s = 0.0
         while alone_s < ALONE_S:
             await asyncio.sleep(LOOK_S)
@@ -38,10 +38,10 @@ class ControllerActor:
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def join(self, options: ControllerOptions) -> str:
-        """What tells this cluster from others, and from one of the same name before it.
+        """Return the cluster's id, which differs from that of an earlier cluster of the same name.
 
-        Other options than the present ones, of replicas that take the place of others, make another controller: it learns from
-        the agents, as after a crash.
+        If the options differ, as those of replicas that replace others may, a new controller takes over. It recovers its state
+        from the agents, as after a crash.
         """
         self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._leave_when_alone())
         if options != self._options:
@@ -68,7 +68,7 @@ class ControllerActor:
 
 
 def find_controller(application: str) -> ActorHandle | None:
-    """The controller of a Ray Serve application; None if there is none."""
+    """Find the controller of a Ray Serve application; None if there is none."""
     try:
         return ray.get_actor(application, NAMESPACE)
     except ValueError:
@@ -76,21 +76,21 @@ def find_controller(application: str) -> ActorHandle | None:
 
 
 def start_controller(application: str, options: ControllerOptions, cluster: str = "") -> ActorHandle:
-    """The controller of a Ray Serve application, which is started if there is none.
+    """Find the controller of a Ray Serve application, or start it.
 
     Args:
-        application: its name.
-        options: of a new one.
-        cluster: id of the cluster, if there was a controller before; empty for a new cluster.
+        application: name of the application.
+        options: options of a new controller.
+        cluster: id of the cluster if it had a controller before; empty for a new cluster.
     """
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=CALLS)(ControllerActor)
-    # Detached: it outlives the replica that came first.
+    # Detached, so that it outlives the replica that started it.
     named = actor.options(name=application, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
     return named.remote(cluster or uuid.uuid4().hex, options)
 
 
 class RayLink:
-    """How an agent reaches the controller: a `ControllerLink`.
+    """An agent's connection to the controller: a `ControllerLink`.
 
     Attributes:
         cluster: id of the cluster; "" before `connect`.
@@ -106,7 +106,7 @@ class RayLink:
         """Find the controller, or start it.
 
         Raises:
-            ConnectionError: there is none now, and none can be started.
+            ConnectionError: no controller can be found or started now.
         """
         await self._ask(STARTS_S, "status")
 
@@ -126,12 +126,12 @@ class RayLink:
         try:
             async with asyncio.timeout(limit_s):
                 if self._handle is None:
-                    # On a thread: it asks Ray's head, which may be out of reach.
+                    # On a thread, because this asks Ray's head, which may be unreachable.
                     handle = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
                     self.cluster = await handle.join.remote(self._options)
                     self._handle = handle
                 return await getattr(self._handle, method).remote(*arguments)
-        except RayTaskError as error:  # the controller's answer
+        except RayTaskError as error:  # the controller answered with an error
             raise error.cause from None
         except RayActorError as error:
             self._handle = None

@@ -2,4 +2,4 @@
 
 
 class ClusterError(Exception):
-    """The cluster cannot be reached, or cannot do it; the text is one line that says why."""
+    """The cluster cannot be reached or cannot do what was asked; the text is one line with the reason."""

@@ -1,4 +1,4 @@
-"""A Ray cluster as `halfserve cluster` uses it: connect or start one, deploy, wait, delete."""
+"""Ray cluster as used by `halfserve cluster`: connect to or start Ray; deploy, wait for and delete applications."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from halfserve.serve.cluster.on_ray.arguments import ClusterArguments
 from halfserve.serve.cluster.on_ray.controller_actor import NAMESPACE, find_controller
 from halfserve.serve.cluster.on_ray.errors import ClusterError
 
-LOCAL = "local"  # the address that makes Ray start
+LOCAL = "local"  # value of RAY_ADDRESS that makes Ray start
 CONNECT_S = 5.0
 CALL_S = 30.0
-LEAVE_S = 10.0  # for other commands to notice that the cluster has stopped
+LEAVE_S = 10.0  # time for other commands to notice that the cluster has stopped
 LOOK_S = 0.2
-ROOM_S = 30.0  # after which Ray Serve says that replicas wait for room; before, it may speak of earlier ones
+ROOM_S = 30.0  # before this time, Ray Serve's message that replicas wait for room may be about earlier replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
-    """What Ray Serve says of the application.
+    """State of a cluster's application in Ray Serve.
 
     Attributes:
         status: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY or DELETING.
-        message: why, in one line.
+        message: reason of the status, in one line.
         is_declared: whether a config file deployed it.
-        arguments: what it was deployed with.
-        wanted: how many replicas there shall be.
-        running: ids of those that have a server that serves.
-        lacks_room: whether some wait for a machine with room, for half a minute and longer.
+        arguments: arguments that it was deployed with.
+        wanted: target number of replicas.
+        running: ids of the replicas whose server is ready.
+        lacks_room: whether some replicas wait for a machine with enough free resources.
     """
 
     status: str
@@ -64,31 +64,31 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
     """Connect to the Ray of RAY_ADDRESS, or else to the one on this machine.
 
     Args:
-        start: start one where neither is.
-        detach: let the one that is started outlive this process.
+        start: start Ray if there is none.
+        detach: let a started Ray outlive this process.
 
     Returns:
-        Whether one was started.
+        Whether Ray was started.
 
     Raises:
-        ClusterError: there is none, it cannot be reached, or it has another version than the one that is installed.
+        ClusterError: there is no Ray, it cannot be reached, or its version differs from the installed one.
     """
     for name in ("ray", "ray.serve", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # For the Ray that is started here. By default its workers, and so the servers, give way to all other programs.
+    # For a Ray started here: by default, its workers and so the servers run at a lower priority than other programs.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # As `ray.init` finds it; its "auto" would take the Ray of anybody on this machine.
+    # The same lookup as in `ray.init`, whose "auto" would also accept a Ray of any other user on this machine.
     found = get_ray_address_from_environment(None, None)
     error = None if found in (None, LOCAL) else _connection_error(str(found))
     if error and os.environ.get("RAY_ADDRESS"):
         raise ClusterError(f"Ray at {found} (RAY_ADDRESS) cannot be reached: {error}")
-    # A Ray that was killed leaves its address behind.
+    # A killed Ray leaves its address file behind.
     is_there = found not in (None, LOCAL) and not error
     if not is_there or _is_on_loopback_alone(str(found)):
         _stay_on_loopback()
     if is_there:
-        # For an address that it finds itself, Ray takes the token that it left there.
+        # For an address that Ray finds itself, it uses the token that was stored with the address.
         _init(os.environ.get("RAY_ADDRESS") or None)
     elif not start:
         raise ClusterError("no Ray runs on this machine, and RAY_ADDRESS names none; `halfserve cluster run` starts one")
@@ -97,37 +97,37 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
         _init(None)
     else:
         _init(LOCAL, include_dashboard=False)
-        write_ray_address(address())  # as `ray start` does, for the commands that come to it
+        write_ray_address(address())  # as `ray start` does, so that later commands find the address
     return not is_there
 
 
 def _is_on_loopback_alone(address: str) -> bool:
-    """Whether a Ray that can be reached at its address listens on 127.0.0.1, and not on the machine's own address."""
+    """Whether the Ray at an address listens on 127.0.0.1 only, and not on the machine's own address."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     own = resolve_ip_for_localhost(host)
     return own != host and _connection_error(f"{own}:{port}") is not None
 
 
 def _stay_on_loopback() -> None:
-    """Have the Ray of this machine alone listen on 127.0.0.1, and be reached there.
+    """Make a Ray for this machine alone listen on 127.0.0.1, and be reached there.
 
-    On Linux, Ray puts the machine's own address in the place of 127.0.0.1, wherever it is given, and its processes listen on
-    all addresses. With this setting they do not, on any system: its name speaks of those where that is Ray's default.
+    On Linux, Ray replaces 127.0.0.1 by the machine's own address wherever it is given, and its processes listen on all
+    addresses. This setting prevents both on any system, although its name refers to systems where that is Ray's default.
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes that Ray starts
-    ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, which has read it
+    ray_constants.ENABLE_RAY_CLUSTER = False  # for this process, which has read the variable already
 
 
 def _init(address: str | None, **options: Any) -> None:
     try:
         ray.init(address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, **options)
-    except (RuntimeError, ValueError, ConnectionError) as error:  # such as another version of Ray, or of Python
+    except (RuntimeError, ValueError, ConnectionError) as error:  # for example another version of Ray or of Python
         hint = "; if it wants a token, set RAY_AUTH_MODE=token" if isinstance(error, ConnectionError) else ""
         raise ClusterError(f"Ray at {address or 'this machine'} cannot be used: {_line(str(error))}{hint}") from error
 
 
 def _connection_error(address: str) -> str | None:
-    """Why nothing can be reached at an address of Ray. Ray itself tries for more than a minute, and ends the process then."""
+    """Reason why nothing answers at Ray's address, or None; Ray itself would try for over a minute and then end the process."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_S):
@@ -139,7 +139,7 @@ def _connection_error(address: str) -> str | None:
 
 
 def _start_head() -> None:
-    """Start Ray on this machine, with a token, as `ray.init` does; `ray start` wants one only where there is one already."""
+    """Start Ray on this machine with a token, as `ray.init` does; `ray start` requires a token only where one exists."""
     enable_token_auth_by_default()
     ensure_token_if_auth_enabled()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
@@ -151,7 +151,7 @@ def _start_head() -> None:
 
 
 def address() -> str:
-    """Of the Ray that this process is connected to."""
+    """Address of the Ray that this process is connected to."""
     return str(ray.get_runtime_context().gcs_address)
 
 
@@ -159,7 +159,7 @@ def controller(name: str) -> ActorHandle:
     """The controller of a cluster.
 
     Raises:
-        ClusterError: there is no such cluster.
+        ClusterError: there is no cluster of this name.
     """
     found = find_controller(name)
     if found is None:
@@ -168,11 +168,11 @@ def controller(name: str) -> ActorHandle:
 
 
 def ask(name: str, method: str, *arguments: Any, limit_s: float | None = CALL_S) -> Any:
-    """Ask the controller of a cluster, which Ray may be starting again just now.
+    """Call a method of a cluster's controller, and retry while Ray restarts the controller.
 
     Raises:
-        ClusterError: there is no such cluster, or no answer.
-        InferenceError: it refuses.
+        ClusterError: there is no cluster of this name, or no answer.
+        InferenceError: the controller answered with this error.
     """
     until_s = time.monotonic() + CALL_S
     while True:
@@ -187,7 +187,7 @@ def ask(name: str, method: str, *arguments: Any, limit_s: float | None = CALL_S)
 
 
 def deployed(name: str) -> Deployed | None:
-    """What Ray Serve says of a cluster's application; None if it has none of that name."""
+    """State of a cluster's application in Ray Serve; None if there is no application of this name."""
     found = _applications().get(name, {"deployments": {}})
     one = found["deployments"].get(DEPLOYMENT)
     if one is None:
@@ -204,18 +204,18 @@ def deployed(name: str) -> Deployed | None:
 
 
 def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callable[[str], None]) -> Deployed:
-    """Deploy a cluster's application, or change it, and wait until it is what was asked for.
+    """Deploy or change a cluster's application, and wait until it runs as requested.
 
-    An application that is new and cannot run is taken back. One that was there goes on with what it had.
+    A new application that cannot run is deleted. An existing one continues with its previous servers.
 
     Args:
-        name: of the application.
-        arguments: of the cluster.
-        wait_s: how long at most.
-        say: is given a line for a person when replicas wait for a machine.
+        name: name of the application.
+        arguments: arguments of the cluster.
+        wait_s: longest time to wait, in seconds.
+        say: called with a line for the user when replicas wait for a machine.
 
     Raises:
-        ClusterError: it does not run in time, or never will.
+        ClusterError: the application does not run in time, or cannot run.
     """
     before = deployed(name)
     if before is not None and before.is_declared:
@@ -233,16 +233,16 @@ def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callab
 
 
 def _ends_some(before: Deployed, arguments: ClusterArguments) -> bool:
-    """Whether other servers shall take the place of more than there will be."""
+    """Whether the change replaces the servers and also reduces their number."""
     as_before = replace(arguments, **{name: getattr(before.arguments, name) for name in OF_SCALING})
     return arguments.bounds[1] < before.wanted and as_before != before.arguments
 
 
 def _start_one(name: str, arguments: ClusterArguments, before: Deployed, wait_s: float, say: Callable[[str], None]) -> None:
-    """Replace servers by as many others until one of these runs, before there shall be fewer.
+    """Replace servers without reducing their number, until a new one runs; the caller reduces the number afterwards.
 
-    For fewer, Ray Serve ends those that are too many at once, even if no new one can run. Only where there is no room for a
-    new one beside them, that is what they shall do.
+    To reduce the number, Ray Serve ends surplus servers at once, even if no new one can run. This is accepted only where
+    the machines have no room for a new server beside the old ones.
     """
     as_many, began_s = replace(arguments, replicas=str(before.wanted)), time.monotonic()
 
@@ -266,7 +266,7 @@ def _wait(
     wait_s: float,
     say: Callable[[str], None],
 ) -> Deployed:
-    """Wait until the application is what was asked for, or what suffices."""
+    """Wait until the application runs as requested, or until `suffices` holds."""
     began_s, has_said = time.monotonic(), False
     while True:
         now = deployed(name)
@@ -286,23 +286,23 @@ def _wait(
 
 
 def check_room(arguments: ClusterArguments) -> None:
-    """Check that a Ray that will not grow has room for the fewest servers.
+    """Check that a Ray of fixed size has the resources for the smallest number of servers.
 
     Raises:
-        ClusterError: it has not; says of what.
+        ClusterError: it does not; the text names the resource.
     """
     for kind in _lacking(arguments):
         raise ClusterError(f"not enough {kind}s: {_needs(arguments)}; take fewer --replicas or less --{kind.lower()}s")
 
 
 def _lacking(arguments: ClusterArguments) -> list[str]:
-    """The kinds of which the whole cluster has not enough for the fewest servers."""
+    """Kinds of resource of which the whole cluster has too little for the smallest number of servers."""
     totals, fewest = ray.cluster_resources(), arguments.bounds[0]
     return [kind for kind, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)) if fewest * each > totals.get(kind, 0.0)]
 
 
 def _needs(arguments: ClusterArguments) -> str:
-    """What the fewest servers take of each kind, and what the cluster has."""
+    """Text with the resources that the smallest number of servers needs, and what the cluster has."""
     totals, free, fewest = ray.cluster_resources(), ray.available_resources(), arguments.bounds[0]
     kinds = [(kind, each) for kind, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)) if each]
     return "; ".join(
@@ -316,7 +316,7 @@ def delete(name: str) -> None:
     """Drain and end all servers of a cluster, and its controller. Ray Serve itself stays.
 
     Raises:
-        ClusterError: it takes too long.
+        ClusterError: the servers have not ended in time.
     """
     if name in _applications():
         serve.delete(name, _blocking=False)
@@ -333,7 +333,7 @@ def delete(name: str) -> None:
 def await_other_commands() -> None:
     """Wait until no other process uses the Ray that ends with this one.
 
-    Such as `halfserve cluster stop`: where Ray ends first, Ray has that process wait for it for a minute, and ends it then.
+    If Ray ended first, it would make a process such as `halfserve cluster stop` wait for a minute and then end it.
     """
     until_s = time.monotonic() + LEAVE_S
     while time.monotonic() < until_s:
@@ -343,7 +343,7 @@ def await_other_commands() -> None:
 
 
 def _applications() -> dict[str, Any]:
-    """What Ray Serve says of its applications, by name; none where it does not run."""
+    """Ray Serve's details of its applications, by name; empty if Ray Serve does not run."""
     try:
         client: Any = _get_global_client(raise_if_no_controller_running=False)
         return dict(client.get_serve_details()["applications"]) if client else {}
@@ -352,7 +352,7 @@ def _applications() -> dict[str, Any]:
 
 
 def _line(message: str) -> str:
-    """The last line of an error that may hold tracebacks, without its exception's class."""
+    """Last line of an error that may contain tracebacks, without the class of its exception."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     kind, separator, text = last.partition(": ")

@@ -1,4 +1,4 @@
-"""The status of a cluster as tables."""
+"""Prints the status of a cluster as tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfserve.serve.client.cli.display import PipedConsole
 
 
 def print_status(name: str, status: Mapping[str, Any]) -> None:
-    """Print one line of the whole, and a table each of members and models."""
+    """Print a summary line, and one table each of members and models."""
     console = PipedConsole()
     members = status["members"]
     line = f"{name}: " + ("1 member" if len(members) == 1 else f"{len(members)} members")

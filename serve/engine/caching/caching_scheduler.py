@@ -1,4 +1,4 @@
-"""What stands before a model's scheduler where its configuration says `response_cache { enable: true }`."""
+"""Scheduler of models whose configuration says `response_cache { enable: true }`: it answers from the response cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ SWITCHED_OFF: Final = "%s/%s: response_cache has no effect, as the server has --
 
 
 def cache_answers(model: Model, cache: ResponseCache | None) -> None:
-    """Stand before a model's scheduler, if its configuration asks for it. Call it before the first request.
+    """Put the response cache before a model's scheduler, if its configuration asks for it. To be called before the first
+    request.
 
-    The answers belong to this loaded version: neither another version nor the next load of this one finds them, and who may not
-    use the model reaches neither.
+    The answers belong to this loaded version: neither another version nor the next load of this one finds them, and a client
+    that may not use the model does not reach them either.
     """
     if not model.config.response_cache.enable:
         return
@@ -36,15 +37,15 @@ def cache_answers(model: Model, cache: ResponseCache | None) -> None:
 
 
 class _Computation:
-    """A request of the cache's own to the model, and the clients' requests that wait for its answer.
+    """The cache's own request to the model, and the clients' requests that wait for its answer.
 
-    A request of its own, so that it goes on for the others when the client that asked first has gone.
+    The model gets a separate request, so that the computation goes on for the others when the first client has gone.
 
     Attributes:
-        key: of all these requests.
-        own: what is computed.
-        waiting: in order of arrival; the model's statistics count `own` for the first one.
-        spent_ns: that the cache has taken for the first one.
+        key: cache key of all these requests.
+        own: the request that the model computes.
+        waiting: clients' requests in order of arrival; the model's statistics count `own` for the first one.
+        spent_ns: nanoseconds that the cache has taken for the first one.
     """
 
     __slots__ = ("_scheduler", "key", "own", "spent_ns", "waiting")
@@ -70,13 +71,14 @@ class _Computation:
         self.own = own
 
     def __call__(self, result: Tensors | InferenceError) -> None:
-        """The model's answer or error."""
+        """Take the model's answer or error."""
         self._scheduler.computed(self, result)
 
     def suits(self, request: InferRequest) -> bool:
-        """Whether a request may wait for it: it is urgent enough, and cannot be what this computation itself waits for.
+        """Return whether a request may wait for this computation.
 
-        The models that a computation calls have other callers than its own request.
+        The computation must be urgent enough, and the request must not be one that the computation itself waits for: the models
+        that a computation calls have other callers than its own request.
         """
         return self.own.priority <= request.priority and self.own.callers == request.callers
 
@@ -85,33 +87,32 @@ class _Computation:
         self.waiting.append(request)
 
     def end(self) -> None:
-        """Let go of what was computed: the two refer to each other, and its inputs may be large."""
+        """Break the reference cycle with the computed request, whose inputs may be large."""
         self.own.done = _no_longer
 
 
 class CachingScheduler:
-    """Answers requests that came before from the response cache, and computes identical ones in flight once.
+    """Answers repeated requests from the response cache, and computes identical requests in flight once.
 
     Errors are not kept. A request whose time ran out fails alone, and the next one that waits for the same answer is computed;
-    all other errors concern every request with these inputs, or the model.
     """
 
     def __init__(self, model: Scheduler, statistics: Statistics, cache: ResponseCache) -> None:
-        """`model` takes what the cache does not have."""
+        """`model`: scheduler that computes the requests without a cached answer."""
         self._model = model
         self._statistics = statistics
         self._cache = cache
         self._keys = RequestKeys()
         self._answers: dict[RequestKey, CachedAnswer] = {}
-        self._computing: dict[RequestKey, _Computation] = {}  # the most urgent of each key
+        self._computing: dict[RequestKey, _Computation] = {}  # the most urgent computation of each key
         self._reading: set[asyncio.Task[None]] = set()
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Answered in the next turn of the loop.
+        # Requests found in the cache, which are answered in the next turn of the loop, with their answers and times.
         self._hits: list[InferRequest] = []
         self._given: list[Tensors] = []
         self._asked_at: list[int] = []
-        self._looked_ns = 0  # for all of them
+        self._looked_ns = 0  # time of all these look-ups together
 
     def submit(self, request: InferRequest) -> None:
         """See `Scheduler.submit`. A request with large inputs may be refused later, by its `done`."""
@@ -126,13 +127,13 @@ class CachingScheduler:
             self._look_up(request, self._keys.of(request), began, 0)
 
     def cancel(self, request: InferRequest) -> None:
-        """The client has gone. What it waited for is computed as long as another one waits."""
+        """Drop a request whose client has gone. Its computation goes on as long as another request waits for it."""
         if request.cancelled:
             return
         request.cancelled = True
         computation = request.line
         if not isinstance(computation, _Computation):
-            return  # it is counted when its turn comes
+            return  # a hit is counted in its turn
         request.line = None
         computation.waiting.remove(request)
         if computation.waiting:
@@ -154,7 +155,7 @@ class CachingScheduler:
         self._cache.forget(self._answers)
 
     def computed(self, computation: _Computation, result: Tensors | InferenceError) -> None:
-        """The model has answered: so are all that wait, and the answer is kept."""
+        """Give the model's answer to all requests that wait, and keep it."""
         computation.end()
         if self._computing.get(computation.key) is computation:
             del self._computing[computation.key]
@@ -172,22 +173,22 @@ class CachingScheduler:
         self._statistics.cache_miss(computation.spent_ns + monotonic_ns() - began)
 
     def _share(self, requests: list[InferRequest], answer: Tensors) -> None:
-        """Give an answer to those that have waited for it."""
+        """Give an answer to the requests that have waited for it."""
         statistics = self._statistics
         latest, latest_rows, now, count = statistics.latest, statistics.latest_rows, monotonic_ns(), len(requests)
         arrived_ns = sum([request.arrived_ns for request in requests])
         statistics.cache_hits(count, arrived_ns=arrived_ns, asked_ns=now * count, looked_ns=0, ended_ns=now)
         for request in requests:
             request.finish(answer)
-        statistics.latest, statistics.latest_rows = latest, latest_rows  # for the others of the batch
+        statistics.latest, statistics.latest_rows = latest, latest_rows  # the values belong to the others of the batch
 
     def _look_up(self, request: InferRequest, key: RequestKey, began: int, read_ns: int) -> None:
         """Answer or compute a request.
 
         Args:
-            request: of a client.
-            key: of it.
-            began: when the key was asked for.
+            request: a client's request.
+            key: its cache key.
+            began: time at which the look-up began, in nanoseconds.
             read_ns: nanoseconds for which its inputs were read before.
         """
         cached = self._answers.get(key)
@@ -207,7 +208,7 @@ class CachingScheduler:
             self._compute(key, request, [], monotonic_ns() - began + read_ns)
 
     def _answer_hits(self) -> None:
-        """Answer the requests that were found since the last turn of the loop."""
+        """Answer the requests whose answers were found since the last turn of the loop."""
         requests, answers, asked_at = self._hits, self._given, self._asked_at
         looked_ns, self._looked_ns = self._looked_ns, 0
         self._hits, self._given, self._asked_at = [], [], []
@@ -225,10 +226,10 @@ class CachingScheduler:
             request.finish(answer)
 
     def _compute(self, key: RequestKey, first: InferRequest, others: list[InferRequest], spent_ns: int) -> None:
-        """Ask the model.
+        """Submit a request to the model.
 
         Raises:
-            InferenceError: the model refuses it; none of the requests has an answer.
+            InferenceError: the model refuses the request; none of the requests has been answered.
         """
         computation = _Computation(self, key, first, spent_ns)
         try:
@@ -243,12 +244,12 @@ class CachingScheduler:
 
     def _fail(self, key: RequestKey, first: InferRequest, others: list[InferRequest], error: InferenceError) -> None:
         first.finish(error)
-        while others and isinstance(error, DeadlineExceededError):  # its time was up, not that of the others
+        while others and isinstance(error, DeadlineExceededError):  # the time of the first was up, not that of the others
             first, *others = others
             try:
                 self._compute(key, first, others, 0)
             except InferenceError as refusal:
-                error = refusal  # which the model has counted
+                error = refusal  # the model has counted it
                 first.finish(error)
             else:
                 return
@@ -287,11 +288,11 @@ class CachingScheduler:
 
 
 def _no_longer(_: Tensors | InferenceError) -> None:
-    """In place of the `done` of a computation that has ended."""
+    """Do nothing: replaces the `done` of a computation that has ended."""
 
 
 async def _in_thread(request: InferRequest) -> tuple[Tensors, RequestKey]:
-    """The inputs, read once, and the key."""
+    """Return the inputs, read once, and the key."""
 
     def read() -> tuple[Tensors, RequestKey]:
         once = settled(request.inputs)

@@ -1,11 +1,11 @@
-"""The keys of the response cache: equal for requests to one model that must get equal answers.
+"""The keys of the response cache, which are equal for requests to one model that must get equal answers.
 
 A key has two parts. The first is the form: names, datatypes and shapes of the inputs, the wanted outputs and the request's
 parameters; requests of one form share it. The second is the inputs' bytes. Both have the inputs in the order of their names,
-as a client may send them in any. A part of up to WHOLE_BYTES is kept as it is: the cache compares them, and Python's hash of
-bytes has a secret key, so that nobody can send many that collide. Of a longer one the SHA-256 digest is kept: no two contents
-with one digest are known, so comparing digests is as good, and the cache need not hold what the client sent. SHA-256 has
-processor instructions (1.4 GB/s on a machine where BLAKE2b reaches 0.55).
+because clients may send them in any order. A part of up to WHOLE_BYTES is kept as it is: the cache compares its bytes, and
+Python's hash of bytes has a secret key, so that clients cannot send many that collide. A longer part is replaced by its SHA-256
+digest: no two contents with equal digests are known, so that comparing digests is safe, and the cache need not hold the data of
+clients. SHA-256 has processor instructions (1.4 GB/s on a machine where BLAKE2b reaches 0.55).
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from halfserve.serve.engine.requests import InferRequest, LateInputs, Parameter,
 from halfserve.serve.engine.tensors import Array, Tensors
 
 WHOLE_BYTES: Final = 4096
-# Reading and hashing takes longer than 0.2 ms from this size on, and is left to a thread.
+# From this size on, reading and hashing takes longer than 0.2 ms, and is left to a thread.
 APART_BYTES: Final = 2**18
 MAX_FORMS: Final = 1024
-# They say when an answer is wanted, not which.
+# These parameters decide when a request is answered, and not the answer.
 WITHOUT_EFFECT: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
 
 
 class _Form:
-    """The first part of a key, and what it was made from."""
+    """The first part of a key, and the objects from which it was made."""
 
     __slots__ = ("layout", "outputs", "parameters", "text")
 
     def __init__(self, layout: RawLayout, outputs: tuple[str, ...], parameters: Mapping[str, Parameter], text: bytes) -> None:
-        self.layout = layout  # kept: its id() is a key
+        self.layout = layout  # kept because its id() is a key
         self.outputs = outputs
         self.parameters = parameters
         self.text = text
 
 
 class RequestKeys:
-    """Makes the keys of one model's requests. Used on the event loop, but for the functions of this module."""
+    """Makes the keys of one model's requests. Lives on the event loop; this module's functions may be called on any thread."""
 
     __slots__ = ("_forms",)
 
     def __init__(self) -> None:
-        self._forms: dict[int, _Form] = {}  # by id() of the layout: requests of one form share it
+        self._forms: dict[int, _Form] = {}  # keys: id() of the layout, which requests of one form share
 
     def of(self, request: InferRequest) -> RequestKey:
-        """The key of a request whose inputs are arrays, or bytes in the request.
+        """Return the key of a request whose inputs are arrays, or bytes in the request.
 
         Raises:
             InferenceError: an input cannot be read.
@@ -65,7 +65,7 @@ class RequestKeys:
 
     def _new_form(self, layout: RawLayout, request: InferRequest) -> _Form:
         form = _Form(layout, request.outputs, request.parameters, _form_of(request, request.inputs))
-        # A form holds the parameters too, also those without effect: of a client that sends long ones none is kept.
+        # A form also holds parameters without effect, so that none is kept for a client that sends long ones.
         if len(form.text) + len(repr(request.parameters)) <= WHOLE_BYTES:
             if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()
@@ -74,7 +74,7 @@ class RequestKeys:
 
 
 def takes_long(request: InferRequest) -> bool:
-    """Whether its inputs are large, or are still to be read or parsed."""
+    """Return whether the request's inputs are large, or have not been read or parsed yet."""
     inputs = request.inputs
     if request.size > APART_BYTES or isinstance(inputs, LateInputs):
         return True
@@ -82,19 +82,19 @@ def takes_long(request: InferRequest) -> bool:
 
 
 def settled(inputs: Tensors) -> Tensors:
-    """Inputs that do not change any more, read once: another content of a client's shared memory may not get this key."""
+    """Return inputs that no longer change: shared memory is read once, because a client may change it after the key is made."""
     if isinstance(inputs, LateInputs) or (isinstance(inputs, RawInputs) and not inputs.all_sent):
         return {name: inputs[name] for name in inputs}
     return inputs
 
 
 def key_of(request: InferRequest, inputs: Tensors) -> RequestKey:
-    """The key of a request with these settled inputs."""
+    """Return the key of a request with these settled inputs."""
     if isinstance(inputs, RawInputs):
         content = _content(inputs)
     else:
-        # The same bytes as those of RawInputs: the first request of a client is parsed, and the next one is not. The sizes of
-        # numbers are in the form; texts say theirs.
+        # The bytes equal those of RawInputs, because a client's first request is parsed and the next one is not. The sizes of
+        # number tensors are in the form; each text is preceded by its length.
         content = _short(b"".join([_bytes_of(inputs[name]) for name in sorted(inputs)]))
     return _form_of(request, inputs), content
 

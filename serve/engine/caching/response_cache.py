@@ -1,4 +1,4 @@
-"""The memory of the response cache, shared by all models of a server; the least recently used answers go first."""
+"""The memory of the response cache, shared by all models of a server; the least recently used answers are dropped first."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import numpy as np
 from halfserve.serve.engine.requests import Answer, BatchOutputs, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors, memory_of
 
-# Of the names, shapes, parameters and values that decide an answer: the form and the content, each whole or as a digest.
+# The form of a request (names, shapes and parameters) and its content (values), each whole or as a digest.
 RequestKey = tuple[bytes, bytes]
 DEFAULT_MIB: Final = 64
-# Of an answer without its values, and of each of its outputs, by tracemalloc over 10,000 answers with one and three outputs.
+# Memory of an answer without its values, and of each of its outputs, by tracemalloc over 10,000 answers with one and three
+# outputs.
 ENTRY_BYTES: Final = 850
 OUTPUT_BYTES: Final = 290
-MOST_OF_CACHE: Final = 8  # an answer of more than this part is not kept, as it would drop many others
+MOST_OF_CACHE: Final = 8  # an answer of more than 1/8 of the cache is not kept, because it would drop many others
+SMALL_BYTES: Final = 4096  # an answer of at most this size is kept in a small cache too
 
 
 class CachedAnswer:
     """One answer.
 
     Attributes:
-        answer: read-only arrays.
+        answer: outputs as read-only arrays.
         size: bytes that it holds.
-        home: the answers of its model.
-        key: its place among them.
+        home: all answers of its model.
+        key: its key in `home`.
     """
 
     __slots__ = ("answer", "home", "key", "size")
@@ -39,37 +41,39 @@ class CachedAnswer:
 
 
 class ResponseCache:
-    """Keeps answers of all models within a bound. Used on the event loop only.
+    """Keeps the answers of all models within a limit. Used on the event loop only.
 
     Attributes:
         size: bytes that the answers hold now.
-        evictions: answers that were dropped to make room.
+        evictions: number of answers that were dropped to make room.
     """
 
-    __slots__ = ("_by_use", "_limit", "evictions", "size")
+    __slots__ = ("_by_use", "_limit", "_most", "evictions", "size")
 
     def __init__(self, limit_bytes: int) -> None:
         self.size = 0
         self.evictions = 0
         self._limit = limit_bytes
-        self._by_use: OrderedDict[CachedAnswer, None] = OrderedDict()  # the latest used last
+        self._most = max(limit_bytes // MOST_OF_CACHE, min(limit_bytes, SMALL_BYTES))
+        self._by_use: OrderedDict[CachedAnswer, None] = OrderedDict()  # the most recently used answer is last
 
     def use(self, cached: CachedAnswer) -> None:
-        """An answer is given to a request: it is dropped after those that are not."""
+        """Mark an answer as the most recently used, so that it is dropped last."""
         self._by_use.move_to_end(cached)
 
     def keep(self, home: dict[RequestKey, CachedAnswer], key: RequestKey, outputs: Tensors) -> bool:
-        """Copy an answer into the model's answers; False if it may not or cannot be kept.
+        """Copy an answer into the model's answers; returns False if it cannot be kept.
 
         Args:
-            home: the answers of the model.
-            key: of the request.
-            outputs: for the request. One with response parameters is not kept: they say how this one was computed.
+            home: all answers of the model.
+            key: cache key of the request.
+            outputs: the request's outputs. Outputs with response parameters are not kept, because these describe one
+                computation.
         """
         if isinstance(outputs, RemarkedAnswer):
             return False
         size = ENTRY_BYTES + len(key[0]) + len(key[1]) + sum([OUTPUT_BYTES + memory_of(array) for array in outputs.values()])
-        if size > self._limit // MOST_OF_CACHE:
+        if size > self._most:
             return False
         known = home.get(key)
         if known is not None:
@@ -94,9 +98,9 @@ class ResponseCache:
 
 
 def _copy(outputs: Tensors) -> Tensors:
-    """A copy that nobody can change, and that does not keep the batch of its request.
+    """Copy an answer so that it is read-only, and does not keep the batch of its request in memory.
 
-    The arrays are views of bytes, so that a response is written from these without a copy in between.
+    The arrays are views of bytes, from which a response is written without a further copy.
     """
     arrays: dict[str, Array] = {}
     raw: dict[str, bytes | None] = {}

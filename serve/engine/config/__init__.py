@@ -1,1 +1,1 @@
-"""The meaning of a config.pbtxt, completed from the model file and checked."""
+"""Reads a config.pbtxt: completes it from the model file, checks it and interprets it."""

@@ -16,13 +16,13 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 
 @dataclass(frozen=True, kw_only=True)
 class LevelPolicy:
-    """How requests of one priority wait.
+    """Queueing rules for requests of one priority.
 
     Attributes:
-        timeout_s: the queue timeout; None for none.
-        delays: after the timeout, requests go behind the others of their level; otherwise they are dropped.
-        allow_override: a request may ask for a shorter timeout.
-        max_waiting: requests of this priority in the queue; None is the queue's bound.
+        timeout_s: the queue timeout in seconds; None for none.
+        delays: whether requests go behind the others of their level after the timeout; otherwise they are dropped.
+        allow_override: whether a request may ask for a shorter timeout.
+        max_waiting: most requests of this priority in the queue; None applies only the queue's bound.
     """
 
     timeout_s: float | None = None
@@ -33,10 +33,10 @@ class LevelPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """How one request waits.
+    """Queueing rules for one request.
 
     Attributes:
-        level: 0 the most urgent.
+        level: priority level; 0 is the most urgent.
         drop_after_s: seconds in the queue after which it is dropped; None never.
         delay_after_s: seconds in the queue after which it goes behind the others of its level; None never.
     """
@@ -48,12 +48,12 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class QueuePolicy:
-    """How a model's requests wait.
+    """Queueing rules for a model's requests.
 
     Attributes:
-        levels: number of priorities: 1 to `levels` on the wire.
-        default_level: of requests without one, from 0.
-        default: for levels that `by_level` leaves out.
+        levels: number of priorities, which are 1 to `levels` on the wire.
+        default_level: level of requests without a priority, from 0.
+        default: policy of levels that `by_level` leaves out.
         by_level: policies by level, from 0.
     """
 
@@ -64,21 +64,21 @@ class QueuePolicy:
 
     @property
     def max_waiting_by_level(self) -> dict[int, int | None]:
-        """The bounds of the levels that have a policy of their own; the default policy's is for each of the others."""
+        """The bounds of the levels with a policy of their own; each other level has the default policy's bound."""
         return {level: policy.max_waiting for level, policy in self.by_level.items()}
 
     @property
     def most_waiting(self) -> int:
-        """The bounds of all levels together."""
+        """The sum of all levels' bounds."""
         others = (self.default.max_waiting or 0) * (self.levels - len(self.by_level))
         return sum([policy.max_waiting or 0 for policy in self.by_level.values()], others)
 
     def turn(self, priority: int, timeout_s: float | None) -> Turn:
-        """How a request waits that asks for this priority and timeout.
+        """Return the queueing rules for a request with this priority and timeout.
 
         Args:
-            priority: 1 the most urgent; 0, or an unknown one, is the model's default, as in Triton.
-            timeout_s: seconds; None for the model's own.
+            priority: 1 is the most urgent; 0 and unknown priorities mean the model's default, as in Triton.
+            timeout_s: timeout that the request asks for, in seconds; None for the model's own.
         """
         level = priority - 1 if 1 <= priority <= self.levels else self.default_level
         policy = self.by_level.get(level, self.default)
@@ -93,7 +93,7 @@ class QueuePolicy:
 
 
 def queue_policy(config: ModelConfig) -> QueuePolicy:
-    """The queue policy of a model's configuration.
+    """Read the queue policy of a model's configuration.
 
     Raises:
         ModelLoadError: its priorities contradict each other.
@@ -127,9 +127,9 @@ class BatchingOptions:
     """Batching options of all models together.
 
     Attributes:
-        compute_slots: batches computed at once on the CPU, over all models, shared fairly (see `compute_slots`). 0: no bound,
-            the operating system shares, and can preempt a long batch for a short one; a bound helps where models have different
-            numbers of instances, or weights.
+        compute_slots: most batches computed at once on the CPU, over all models, shared fairly (see `compute_slots`). 0: no
+            bound; the operating system shares the CPU, and can preempt a long batch for a short one. A bound helps if models
+            have different numbers of instances, or weights.
     """
 
     compute_slots: int = 0
@@ -139,13 +139,13 @@ class BatchingOptions:
 
 
 def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
-    """The batching policy of a completed configuration.
+    """Read the batching policy of a completed configuration.
 
     Raises:
         ModelLoadError: its settings contradict each other.
     """
     dynamic, policy = config.dynamic_batching, queue_policy(config)
-    is_one = policy.levels == 1  # its bound is the queue's own
+    is_one = policy.levels == 1  # with one level, its bound is that of the queue
     max_waiting = (
         (policy.most_waiting or defaults.max_queue_size) if is_one else max(defaults.max_queue_size, policy.most_waiting)
     )

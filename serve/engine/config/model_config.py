@@ -1,4 +1,4 @@
-"""A model's configuration: read config.pbtxt or a load request's JSON, complete and check it against the model file."""
+"""Reads a model's configuration from config.pbtxt or a load request, completes it, and checks it against the model file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 A_NUMBER: Final = (1,)  # dims of a tensor without dimensions: Triton has no empty ones, nor a reshape to them
-# Unsupported settings that a model made for them cannot do without, and what to do.
+# Settings that are not supported and that a model cannot do without, with advice.
 UNSERVED = {
     "ensemble_scheduling": "set platform: 'ensemble', or use dynamic_batching",
 }
 
 
-MAX_COPIES = 1000  # of one model; each has a thread
-# Parts of keys of the CUDA and TensorRT providers whose values are paths, libraries or addresses.
+MAX_COPIES = 1000  # most copies of one model; each has a thread
+# Parts of the keys of CUDA and TensorRT provider options whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
-ENVIRONMENT = "EXECUTION_ENV_PATH"  # the interpreter of a Python model
-EXTENSION = "CPU_EXTENSION_PATH"  # a library of an OpenVINO model
+ENVIRONMENT = "EXECUTION_ENV_PATH"  # names the interpreter of a Python model
+EXTENSION = "CPU_EXTENSION_PATH"  # names a library for an OpenVINO model
 SOURCE = "config of the load request"
 # Names in `model_operations` of the installed package's operators; any other is a file in the repository.
 OPERATOR_PACKAGES = frozenset({"onnxruntime_extensions", "onnxruntime-extensions", "ortextensions"})
@@ -44,10 +44,10 @@ class Defaults:
     """Settings of models whose config.pbtxt leaves them open.
 
     Attributes:
-        max_batch_size: rows in one batch, for models with a batch dimension.
+        max_batch_size: most rows in one batch, for models with a batch dimension.
         max_queue_delay_us: microseconds that a request may wait for others.
-        max_queue_size: requests waiting for one model.
-        max_queue_mib: their size together, in MiB.
+        max_queue_size: most requests that may wait for one model.
+        max_queue_mib: most memory of these requests together, in MiB.
     """
 
     max_batch_size: int = 32
@@ -61,10 +61,10 @@ class DeclaredConfig:
     """A config.pbtxt before it is completed.
 
     Attributes:
-        message: the parsed file; empty where there is none.
-        source: the file (or the model file, where there is none), for error texts.
-        says_batch_size: max_batch_size is written. proto3 does not tell a written 0 (no batching) from an absent one (the
-            default).
+        message: the parsed file; empty if there is none.
+        source: path of the file (or of the model file, if there is none), for error texts.
+        says_batch_size: whether max_batch_size is written. proto3 does not distinguish a written 0 (no batching) from an absent
+            one (the default).
     """
 
     message: ModelConfig
@@ -76,7 +76,7 @@ def read_config(path: Path) -> DeclaredConfig:
     """Parse a config.pbtxt; an absent file is an empty configuration.
 
     Raises:
-        ModelLoadError: the file cannot be read or parsed; the text gives line and column.
+        ModelLoadError: the file cannot be read or parsed; the message gives line and column.
     """
     try:
         text = read_regular_text(path)
@@ -93,7 +93,7 @@ def read_config(path: Path) -> DeclaredConfig:
 
 
 def _says_zero(text: str) -> bool:
-    """Whether a valid text without another max_batch_size sets it to 0: only a written value replaces the 1 here."""
+    """Return whether a valid text without another max_batch_size sets it to 0: only a written value replaces the 1 here."""
     return text_format.Merge(text, ModelConfig(max_batch_size=1)).max_batch_size == 0
 
 
@@ -142,10 +142,10 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
 
 
 def require_served(declared: DeclaredConfig) -> None:
-    """Check that a configuration asks for nothing that this server supports with no model file.
+    """Check that a configuration asks for nothing that is unsupported for every model file.
 
     Raises:
-        ModelLoadError: it does.
+        ModelLoadError: it asks for something unsupported.
     """
     if not asked_kinds(declared.message):
         served = frozenset[str]().union(*(kind.names for kind in KINDS))
@@ -186,7 +186,7 @@ def _require_cacheable(declared: DeclaredConfig) -> None:
 
 
 def _has_whole_shapes(config: ModelConfig, interface: ModelInterface) -> bool:
-    """Whether dims include the batch dimension: without a max_batch_size, Triton reads them so."""
+    """Return whether dims include the batch dimension, as Triton reads them without a max_batch_size."""
     sizes = {spec.name: len(spec.shape) for spec in (*interface.inputs, *interface.outputs)}
     entries: tuple[Any, ...] = (*config.input, *config.output)
     return any(len(e.reshape.shape if e.HasField("reshape") else e.dims) == sizes.get(e.name) for e in entries)
@@ -250,7 +250,7 @@ def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: st
     ):
         hint = " (dims are without the batch dimension)" if batched else ""
         raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
-    if may_narrow and ANY_SIZE in entry.dims:  # sizes that the model fixes stay fixed
+    if may_narrow and ANY_SIZE in entry.dims:  # open sizes that the model fixes are replaced by the model's
         entry.dims[:] = [m if d == ANY_SIZE else d for d, m in zip(declared, dims, strict=True)]
 
 
@@ -269,7 +269,7 @@ def require_reshape(entry: Any, where: str) -> None:
 
 
 def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInterface:
-    """The interface that clients see: a completed configuration's dims may fix open sizes, its reshapes change shapes."""
+    """Return the interface that clients see: the configuration's dims may fix open sizes, its reshapes change shapes."""
     batch = (ANY_SIZE,) if config.max_batch_size else ()
 
     def shown(spec: TensorSpec, entries: Any) -> TensorSpec:
@@ -290,7 +290,7 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
 
 
 def instances(config: ModelConfig) -> list[tuple[str, int]]:
-    """One entry per copy of the model to load: ("gpu" | "cpu" | "auto", device).
+    """Return one entry per copy of the model to load: ("gpu" | "cpu" | "auto", device).
 
     Raises:
         ModelLoadError: a group has an invalid number of copies or device.
@@ -325,7 +325,7 @@ def config_from_json(text: str, folder: Path) -> DeclaredConfig:
     """Read a load request's ModelConfig in JSON, with the names of its .proto file or in camel case.
 
     Raises:
-        InvalidArgumentError: it is not JSON, or not a ModelConfig; the text says where.
+        InvalidArgumentError: the text is not JSON, or not a ModelConfig; the message gives the place.
     """
     try:
         content = json.loads(text)
@@ -343,7 +343,7 @@ def config_from_json(text: str, folder: Path) -> DeclaredConfig:
 
 
 def _require_no_files(message: ModelConfig) -> None:
-    """Refuse settings that name files or addresses of the server: loading models does not permit access to these."""
+    """Refuse settings that name files or addresses of the server, because permission to load models does not include these."""
     for library in message.model_operations.op_library_filename:
         if library not in OPERATOR_PACKAGES:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""How a model's requests of different lengths are padded, as its configuration says and its interface allows."""
+"""The padding of a model's requests of different lengths, as read from its configuration and checked against its interface."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 KEY = "halfserve.padding"
 BUCKETS_KEY = "halfserve.padding_buckets"
 TOKENS_KEY = "halfserve.max_batch_tokens"
-PROVED_KEY = "halfserve.padding_proved"  # reported: the longest length that requests are padded to
+PROVED_KEY = "halfserve.padding_proved"  # reported to clients: the longest length that requests are padded to
 
 
 def padding_settings(config: ModelConfig, interface: ModelInterface) -> PaddingSettings | None:
-    """The padding that a completed configuration asks for; None for none.
+    """Read the padding that a completed configuration asks for; None for none.
 
     Args:
-        config: completed.
-        interface: as clients see it.
+        config: the completed configuration.
+        interface: the interface that clients see.
 
     Raises:
-        ModelLoadError: it does not fit the model.
+        ModelLoadError: the padding does not fit the model.
     """
     where = f"model {config.name!r}"
     rule: PaddingRule | None = own_parameter(config, KEY, where)

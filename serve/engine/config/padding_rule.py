@@ -1,4 +1,4 @@
-"""The text of the parameter `halfserve.padding`: which axes of a model may be padded, and with which values."""
+"""The text of the parameter `halfserve.padding`, which names the axes of a model that may be padded, and their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def padding_rule(text: str) -> PaddingRule:
     """Read the text of `halfserve.padding`.
 
     Raises:
-        ValueError: it is not a rule; the text says what is expected.
+        ValueError: the text is not a rule; the message gives the expected form.
     """
     before, _, after = text.partition("->")
     inputs: dict[str, PaddedInput] = {}
@@ -60,7 +60,7 @@ def rising_lengths(text: str) -> tuple[int, ...]:
     """Read the text of `halfserve.padding_buckets`.
 
     Raises:
-        ValueError: these are no lengths in rising order.
+        ValueError: the text is not a list of lengths in rising order.
     """
     parts = [part.strip() for part in text.split(",")]
     lengths = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
@@ -70,10 +70,10 @@ def rising_lengths(text: str) -> tuple[int, ...]:
 
 
 def whole(text: str) -> int:
-    """A whole number of 1 or more.
+    """Parse a whole number of 1 or more.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not such a number.
     """
     if not (text.isascii() and text.isdigit()) or not int(text):
         raise ValueError("expected a whole number of 1 or more")

@@ -1,7 +1,8 @@
-"""Parameters and settings of a config.pbtxt: our own keys, and the settings that have no effect here.
+"""Parameters and settings of a config.pbtxt: halfserve's own keys, and the settings that have no effect here.
 
-Our settings are `parameters { key: "halfserve.xxx" value { string_value: "..." } }`: Triton keeps parameters that it does not
-know, so it can load the folder too. Unknown keys with our prefix are errors: a misspelt one would silently do nothing.
+halfserve's settings are `parameters { key: "halfserve.xxx" value { string_value: "..." } }`: Triton keeps parameters that it
+does not know, so that it can load the folder too. Unknown keys with this prefix are errors: a misspelt one would silently do
+nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from halfserve.serve.engine.config.padding_rule import padding_rule, rising_leng
 from halfserve.serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
-MEASURED = "halfserve.measured"  # how fast a model was in each precision that was tried, in words
-TASK = "halfserve.task"  # for clients to read, of any model
-Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
+MEASURED = "halfserve.measured"  # speed of the model in each precision that was tried, in words
+TASK = "halfserve.task"  # describes any model to clients
+Parse = Callable[[str], Any]  # parses the text to the value; raises a ValueError that says which form is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
 REPORTED = frozenset(
     {
@@ -32,7 +33,7 @@ REPORTED = frozenset(
         *("halfserve.precision", "halfserve.provider", "halfserve.steps"),
     }
 )
-# Paths that this server acts on, "*" for all below; other settings are kept, shown to clients and named in a warning.
+# Paths of settings that this server acts on, "*" for all below; others are kept, shown to clients and named in a warning.
 HONOURED = frozenset(
     {
         *("name", "platform", "backend", "version_policy.*", "max_batch_size", "default_model_filename", "parameters.*"),
@@ -58,7 +59,7 @@ HONOURED = frozenset(
         *("sequence_batching.state.dims", "sequence_batching.state.initial_state.*"),
     }
 )
-# What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
+# Settings that only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
 ONNX_ONLY = frozenset(
     {"optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators", "model_operations"}
 )
@@ -72,7 +73,7 @@ ONNX_ONLY_PARAMETERS = frozenset(
 )
 ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
 PYTHON_ONLY = frozenset({"input.optional", "model_transaction_policy"})  # only Python models act on these
-# What only a CUDA device acts on.
+# Settings that only a CUDA device acts on.
 DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators.gpu_execution_accelerator"})
 DEVICE_ONLY_PARAMETERS = frozenset(
     {
@@ -80,12 +81,12 @@ DEVICE_ONLY_PARAMETERS = frozenset(
         "do_copy_in_default_stream",
     }
 )
-# Other parameters are free for any use; Triton acts on this one.
+# Parameters outside these lists are free for any use; Triton acts on this one.
 UNKNOWN_HERE = frozenset({"share_session_between_instances"})
 
 
 def path(value: str) -> str:
-    """A file's path; its reader checks where it leads."""
+    """Parse a file's path; the code that reads the file checks where it leads."""
     if "\0" in value:
         raise ValueError("expected a path without NUL characters")
     return value
@@ -108,7 +109,7 @@ def switch(value: str) -> bool:
 
 
 def number(least: float, most: float = math.inf, *, above: bool = False) -> Parse:
-    """A finite number from `least` to `most`, inclusive; `above` excludes `least`."""
+    """Return a parser of finite numbers from `least` to `most`, inclusive; `above` excludes `least`."""
     lower = f"above {least:g}" if above else f"of {least:g} or more"
     expected = f"expected a number {lower}" if most == math.inf else f"expected a number {lower} and at most {most:g}"
 
@@ -125,7 +126,7 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Pars
 
 
 def named_numbers(value: str) -> dict[str, float]:
-    """Finite numbers by name, from "sr=16000, scale=0.5"."""
+    """Parse finite numbers by name, from "sr=16000, scale=0.5"."""
     numbers: dict[str, float] = {}
     for entry in value.split(","):
         name, _, text = entry.rpartition("=")
@@ -139,7 +140,7 @@ def named_numbers(value: str) -> dict[str, float]:
 
 
 def dimensions(value: str) -> frozenset[int] | None:
-    """Sizes of a vector; None for any."""
+    """Parse the allowed sizes of a vector; None for any size."""
     parts = [part.strip() for part in value.split(",")]
     if parts == ["any"]:
         return None
@@ -150,13 +151,13 @@ def dimensions(value: str) -> frozenset[int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParameter:
-    """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is written from these.
+    """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is generated from these.
 
     Attributes:
-        parse: from the text to the value.
-        default: of a configuration without the key, as text.
-        values: what the key takes.
-        meaning: what the key does.
+        parse: parses the text to the value.
+        default: text of the value for a configuration without the key.
+        values: description of the values.
+        meaning: description of the key's effect.
     """
 
     parse: Parse
@@ -165,7 +166,7 @@ class OwnParameter:
     meaning: str
 
 
-# In alphabetical order.
+# The keys are in alphabetical order.
 OWN_PARAMETERS: dict[str, OwnParameter] = {
     "halfserve.compute_weight": OwnParameter(
         parse=number(0, above=True),
@@ -223,8 +224,8 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="softmax",
         values="`softmax`, `sigmoid`",
         meaning=(
-            "How `/predict` makes scores of logits: of one class among all, or of each class by itself. `halfserve export` "
-            "writes `sigmoid` for models of several labels."
+            "How `/predict` and `/classify` make scores of logits: of one class among all, or of each class by itself. "
+            "`halfserve export` writes `sigmoid` for models of several labels."
         ),
     ),
     "halfserve.latency_target_ms": OwnParameter(
@@ -327,10 +328,10 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
 
 
 def check_own_parameters(config: ModelConfig, source: Path) -> None:
-    """Check every key of ours and its value, as read from the file `source`.
+    """Check every `halfserve.*` key and its value, as read from the file `source`.
 
     Raises:
-        ModelLoadError: an unknown key or an invalid value.
+        ModelLoadError: a key is unknown, or a value is invalid.
     """
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX) or key in REPORTED:
@@ -341,16 +342,16 @@ def check_own_parameters(config: ModelConfig, source: Path) -> None:
 
 
 def drop_reported(config: ModelConfig) -> None:
-    """Remove what only the server reports: a copied config.pbtxt may hold values of another model."""
+    """Remove keys that only the server reports: a copied config.pbtxt may hold values of another model."""
     for key in REPORTED & set(config.parameters):
         del config.parameters[key]
 
 
 def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pbtxt") -> Any:
-    """The value of one of our parameters; None where the configuration does not give it.
+    """Return the value of a `halfserve.*` parameter; None if the configuration does not give it.
 
     Raises:
-        ModelLoadError: an invalid value.
+        ModelLoadError: the value is invalid.
     """
     if key not in config.parameters:
         return None
@@ -362,13 +363,13 @@ def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pb
 
 
 def _nearest(key: str) -> str:
-    # Without the prefix, which every key shares.
+    # Keys are compared without the prefix, which all of them share.
     near = difflib.get_close_matches(key.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in OWN_PARAMETERS], n=1)
     return f"did you mean {PREFIX + near[0]!r}?" if near else f"known are {', '.join(OWN_PARAMETERS)}"
 
 
 def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -> list[str]:
-    """Paths of the settings in a config.pbtxt that this server ignores. `on_device`: a copy of the model uses CUDA."""
+    """Return the paths of the settings that this server ignores. `on_device`: whether a copy of the model uses CUDA."""
     dropped, parameters, prefixes = frozenset[str](), UNKNOWN_HERE, tuple[str, ...]()
     if not on_device:
         dropped, parameters = DEVICE_ONLY, parameters | DEVICE_ONLY_PARAMETERS

@@ -31,16 +31,16 @@ KINDS = {
     DeclaredInput.BATCH_ITEM_SHAPE_FLATTEN: flat_item_shapes,
 }
 MADE_TYPES = ("INT32", "FP32")  # as in Triton
-# What takes the rows of a batch apart, or adds some.
+# Features that take the rows of a batch apart, or add some.
 UNSUITED = ("halfserve.padding", "halfserve.pad_to_preferred", "halfserve.fp32_twin")
 
 
 def read_ragged(config: ModelConfig, interface: ModelInterface, where: str) -> Ragged | None:
-    """How a model's ragged batches are made; None where its configuration asks for none.
+    """Read how a model's ragged batches are formed; None if its configuration asks for none.
 
     Args:
-        config: as declared.
-        interface: of the model file.
+        config: the declared configuration.
+        interface: the interface of the model file.
         where: the configuration's file, for error texts.
 
     Raises:
@@ -81,7 +81,7 @@ def read_ragged(config: ModelConfig, interface: ModelInterface, where: str) -> R
 
 
 def ragged_interface(config: ModelConfig, interface: ModelInterface, ragged: Ragged | None) -> ModelInterface:
-    """The interface as requests see it: ragged inputs with their rows, and without what is made here."""
+    """Return the interface that requests see: ragged inputs have their rows, and inputs that the server makes are left out."""
     if ragged is None:
         return interface
     made = {name for one in ragged.made for name in one.names}

@@ -1,4 +1,4 @@
-"""What a configuration's `sequence_batching` asks for: controls, states, slots and times, checked against the model file."""
+"""Reads `sequence_batching`: controls, states, slots and times, checked against the model file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Kind = ModelSequenceBatching.Control
 START, READY = Kind.CONTROL_SEQUENCE_START, Kind.CONTROL_SEQUENCE_READY
 END, CORRID = Kind.CONTROL_SEQUENCE_END, Kind.CONTROL_SEQUENCE_CORRID
 IDLE_US: Final = 1_000_000  # Triton's default
-# The types of a control input by the field that gives its values. Triton has no field for FP16 and BF16, to which a conversion
-# turns FP32 inputs.
+# The datatypes of a control input, by the field that gives its values. Triton has no field for FP16 and BF16, to which a
+# conversion changes FP32 inputs.
 FALSE_TRUE: Final = {
     "int32_false_true": frozenset({"INT32"}),
     "fp32_false_true": frozenset({"FP32", "FP16", "BF16"}),
@@ -28,17 +28,17 @@ FALSE_TRUE: Final = {
 }
 ID_TYPES: Final = frozenset({"UINT64", "INT64", "UINT32", "INT32", "BYTES"})
 
-# Reads a file with an initial state: its name and a text that begins errors.
+# Reads a file with an initial state; the arguments are its name and a text that begins errors.
 ReadState = Callable[[str, str], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """An input that tells the model where in its sequence a row is.
+    """An input that tells the model the place of a row in its sequence.
 
     Attributes:
         kind: START, READY, END or CORRID.
-        spec: of the model's input.
+        spec: the model's input.
         values: the elements for false and true; empty for CORRID.
     """
 
@@ -49,12 +49,12 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A tensor that a model hands from one request of a sequence to the next.
+    """A tensor that a model passes from one request of a sequence to the next.
 
     Attributes:
-        input: the model's input, batch dimension first where it has one.
-        output: its output, likewise.
-        initial: what a sequence begins with, of one row: [1, ...] with a batch dimension.
+        input: the model's input, batch dimension first if it has one.
+        output: the model's output, batch dimension first if it has one.
+        initial: value at the start of a sequence, for one row: [1, ...] with a batch dimension.
     """
 
     input: TensorSpec
@@ -64,18 +64,18 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePlan:
-    """How a model's sequences run.
+    """Controls, states, slots and times of a model's sequences.
 
     Attributes:
-        controls: the inputs that the server fills.
+        controls: the inputs that tell the model about the sequence, which the server fills.
         states: the tensors that the server keeps.
-        slots: sequences that may run at once.
+        slots: most sequences that may run at once.
         idle_s: seconds without a request after which a sequence ends.
-        batched: the model has a batch dimension.
-        aligned: each sequence has its own row in the batches, as the model is told which rows are ready.
+        batched: whether the model has a batch dimension.
+        aligned: whether each sequence has its own row in the batches, and a control input marks the rows that are ready.
         max_delay_s: seconds that a batch of such rows waits for more of them.
-        enough_rows: with so many ready rows it waits no longer.
-        is_iterative: each request is a sequence, which lasts until the model wants it no more.
+        enough_rows: number of ready rows with which it waits no longer.
+        is_iterative: whether each request is a sequence, which lasts as long as the model asks for it again.
     """
 
     controls: tuple[Control, ...]
@@ -98,14 +98,15 @@ class SequencePlan:
 
 
 def state_outputs(config: ModelConfig) -> frozenset[str]:
-    """The outputs that carry states; empty for a model without sequences."""
+    """Return the outputs that carry states; empty for a model without sequences."""
     return frozenset(state.output_name for state in config.sequence_batching.state)
 
 
 def sequence_tensors(config: ModelConfig) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """The inputs and outputs that `sequence_batching` describes itself: controls and states, of a model without a graph.
+    """Return the inputs and outputs that `sequence_batching` describes itself: controls and states, for a model without a
+    graph.
 
-    A control or state without a datatype is left out; `sequence_plan` then says what is wrong with it.
+    A control or state without a datatype is left out; `sequence_plan` then reports the error.
     """
     batch = (ANY_SIZE,) if config.max_batch_size else ()
     batching = config.sequence_batching
@@ -125,7 +126,7 @@ def sequence_tensors(config: ModelConfig) -> tuple[list[TensorSpec], list[Tensor
 
 
 def is_aligned(config: ModelConfig) -> bool:
-    """Whether each sequence has its own row in the batches."""
+    """Return whether each sequence has its own row in the batches."""
     batching = config.sequence_batching
     if batching.iterative_sequence:
         return False
@@ -142,25 +143,25 @@ def complete_sequences(config: ModelConfig) -> None:
 
 
 def batching_of(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """Microseconds that a batch of sequences waits for more, and the preferred sizes, as the batcher is to follow them.
+    """Return the microseconds that a batch of sequences waits for more, and the preferred sizes, for the batcher.
 
     Raises:
         ModelLoadError: the settings contradict each other.
     """
     batching, most = config.sequence_batching, config.max_batch_size
-    if is_aligned(config):  # it forms its batches itself: the batcher must not split them
+    if is_aligned(config):  # these batches are formed before the batcher, which must not split them
         return 0, (most,)
     if batching.HasField("oldest"):
         sizes = tuple(batching.oldest.preferred_batch_size)
-        # The whole batch is what is preferred anyway.
+        # The whole batch is preferred anyway.
         return batching.oldest.max_queue_delay_microseconds, () if sizes == (most,) else sizes
     enough = _enough_rows(config)
-    # Triton waits only where a utilization is asked for.
+    # Triton waits only if a utilization is asked for.
     return (batching.direct.max_queue_delay_microseconds, (enough,)) if enough > 1 else (0, ())
 
 
 def _enough_rows(config: ModelConfig) -> int:
-    """Ready rows with which a batch of the strategy `direct` waits no longer."""
+    """Return the number of ready rows with which a batch of the strategy `direct` waits no longer."""
     utilization = config.sequence_batching.direct.minimum_slot_utilization
     if not 0 <= utilization <= 1:
         raise ModelLoadError(
@@ -173,14 +174,14 @@ def sequence_plan(config: ModelConfig, interface: ModelInterface, *, source: Any
     """Check a configuration's `sequence_batching` against the model.
 
     Args:
-        config: not necessarily completed.
-        interface: of the model file, with controls and states, batch dimension first where it has one.
-        source: the configuration's file, for error texts.
-        copies: of the model.
+        config: the configuration, which need not be completed.
+        interface: interface of the model file, with controls and states, batch dimension first if it has one.
+        source: path of the configuration's file, for error texts.
+        copies: number of copies of the model.
         read: reads a file with an initial state.
 
     Raises:
-        ModelLoadError: it asks for what the model does not have, or for what this server does not do.
+        ModelLoadError: the configuration asks for something that the model does not have, or that this server does not support.
     """
     where, batching = f"{source}: sequence_batching", config.sequence_batching
     if batching.iterative_sequence and (interface.kind is not PYTHON or batching.state):
@@ -278,7 +279,7 @@ def _state(
 
 
 def _initial(entry: Any, datatype: Datatype, dims: list[int], where: str, read: ReadState) -> Array:
-    """The state of a new sequence, without a batch dimension: zeros unless the configuration names a file."""
+    """Return the state of a new sequence, without a batch dimension: zeros unless the configuration names a file."""
     shape = tuple(1 if size == ANY_SIZE else size for size in dims)
     if len(entry.initial_state) > 1:
         raise ModelLoadError(f"{where} has {len(entry.initial_state)} initial_states, expected one at most")

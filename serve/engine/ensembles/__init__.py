@@ -1,1 +1,1 @@
-"""Ensembles: models that are made of other models, their steps."""
+"""Ensembles: models that consist of other models, their steps."""

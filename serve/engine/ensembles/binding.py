@@ -1,4 +1,4 @@
-"""An ensemble's graph with the models that are served for its steps now, and what each selection of outputs needs of it."""
+"""Binds an ensemble's graph to the models that are served for its steps now, and plans each selection of outputs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import CallingExecution, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
-MAX_PLANS: Final = 256  # selections of outputs that are kept
+MAX_PLANS: Final = 256  # most selections of outputs whose plan is kept
 
 
 class WantedOutput:
-    """One output of the ensemble and where it comes from."""
+    """One output of the ensemble, and the step that computes it."""
 
     __slots__ = ("_dimensions", "_is_open", "_source", "_spec", "name", "step", "tensor")
 
     def __init__(self, step: int, tensor: str, source: TensorSource, spec: TensorSpec) -> None:
-        """`step` and `tensor`: the index of the step, and the name in its answer; `spec`: as the ensemble declares it."""
+        """`step` and `tensor`: index of the step, and name in its answer; `spec`: the output as the ensemble declares it."""
         self.name = spec.name
         self.step = step
         self.tensor = tensor
@@ -35,14 +35,14 @@ class WantedOutput:
 
     @property
     def is_as_answered(self) -> bool:
-        """The step's tensor is the ensemble's, under the same name and without a change of its shape."""
+        """Whether the step's tensor is the ensemble's, under the same name and without a change of its shape."""
         return self.name == self.tensor and not self._is_open and self._source.spec.model_shape is None
 
     def taken(self, array: Array) -> Array:
-        """The step's array as the ensemble's.
+        """Return the step's array in the ensemble's shape.
 
         Raises:
-            BackendError: its shape is not what the ensemble declares.
+            BackendError: the shape differs from the ensemble's declaration.
         """
         if self._source.spec.model_shape is not None:
             array = self._source.spec.to_client(array)
@@ -59,15 +59,15 @@ class WantedOutput:
 
 
 class Plan:
-    """What is computed for one selection of outputs.
+    """The steps to compute for one selection of outputs.
 
     Attributes:
-        count: of the steps to compute.
+        count: number of steps to compute.
         starts: indices of the steps that wait for no other.
-        waits: how many steps each step waits for, by its index.
-        followers: the steps that wait for each step, by its index.
-        asked: the outputs that each step is asked for, by its index.
-        row_bytes: of the answer of each step, by its index; None where sizes are open, and for texts.
+        waits: number of steps that each step waits for, by its index.
+        followers: indices of the steps that wait for each step, by its index.
+        asked: the outputs that each step has to compute, by its index.
+        row_bytes: bytes of one row of each step's answer, by its index; None for open sizes and texts.
     """
 
     __slots__ = ("_is_as_answered", "_wanted", "asked", "count", "followers", "row_bytes", "starts", "waits")
@@ -96,10 +96,10 @@ class Plan:
         )
 
     def outputs(self, answers: Sequence[Tensors]) -> Tensors:
-        """The ensemble's answer from the steps' answers, by the steps' indices.
+        """Assemble the ensemble's answer from the steps' answers, which are given by the steps' indices.
 
         Raises:
-            BackendError: a shape is not what the ensemble declares.
+            BackendError: a shape differs from the ensemble's declaration.
         """
         if self._is_as_answered:
             answer = answers[self._wanted[0].step]
@@ -116,12 +116,13 @@ class Plan:
 
 
 class Binding:
-    """The models of an ensemble's steps from one change of the served models to the next. Requests keep theirs to their end.
+    """The models of an ensemble's steps from one change of the served models to the next. A request keeps its binding to its
+    end.
 
     Attributes:
-        caller: the ensemble, among what waits for an answer of a step.
-        models: of the steps, in their order.
-        steps: likewise.
+        caller: the ensemble as the caller of its steps' models.
+        models: models of the steps, in the order of the steps.
+        steps: the steps with their models, in the same order.
     """
 
     def __init__(self, graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int, caller: CallingExecution) -> None:
@@ -139,7 +140,7 @@ class Binding:
             model.holders.append(self)
 
     def plan(self, outputs: tuple[str, ...]) -> Plan:
-        """The plan for these outputs of the ensemble."""
+        """Return the plan for these outputs of the ensemble."""
         plan = self._plans.get(outputs)
         if plan is None:
             plan = Plan(self._graph, [self._wanted(name) for name in outputs], self.steps)
@@ -148,16 +149,16 @@ class Binding:
         return plan
 
     def labels_of(self, output: str) -> Sequence[str]:
-        """Class names of an output of the ensemble, which are those of the model that computes it."""
+        """Return the class names of an output of the ensemble, which are those of the model that computes it."""
         writer = self._graph.writers[output]
         return self.models[writer].labels_of(self._output_of(writer, output))
 
     def begin(self) -> None:
-        """A request uses the models."""
+        """Count a request that uses the models."""
         self._in_flight += 1
 
     def end(self) -> None:
-        """A request uses them no more."""
+        """Count the end of a request that used the models."""
         self._in_flight -= 1
         if not self._in_flight:
             if self._idle is not None:
@@ -167,20 +168,20 @@ class Binding:
                 self._let_go()
 
     def retire(self) -> None:
-        """No further request will use the models; they are let go of with the last one that does."""
+        """Release the models once the requests that use them have ended; no further request may use them."""
         self._is_retired = True
         if not self._in_flight:
             self._let_go()
 
     async def released(self) -> None:
-        """Return when no request uses the models."""
+        """Wait until no request uses the models."""
         if self._in_flight:
             if self._idle is None:
                 self._idle = asyncio.Event()
             await self._idle.wait()
 
     def _let_go(self) -> None:
-        # Otherwise a model and this object would refer to each other, and an unloaded model would stay.
+        # Otherwise a model and this object would refer to each other, and an unloaded model would stay in memory.
         for model in set(self.models):
             if self in model.holders:
                 model.holders.remove(self)
@@ -190,7 +191,7 @@ class Binding:
         taken = tuple(spec for spec in model.inputs.values() if spec.name in step.inputs)
         links = [self._link(spec, step.inputs[spec.name], step.label) for spec in taken]
         own = self._graph.inputs
-        # The ensemble's request is then the model's.
+        # With a direct step, the model's request is the ensemble's.
         is_direct = (
             all(step.inputs[spec.name] == spec.name for spec in taken)
             and [(spec.name, spec.shape, spec.optional) for spec in own]
@@ -210,7 +211,7 @@ class Binding:
         return WantedOutput(writer, self._output_of(writer, name), self._sources[name], spec)
 
     def _output_of(self, writer: int, tensor: str) -> str:
-        """The name of a tensor in its writer's answer."""
+        """Return the name of a tensor in its writer's answer."""
         if writer == OUTSIDE:
             return tensor
         return next(output for output, written in self._graph.steps[writer].outputs.items() if written == tensor)

@@ -1,4 +1,4 @@
-"""A step of an ensemble with the model that computes it: makes the model's requests from the tensors of the ensemble."""
+"""A step of an ensemble with its model; makes the model's requests from the ensemble's tensors."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Answer, Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
-MAX_SHAPES: Final = 1024  # combinations of shapes whose check is kept
+MAX_SHAPES: Final = 1024  # most combinations of shapes whose check is kept
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
-OUTSIDE: Final = -1  # the step of a tensor that is an input of the ensemble
+OUTSIDE: Final = -1  # in place of a step's index, for a tensor that is an input of the ensemble
 
 
 class StepInput:
-    """One input of a step and where its tensor comes from.
+    """One input of a step, and the source of its tensor.
 
     Attributes:
-        name: of the model's input.
-        optional: the model's request may leave it out.
-        from_optional: the tensor is an input of the ensemble that a request may leave out.
+        name: name of the model's input.
+        optional: whether the model's request may leave it out.
+        from_optional: whether the tensor is an input of the ensemble that a request may leave out.
         step: index of the step that writes the tensor; OUTSIDE for an input of the ensemble.
-        tensor: its name in that step's answer, or among the ensemble's inputs.
+        tensor: name of the tensor in that step's answer, or among the ensemble's inputs.
     """
 
     __slots__ = ("_dimensions", "_label", "_source", "_spec", "_tensor", "from_optional", "name", "optional", "step", "tensor")
 
     def __init__(self, step: int, tensor: str, name: str, source: TensorSource, spec: TensorSpec, label: str) -> None:
-        """`tensor`: the name in the writer's answer; `name`: of the ensemble's tensor; `label`: of this step."""
+        """`tensor`: name in the writer's answer; `name`: name of the ensemble's tensor; `label`: this step in error texts."""
         self.name = spec.name
         self.optional = spec.optional
         self.from_optional = step == OUTSIDE and source.spec.optional
@@ -47,16 +47,16 @@ class StepInput:
         self._dimensions = len(spec.shape)
 
     def taken(self, array: Array) -> Array:
-        """The writer's array in the shape of this step's clients."""
+        """Return the writer's array in the shape that this step's model expects from clients."""
         if self._source.spec.model_shape is not None and self.step != OUTSIDE:
             array = self._source.spec.to_client(array)
         return array if array.ndim == self._dimensions else array.reshape(self.shape_of(array.shape))
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape with the batch dimension that this step has: it is added, or left out where it has one row.
+        """Adapt a shape to the batch dimension of this step: it is added, or removed if there is one row.
 
         Raises:
-            InvalidArgumentError: there are more rows.
+            InvalidArgumentError: the step has no batch dimension, and there are several rows.
         """
         if len(shape) == self._dimensions:
             return shape
@@ -75,7 +75,7 @@ class StepInput:
         """Check the shape of a tensor.
 
         Raises:
-            InferenceError: it does not fit; the text names the step that is to blame.
+            InferenceError: the shape does not fit; the message names the step at fault.
         """
         wrong = self._spec.mismatch(shape)
         if wrong is None:
@@ -100,18 +100,18 @@ class _LateRead:
 
 
 class BoundStep:
-    """A step and its model, as long as that is served.
+    """A step and its model, for as long as the model is served.
 
     Attributes:
-        index: of the step in the ensemble's graph.
-        label: of the step, in error texts.
-        model: computes it.
+        index: index of the step in the ensemble's graph.
+        label: name of the step in error texts.
+        model: model that computes the step.
     """
 
     __slots__ = ("_default_turn", "_is_direct", "_known", "_links", "index", "label", "model")
 
     def __init__(self, index: int, step: EnsembleStep, model: Model, links: Sequence[StepInput], *, is_direct: bool) -> None:
-        """`links`: in the order of the model's inputs; `is_direct`: they are the ensemble's inputs, in every respect."""
+        """`links`: the inputs, in the model's order; `is_direct`: whether they equal the ensemble's inputs in every respect."""
         self.index = index
         self.label = step.label
         self.model = model
@@ -121,13 +121,13 @@ class BoundStep:
         self._default_turn = model.queue_policy.turn(0, None)
 
     def request(self, whole: InferRequest, answers: Sequence[Tensors], outputs: tuple[str, ...], done: Done) -> InferRequest:
-        """The request to the step's model.
+        """Make the request to the step's model.
 
         Args:
             whole: the ensemble's request.
-            answers: of the steps that have been computed, by their index.
-            outputs: of the model that are needed.
-            done: of the request.
+            answers: answers of the computed steps, by the steps' indices.
+            outputs: names of the model's outputs that are needed.
+            done: called with the model's answer.
 
         Raises:
             InferenceError: a tensor does not fit the model.
@@ -153,7 +153,9 @@ class BoundStep:
         )
 
     def row_bytes(self, outputs: tuple[str, ...]) -> int | None:
-        """Bytes of a row of these outputs, of the whole answer without a batch dimension; None for texts and open sizes."""
+        """Return the bytes of a row of these outputs, or of the whole answer without a batch dimension; None for texts and open
+        sizes.
+        """
         first, total = 1 if self.model.max_batch_size else 0, 0
         for name in outputs:
             spec = self.model.outputs[name]
@@ -163,7 +165,7 @@ class BoundStep:
         return total
 
     def _gathered(self, given: Tensors, answers: Sequence[Tensors]) -> tuple[Tensors, Shapes]:
-        """The inputs by name, in the model's own shapes, and their shapes as its clients see them; None for one left out."""
+        """Return the inputs by name, in the model's own shapes, and their shapes as clients see them; None for one left out."""
         arrays: dict[str, Array] = {}
         late: dict[str, Array | LateArray] = {}
         shapes: list[tuple[int, ...] | None] = []
@@ -192,10 +194,10 @@ class BoundStep:
         return (LateInputs({**arrays, **late}) if late else arrays), tuple(shapes)
 
     def _require_optional(self, link: StepInput) -> None:
-        """Check that an input may be left out whose tensor there is not.
+        """Check that an input whose tensor is absent may be left out.
 
         Raises:
-            InferenceError: the model needs it; the text names the step.
+            InferenceError: the model needs the input; the message names the step.
         """
         if link.optional:
             return
@@ -204,7 +206,7 @@ class BoundStep:
         raise BackendError(f"{self.label}: input {link.name!r} needs {link.tensor!r}, which its step has not answered")
 
     def _measured(self, shapes: Shapes) -> tuple[int, Hashable, int]:
-        """Rows, bucket and bytes of inputs of these shapes, which are checked."""
+        """Check inputs of these shapes, and return their rows, bucket and bytes."""
         given = [(link, shape) for link, shape in zip(self._links, shapes, strict=True) if shape is not None]
         for link, shape in given:
             link.check(shape)
@@ -232,7 +234,7 @@ class BoundStep:
         return found
 
     def _turn(self, whole: InferRequest) -> Turn:
-        """How the model's requests wait that ask for the ensemble's priority and timeout."""
+        """Return the queueing rules of the model's request, with the ensemble's priority and timeout."""
         if not whole.parameters:
             return self._default_turn
         priority, timeout_us = whole.parameters.get("priority", 0), whole.parameters.get("timeout", 0)
@@ -244,21 +246,21 @@ def _whole(parameter: Parameter) -> int:
 
 
 def _is_left_out(link: StepInput, given: Tensors, answers: Sequence[Tensors]) -> bool:
-    """Whether the tensor of an input is not there."""
+    """Return whether the tensor of an input is absent."""
     if link.step == OUTSIDE:
         return link.from_optional and link.tensor not in given
     answer = answers[link.step]
-    return type(answer) is not Answer and link.tensor not in answer  # a batch's rows are all there
+    return type(answer) is not Answer and link.tensor not in answer  # an `Answer` has all outputs
 
 
 def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:
-    """The shape of an input that is read when it is computed; None for one that is there."""
-    # Not isinstance: from outside the compiled build it takes a dict for one of these, as all are Mappings.
+    """Return the shape of an input that is read when it is computed; None for an input that is an array already."""
+    # isinstance is not used: outside the compiled build it takes a dict for one of these classes, because all are Mappings.
     if type(inputs) is LateInputs or type(inputs) is RawInputs:
         return inputs.late_shape(name)
     return None
 
 
 def named(error: InferenceError, label: str) -> InferenceError:
-    """A step's error as the ensemble's: of the same class, and its text names the step."""
+    """Return a step's error as the ensemble's: of the same class, with the step's name in its text."""
     return reworded(error, f"{label}: {error}")

@@ -1,4 +1,4 @@
-"""An ensemble that is served: takes its requests, and follows the models of its steps as they come, change and go."""
+"""A served ensemble: takes its requests, and follows the models of its steps as they are loaded, replaced and unloaded."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN: Final = "the model is shutting down; send the request to another replica"
 NOT_CONNECTED: Final = "the ensemble is being loaded"
-RETRY_S: Final = 1.0  # a model that is being reloaded is back after about as long
+RETRY_S: Final = 1.0  # about the time in which a model is reloaded
 
 
 class Ensemble:
-    """The scheduler of an ensemble, and what its model is made of. Lives on the event loop once it is connected.
+    """The scheduler and composition of an ensemble's model. Lives on the event loop once it is connected.
 
     Attributes:
-        graph: of the steps.
-        fault: why the models that are served now cannot compute it; "" where they can.
-        is_decoupled: one of its steps is, so that it gives any number of responses to a request.
+        graph: graph of the steps.
+        fault: reason why the present models cannot compute the graph; "" if they can.
+        is_decoupled: whether a step is decoupled, so that a request gets any number of responses.
     """
 
     def __init__(self, graph: EnsembleGraph, config: ModelConfig, source: Path, statistics: Statistics, version: int) -> None:
-        """`config` is the model's, into which what the steps are is written; `source`: its file, for error texts."""
+        """`config`: the model's configuration, into which the steps are written; `source`: its file, for error texts."""
         self.graph = graph
         self._config = config
         self._source = source
         self._statistics = statistics
         self._label = f"{graph.name}/{version}"
         self._core: InferenceCore | None = None
-        self._sizes = RunSizes(StepMemory())  # the core's memory, once it is connected
+        self._sizes = RunSizes(StepMemory())  # replaced by the core's memory when the ensemble is connected
         self._binding: Binding | None = None
         self.is_decoupled = False
         self._own_fault = NOT_CONNECTED
@@ -54,10 +54,10 @@ class Ensemble:
         self._idle = asyncio.Event()
 
     def connect(self, core: InferenceCore) -> None:
-        """Find the models of the steps, and follow their changes. Once, before the ensemble is served.
+        """Find the models of the steps, and follow their changes. To be called once, before the ensemble is served.
 
         Raises:
-            UnmetStepsError: a model is not served, or does not fit; the text names step and tensor.
+            UnmetStepsError: a model is not served, or does not fit; the message names step and tensor.
         """
         found = self._found(core)
         if isinstance(found, str):
@@ -78,7 +78,7 @@ class Ensemble:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model of every step is."""
+        """Whether the model of every step is ready."""
         return self._binding is not None and all(model.is_ready for model in self._binding.models)
 
     @property
@@ -103,7 +103,7 @@ class Ensemble:
 
     @property
     def parts(self) -> list[str]:
-        """A line per step, in their order; those of an ensemble among them in its place."""
+        """One line per step, in their order; a step that is an ensemble is replaced by the lines of its steps."""
         return [line for model in self._models() for line in _lines(model)]
 
     def submit(self, request: InferRequest) -> None:
@@ -127,13 +127,13 @@ class Ensemble:
         run.start()
 
     def cancel(self, request: InferRequest) -> None:
-        """The client has gone: the steps under way are dropped, further ones are not computed."""
+        """Drop a request whose client has gone: steps in progress are cancelled, further ones are not computed."""
         request.cancelled = True
         if isinstance(request.line, EnsembleRun):
             request.line.cancel()
 
     async def drain(self) -> None:
-        """Refuse new requests, finish the accepted ones, and let go of the steps' models."""
+        """Refuse new requests, finish the accepted ones, and release the steps' models."""
         self._is_draining = True
         while self._in_flight:
             self._idle.clear()
@@ -156,7 +156,7 @@ class Ensemble:
         return () if self._binding is None else self._binding.models
 
     def _follow(self) -> None:
-        """The served models have changed."""
+        """Bind the graph to the served models, which have changed."""
         if self._core is None:
             return
         found = self._found(self._core)
@@ -188,7 +188,7 @@ class Ensemble:
             self._binding = None
 
     def _found(self, core: InferenceCore) -> list[Model] | str:
-        """The models of the steps that are served now, or why the graph cannot be computed by them."""
+        """Return the served models of the steps, or the reason why they cannot compute the graph."""
         models = []
         for step in self.graph.steps:
             model = _served(core, step)
@@ -203,7 +203,7 @@ class Ensemble:
         return misfit(self.graph, models, self._config.max_batch_size) or models
 
     def _below(self, core: InferenceCore, name: str) -> list[str]:
-        """The models of the steps of an ensemble that is served, or of this one."""
+        """Return the models of the steps of a served ensemble, or of this one."""
         if name == self.graph.name:
             return [step.model for step in self.graph.steps]
         made_of = (model.composition for model in core.served(name))
@@ -211,7 +211,7 @@ class Ensemble:
 
 
 def _served(core: InferenceCore, step: EnsembleStep) -> Model | str:
-    """The served model of a step, or why there is none."""
+    """Return the served model of a step, or the reason why there is none."""
     served = core.served(step.model)
     if step.version is None and served:
         return served[-1]

@@ -1,4 +1,4 @@
-"""Whether an ensemble's graph fits the models of its steps: names, types, shapes and batch sizes."""
+"""Checks whether an ensemble's graph fits the models of its steps: names, types, shapes and batch sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """Where a tensor of an ensemble comes from.
+    """The source of a tensor of an ensemble.
 
     Attributes:
-        spec: as its writer's clients see it.
-        batched: it begins with a batch dimension.
-        what: the source in error texts.
+        spec: the tensor as clients of its writer see it.
+        batched: whether it begins with a batch dimension.
+        what: description of the source in error texts.
     """
 
     spec: TensorSpec
@@ -26,12 +26,12 @@ class TensorSource:
 
 
 def sources_of(graph: EnsembleGraph, models: Sequence[Model], *, batched: bool) -> dict[str, TensorSource]:
-    """The sources of the ensemble's tensors by name; one that its step's model does not have is left out.
+    """Return the sources of the ensemble's tensors by name; a tensor that its step's model does not have is left out.
 
     Args:
-        graph: of the ensemble.
-        models: of the steps.
-        batched: the ensemble has a batch dimension.
+        graph: the ensemble's graph.
+        models: models of the steps, in their order.
+        batched: whether the ensemble has a batch dimension.
     """
     found = {
         spec.name: TensorSource(spec=spec, batched=batched, what=f"input {spec.name!r} of the ensemble")
@@ -46,15 +46,15 @@ def sources_of(graph: EnsembleGraph, models: Sequence[Model], *, batched: bool) 
 
 
 def misfit(graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -> str | None:
-    """Why the models of the steps cannot compute the graph; None where they can.
+    """Return why the models of the steps cannot compute the graph; None if they can.
 
-    Shapes meet where each size is equal or open (-1) on one side. Between a model with a batch dimension and one without,
-    they also meet where one has the batch dimension in front in addition; such a batch has one row.
+    Two shapes fit if each size is equal or open (-1) on one side. Between a model with a batch dimension and one without, they
+    also fit if only one of them begins with the batch dimension; such a batch has one row.
 
     Args:
-        graph: of the ensemble.
-        models: that are served for the steps, in their order.
-        max_batch_size: of the ensemble; 0 without a batch dimension.
+        graph: the ensemble's graph.
+        models: models that are served for the steps, in their order.
+        max_batch_size: the ensemble's largest batch; 0 without a batch dimension.
     """
     for step, model in zip(graph.steps, models, strict=True):
         wrong = _wrong_names(step, model) or _wrong_batch(model, max_batch_size)
@@ -88,8 +88,8 @@ def _wrong_names(step: EnsembleStep, model: Model) -> str | None:
 
 
 def _mixed_responses(graph: EnsembleGraph, models: Sequence[Model]) -> str | None:
-    """Why responses of decoupled steps cannot be matched; None where each step and the outputs follow one of them, or none."""
-    followed: dict[int, int | None] = {}  # the decoupled step whose responses the outputs of a step come with, by its index
+    """Return why responses of decoupled steps cannot be matched; None if each step, and the outputs, follow at most one."""
+    followed: dict[int, int | None] = {}  # step's index -> index of the decoupled step that its outputs follow
 
     def mixed(indices: Iterable[int], what: str) -> str | None:
         counts = {followed[index] for index in indices}

@@ -1,4 +1,4 @@
-"""The graph of an ensemble: its steps, the tensors between them, and which step waits for which. A pure structure."""
+"""The graph of an ensemble: its steps, the tensors between them, and their dependencies. A pure data structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfserve.serve.engine.config.model_config import require_reshape
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
-# Settings of models that compute; as in Triton, an ensemble may not have them.
+# Settings of models that compute, which an ensemble may not have, as in Triton.
 NOT_FOR_ENSEMBLES = ("instance_group", "optimization", "model_warmup")
 N = TypeVar("N")
 
@@ -25,9 +25,9 @@ class EnsembleStep:
     """One step of an ensemble.
 
     Attributes:
-        number: in the configuration, from 1.
-        model: that computes it.
-        version: of the model; None for the latest.
+        number: position in the configuration, from 1.
+        model: name of the model that computes the step.
+        version: version of the model; None for the latest.
         inputs: the tensor that each input of the model gets, by the input's name.
         outputs: the tensor that each output of the model becomes, by the output's name; outputs that are left out are dropped.
     """
@@ -40,19 +40,19 @@ class EnsembleStep:
 
     @property
     def label(self) -> str:
-        """The step in error texts."""
+        """Name of the step in error texts."""
         return f"step {self.number} (model {self.model!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleGraph:
-    """Steps that can be computed: every tensor is written once, before the steps that read it.
+    """A graph that can be computed: every tensor is written once, before the steps that read it.
 
     Attributes:
-        name: of the ensemble.
-        inputs: of the ensemble, in the shapes that the steps see.
-        outputs: likewise.
-        steps: in the order of the configuration.
+        name: name of the ensemble.
+        inputs: inputs of the ensemble, in the shapes that the steps see.
+        outputs: outputs of the ensemble, in the shapes that the steps see.
+        steps: steps in the order of the configuration.
         writers: the index in `steps` of the step that writes a tensor, by the tensor's name; inputs have none.
     """
 
@@ -63,7 +63,7 @@ class EnsembleGraph:
     writers: Mapping[str, int]
 
     def needed(self, outputs: Iterable[str]) -> frozenset[int]:
-        """Indices of the steps that have to be computed for these outputs of the ensemble."""
+        """Return the indices of the steps that have to be computed for these outputs of the ensemble."""
         found = set[int]()
         open_steps = [self.writers[name] for name in outputs]
         while open_steps:
@@ -74,27 +74,27 @@ class EnsembleGraph:
         return frozenset(found)
 
     def waits_for(self, index: int) -> frozenset[int]:
-        """Indices of the steps whose outputs a step reads."""
+        """Return the indices of the steps whose outputs a step reads."""
         return frozenset(self.writers[tensor] for tensor in self.steps[index].inputs.values() if tensor in self.writers)
 
 
 def is_ensemble(config: ModelConfig) -> bool:
-    """Whether a configuration is an ensemble's."""
+    """Return whether a configuration is an ensemble's."""
     return config.platform == ENSEMBLE.platform or (
         config.HasField("ensemble_scheduling") and not config.platform and not config.backend
     )
 
 
 def step_models(config: ModelConfig) -> list[str]:
-    """The models of an ensemble's steps, each once; none for another model's configuration."""
+    """Return the models of an ensemble's steps, each once; none for another model's configuration."""
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step)) if is_ensemble(config) else []
 
 
 def ensemble_specs(config: ModelConfig, source: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The inputs and outputs that an ensemble's configuration declares, as its clients see them.
+    """Return the inputs and outputs that an ensemble's configuration declares, as its clients see them.
 
     Raises:
-        ModelLoadError: one has no name, type or valid shape, or there is none.
+        ModelLoadError: a tensor has no name, type or valid shape, or there is none.
     """
     batch = (ANY_SIZE,) if config.max_batch_size else ()
 
@@ -123,15 +123,15 @@ def _spec(entry: Any, batch: tuple[int, ...], where: str) -> TensorSpec:
         datatype=datatype,
         shape=(*batch, *entry.dims),
         model_shape=own,
-        optional=getattr(entry, "optional", False),  # outputs do not have the field
+        optional=getattr(entry, "optional", False),  # outputs have no such field
     )
 
 
 def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
-    """The graph of an ensemble's configuration, which was read from `source`. The models of its steps are not looked at.
+    """Read the graph of an ensemble from the configuration in `source`. The models of its steps are not examined.
 
     Raises:
-        ModelLoadError: the configuration is no graph that can be computed; the text names step and tensor.
+        ModelLoadError: the configuration is not a graph that can be computed; the message names step and tensor.
     """
     for field in NOT_FOR_ENSEMBLES:
         if field in {present.name for present, _ in config.ListFields()}:
@@ -160,7 +160,7 @@ def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
 
 
 def _inside(spec: TensorSpec) -> TensorSpec:
-    """A tensor of the ensemble as its steps see it."""
+    """Return a tensor of the ensemble in the shape that its steps see."""
     shape = spec.shape if spec.model_shape is None else spec.model_shape
     return TensorSpec(name=spec.name, datatype=spec.datatype, shape=shape, optional=spec.optional)
 
@@ -225,11 +225,11 @@ def _require_read(graph: EnsembleGraph, inputs: set[str], source: Path) -> None:
 
 
 def dependency_order(nodes: Iterable[N], waits_for: Callable[[N], Iterable[N]]) -> tuple[list[N], list[N]]:
-    """Nodes and all that they wait for, each after what it waits for itself; and one cycle.
+    """Sort nodes and all their dependencies, each after its own dependencies, or find a cycle.
 
     Returns:
-        The order, and one way along `waits_for` that leads back to where it began, both ends included: it is empty where there
-        is none, and otherwise the order is not complete.
+        The order, and the nodes of one cycle along `waits_for`, which begins and ends with the same node. The cycle is empty if
+        there is none; otherwise the order is incomplete.
     """
     order: dict[N, None] = {}
     for start in nodes:

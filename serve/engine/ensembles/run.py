@@ -1,4 +1,4 @@
-"""One request of an ensemble: sends a step's request as soon as its inputs are there, and answers with the last one.
+"""One request of an ensemble: sends a step's request as soon as its inputs are there, and answers once all steps are computed.
 
 Each response of a decoupled step begins a branch of its own, through the steps that follow.
 """
@@ -28,13 +28,13 @@ NOTHING: Final[Tensors] = MappingProxyType({})  # in place of the answer of a st
 
 
 class Branch:
-    """The answers on one way through the graph.
+    """The answers along one path through the graph.
 
     Attributes:
-        answers: of the steps, by the step's index.
+        answers: answers of the steps, by the step's index.
         held: bytes of the answers that other steps read.
-        left: steps without an answer.
-        waits: how many steps each step waits for, by its index.
+        left: number of steps without an answer.
+        waits: number of steps that each step still waits for, by its index.
     """
 
     __slots__ = ("answers", "held", "left", "waits")
@@ -46,26 +46,27 @@ class Branch:
         self.waits = waits
 
     def fork(self) -> Branch:
-        """A branch for one response of a decoupled step."""
+        """Return a branch for one response of a decoupled step."""
         return Branch(self.answers.copy(), self.waits.copy(), self.left)
 
 
 class StepCall:
-    """One step's call: takes the answer, and knows how long the steps on the way to it have computed.
+    """One call of a step's model: takes the answer, and adds up the compute time of the steps on the way to it.
 
     Attributes:
-        step: that is called.
-        branch: that it belongs to.
-        request: to its model.
-        input_ns: time of the steps on the longest way here, this one included once it is answered, by stage.
-        infer_ns: likewise.
-        output_ns: likewise.
+        step: the called step.
+        branch: branch that the call belongs to.
+        request: request to the step's model.
+        input_ns: nanoseconds of assembling inputs in the steps on the longest path here, including this one once it is
+            answered.
+        infer_ns: nanoseconds of computing in these steps.
+        output_ns: nanoseconds of splitting outputs in these steps.
     """
 
     __slots__ = ("_run", "branch", "infer_ns", "input_ns", "output_ns", "request", "step")
 
     def __init__(self, run: EnsembleRun, step: BoundStep, branch: Branch, before: StepCall | None) -> None:
-        """`before`: the call whose answer this one has waited for last."""
+        """`before`: the call whose answer arrived last among the inputs of this one."""
         self._run = run
         self.step = step
         self.branch = branch
@@ -82,7 +83,7 @@ class StepCall:
         self._run.responded(self, result, final=final)
 
     def count(self, request: InferRequest | None) -> None:
-        """Add the times of the batch whose answers are being delivered, which is this step's unless something else answered."""
+        """Add the times of the batch whose answers are being delivered, unless it began before this step's request arrived."""
         times = self.step.model.statistics.latest
         if times is not None and request is not None and times.started >= request.arrived_ns:
             self.input_ns += times.assembled - times.started
@@ -100,16 +101,16 @@ class EnsembleRun:
     def __init__(
         self, request: InferRequest, binding: Binding, sizes: RunSizes, statistics: Statistics, ended: Callable[[], None]
     ) -> None:
-        """`sizes`: of the ensemble's runs; `ended` is called once, when the run ends in any way."""
+        """`sizes`: sizes of the ensemble's runs; `ended`: called once, when the run ends in any way."""
         self._request = request
         self._binding = binding
         self._sizes = sizes
-        self._claim = self._held = self._most = 0  # bytes of tensors between the steps
+        self._claim = self._held = self._most = 0  # bytes of the tensors between the steps
         self._statistics = statistics
         self._ended = ended
         self._plan: Plan = binding.plan(request.outputs)
-        self._calls: dict[StepCall, None] = {}  # that may get further answers
-        self._first_ns: int | None = None  # when the first of many responses was there
+        self._calls: dict[StepCall, None] = {}  # calls that may get further answers
+        self._first_ns: int | None = None  # time at which the first of many responses was there
 
     @property
     def expected_bytes(self) -> int:
@@ -117,10 +118,10 @@ class EnsembleRun:
         return self._sizes.claim
 
     def start(self) -> None:
-        """Send the requests of the steps that wait for no other, now or when there is memory for what is between the steps.
+        """Send the requests of the steps that wait for no other, now or once there is memory for the tensors between the steps.
 
         Raises:
-            InferenceError: one is refused; the run has ended, and the request's `done` is not called.
+            InferenceError: a request is refused; the run has ended, and the ensemble's request is not answered through `done`.
         """
         self._request.line = self
         self._binding.begin()
@@ -148,7 +149,7 @@ class EnsembleRun:
 
     @property
     def _is_within(self) -> bool:
-        """Whether it is a step of another run, or a model's call: what waits for it holds memory or an instance meanwhile."""
+        """Whether the run is a step of another run, or a model's call: its caller holds memory or an instance meanwhile."""
         return bool(self._request.callers) or self._request.is_step
 
     def _start(self) -> None:
@@ -170,12 +171,12 @@ class EnsembleRun:
             raise unknown from error
 
     def cancel(self) -> None:
-        """The client has gone: drop the steps under way."""
+        """Cancel the steps in progress, because the client has gone."""
         self._end()
         self._statistics.failed(self._request.arrived_ns)
 
     def answered(self, call: StepCall, result: Tensors | InferenceError) -> None:
-        """A step has been computed, has given the last of many responses, or has failed."""
+        """Take the result of a step that has been computed, has given the last of many responses, or has failed."""
         if call not in self._calls:
             return
         del self._calls[call]
@@ -183,7 +184,7 @@ class EnsembleRun:
             call.request = None
             self._fail(named(result, call.step.label))
             return
-        request, call.request = call.request, None  # it refers to the call
+        request, call.request = call.request, None  # the request refers to the call
         if request is not None and request.respond is not None:
             self._let_go(call.branch)
             if not self._calls:
@@ -198,14 +199,14 @@ class EnsembleRun:
             self._fail(self._unknown(error))
 
     def responded(self, call: StepCall, result: Tensors | InferenceError, *, final: bool) -> None:
-        """A decoupled step has given one of its responses."""
+        """Take one of the responses of a decoupled step."""
         request = call.request
         if call not in self._calls or request is None:
             return
         if isinstance(result, InferenceError):
             self._fail(named(result, call.step.label))
             return
-        if final:  # before the steps that follow, so that the last answer of the ensemble is known to be the last one
+        if final:  # done before the following steps, so that the ensemble's last answer is marked as the last
             del self._calls[call]
             call.request = None
             self._let_go(call.branch)
@@ -217,10 +218,10 @@ class EnsembleRun:
             self._fail(self._unknown(error))
 
     def _advance(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
-        """Go on in a branch with the answer of a step.
+        """Continue a branch with the answer of a step.
 
         Raises:
-            InferenceError: a further step is refused, or the outputs are not what the ensemble declares.
+            InferenceError: a further step is refused, or the outputs differ from the ensemble's declaration.
         """
         plan, index = self._plan, call.step.index
         branch.answers[index] = answer
@@ -244,7 +245,7 @@ class EnsembleRun:
                 self._call(follower, branch, call)
 
     def _with_sequence(self, outputs: Tensors) -> Tensors:
-        """The outputs with the sequence of the request, which Triton's ensembles repeat, unless a step has named another."""
+        """Add the request's sequence parameters to the outputs, as Triton's ensembles do, unless a step has set other ones."""
         given = self._request.parameters
         if not given or not given.get(SEQUENCE_ID):
             return outputs
@@ -253,7 +254,7 @@ class EnsembleRun:
         return RemarkedAnswer(outputs, told | {**own})
 
     def _respond(self, outputs: Tensors, branch: Branch) -> None:
-        """Give one of many responses."""
+        """Send one of many responses."""
         request = self._request
         self._let_go(branch)
         if self._first_ns is None:
@@ -265,13 +266,13 @@ class EnsembleRun:
             self._finish_many()
 
     def _let_go(self, branch: Branch) -> None:
-        """The answers of a branch are not held any more."""
+        """Count the answers of a branch as no longer held."""
         self._most = max(self._most, self._held)
         self._held -= branch.held
         branch.held = 0
 
     def _hold(self) -> None:
-        """Claim what is held.
+        """Claim memory for the bytes that are held.
 
         Raises:
             UnavailableError: all runs together hold too much.
@@ -313,7 +314,7 @@ class EnsembleRun:
         self._succeed(BatchTimes(started=started, assembled=assembled, computed=computed, split=split), outputs)
 
     def _finish_many(self) -> None:
-        """The last of any number of responses has been given."""
+        """Finish a request whose responses have all been sent."""
         now, arrived = monotonic_ns(), self._request.arrived_ns
         self._succeed(BatchTimes(started=arrived, assembled=arrived, computed=self._first_ns or now, split=now), NOTHING)
 
@@ -333,7 +334,7 @@ class EnsembleRun:
         self._request.finish(error)
 
     def _end(self) -> None:
-        """Drop the steps under way and let go of the models."""
+        """Cancel the steps in progress, and release the models."""
         calls, self._calls = self._calls, {}
         for call in calls:
             if call.request is not None:

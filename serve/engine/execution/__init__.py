@@ -1,1 +1,1 @@
-"""Run batches: from requests to arrays and back, on the instances of a model."""
+"""Runs batches: from requests to arrays and back, on the instances of a model."""

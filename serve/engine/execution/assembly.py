@@ -1,4 +1,4 @@
-"""The inputs of a batch, joined from those of its requests in buffers of the thread that computes it."""
+"""Joins the inputs of a batch from those of its requests, in buffers of the thread that computes it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.requests import InferRequest, RawInputs
 from halfserve.serve.engine.tensors import Array
 
-# From this size on, fresh memory costs more than the copy into it, by its page faults.
+# From this size on, the page faults of fresh memory cost more than the copy into it.
 SCRATCH_BYTES: Final = 65_536
 
 
 def assemble(requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], padded: int = 0) -> Array:
-    """One input of a batch.
+    """Join one input of a batch.
 
     Args:
-        requests: of one bucket, in order.
-        name: the input's.
-        dtype: in which the backend takes it.
-        padded: rows that the batch is going to be padded to; see `pad_rows`.
+        requests: requests of one bucket, in order.
+        name: name of the input.
+        dtype: dtype that the backend takes.
+        padded: number of rows that the batch will be padded to; see `pad_rows`.
 
     Returns:
-        All rows, and the padding where that costs no copy. The memory may be the request's own, where there is only one, or be
-        reused by this thread's next batch.
+        All rows, with the padding if it costs no copy. The memory may be that of a single request, or be reused by this
+        thread's
+            next batch.
 
     Raises:
-        InferenceError: bytes in shared memory cannot be fetched.
+        InferenceError: bytes in shared memory cannot be read.
     """
     first = requests[0].inputs
     if type(first) is not RawInputs:
@@ -81,21 +82,21 @@ def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtyp
 def assemble_padded(
     requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], rows: int, length: int, padding: Padding
 ) -> Array:
-    """One padded input of a batch of requests of different lengths, in one copy.
+    """Join one padded input of a batch of requests of different lengths, in one copy.
 
     Args:
-        requests: of one family of buckets, in order.
-        name: the input's.
-        dtype: in which the backend takes it.
-        rows: of the batch; those beyond the requests' repeat the last one.
-        length: to which the requests are padded.
-        padding: says which axes, and the value.
+        requests: requests of one family of buckets, in order.
+        name: name of the input.
+        dtype: dtype that the backend takes.
+        rows: rows of the batch; rows beyond the requests' repeat the last one.
+        length: length to which the requests are padded.
+        padding: gives the axes and the value.
 
     Returns:
         All rows. The memory may be reused by this thread's next batch.
 
     Raises:
-        InferenceError: bytes in shared memory cannot be fetched.
+        InferenceError: bytes in shared memory cannot be read.
     """
     padded = padding.inputs[name]
     arrays = [request.inputs[name] for request in requests]
@@ -126,7 +127,7 @@ def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def lock_buffers(device_id: int) -> None:
-    """Page-lock the buffers that this thread makes from now on, where possible, for copies to a CUDA device."""
+    """Page-lock the buffers that this thread makes from now on, if possible, for copies to a CUDA device."""
     _scratch().device_id = device_id
 
 
@@ -138,7 +139,7 @@ class _Scratch:
         self._buffers: dict[tuple[str, int | None], Buffer] = {}
 
     def of(self, name: str, size: int) -> Buffer:
-        """A buffer of at least `size` bytes."""
+        """Return a buffer of at least `size` bytes."""
         key = (name, self.device_id)
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < size:
@@ -148,11 +149,11 @@ class _Scratch:
     def _new(self, name: str, size: int) -> Buffer:
         if self.device_id is None:
             return np.empty(size, np.uint8)
-        self._buffers.pop((name, None), None)  # made before the first batch was on the device
+        self._buffers.pop((name, None), None)  # made before the thread's first batch on the device
         return batch_buffer(size, self.device_id)
 
 
-_of_thread: Final = threading.local()  # holds a _Scratch
+_of_thread: Final = threading.local()  # holds a _Scratch for each thread
 
 
 def _scratch() -> _Scratch:
@@ -165,15 +166,15 @@ def _scratch() -> _Scratch:
 def pad_rows(array: Array, rows: int) -> Array:
     """Pad one input to `rows` rows by repeating its last row.
 
-    Unlike zeros, that row is valid for the model (an index into a table, a mask with an element), and cannot make non-finite
+    Unlike zeros, that row is valid for the model (an index into a table, a mask with an element), and gives no non-finite
     values.
 
     Args:
-        array: [n, ...] with 1 <= n <= rows.
-        rows: wanted.
+        array: array of shape [n, ...] with 1 <= n <= rows.
+        rows: number of rows to pad to.
 
     Returns:
-        [rows, ...]; the array itself where n = rows.
+        An array of shape [rows, ...]; the array itself if n = rows.
     """
     missing = rows - array.shape[0]
     if missing <= 0:
@@ -184,7 +185,7 @@ def pad_rows(array: Array, rows: int) -> Array:
 def padded_inputs(
     backend: Backend, requests: Sequence[InferRequest], rows: int, length: int, padding: Padding
 ) -> dict[str, Array]:
-    """All inputs of a batch of requests of different lengths; see `assemble_padded`."""
+    """Join all inputs of a batch of requests of different lengths; see `assemble_padded`."""
     inputs: dict[str, Array] = {}
     for name in requests[0].inputs:
         dtype = backend.compute_dtype(name)

@@ -1,4 +1,4 @@
-"""Run one batch on a backend: assemble the inputs of its requests, compute, split the outputs. Runs on a worker thread."""
+"""Runs one batch on a backend: assembles the inputs of its requests, computes, and splits the outputs. For worker threads."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class _NoRowsError(Exception):
-    """The outputs do not have the rows of the inputs."""
+    """The outputs have another number of rows than the inputs."""
 
 
 def may_share(backend: Backend, requests: list[InferRequest], invariance: BatchInvariance) -> bool:
-    """Whether these requests, two at least, may be computed together, from what two of them get alone and together.
+    """Return whether two or more requests may be computed together, by computing two of them alone and together.
 
-    Equal rows may show nothing: they may share once they have shown nothing, and the comparison is repeated with the first
-    requests that differ.
+    Equal rows may not reveal a dependence: they may share batches if the comparison finds none, and it is repeated with the
+    first requests that differ.
 
     Raises:
         InstanceLostError: this copy of the model is broken.
@@ -70,7 +70,7 @@ def may_share(backend: Backend, requests: list[InferRequest], invariance: BatchI
 
 
 def _inputs(backend: Backend, request: InferRequest) -> Tensors:
-    # Copies: the buffers are reused for the next request.
+    # The arrays are copied because the buffers are reused for the next request.
     return {name: assemble([request], name, backend.compute_dtype(name)).copy() for name in request.inputs}
 
 
@@ -79,12 +79,12 @@ def _are_same(ones: Tensors, others: Tensors) -> bool:
 
 
 class Answered:
-    """Requests that ran together.
+    """Requests that were computed together.
 
     Attributes:
-        requests: in order of arrival.
-        answers: one per request.
-        times: of the batch.
+        requests: requests in order of arrival.
+        answers: one answer per request.
+        times: times at which the batch passed each stage.
     """
 
     __slots__ = ("answers", "requests", "times")
@@ -114,23 +114,23 @@ def run_batch(
     padding: Padding | None = None,
     ragged: Ragged | None = None,
 ) -> list[Answered | Failed]:
-    """Run requests together; when that fails, bisect until only the requests that cannot be computed have failed.
+    """Run requests together; if that fails, bisect until only the requests that cannot be computed have failed.
 
     Args:
-        backend: computes.
-        requests: of one bucket, or of several that `padding` makes one.
+        backend: computes the batch.
+        requests: requests of one bucket, or of several that `padding` unites.
         guard: checks the outputs.
-        memory: computes in pieces where memory runs out; None fails.
-        padded_sizes: rows that a batch is padded to, in rising order.
-        invariance: whether they may run together; None: they may, or there is one request.
+        memory: computes in pieces if memory runs out; None lets the batch fail.
+        padded_sizes: numbers of rows that a batch is padded to, in rising order.
+        invariance: decides whether they may be computed together; None if they may, or if there is one request.
         padding: pads requests of different lengths.
-        ragged: joins requests of different shapes; they are neither padded nor guarded.
+        ragged: joins requests of different shapes, which are neither padded nor guarded.
 
     Raises:
         InstanceLostError: this copy of the model is broken; none of the requests has an answer.
     """
     if len(requests) > 1 and invariance is not None and invariance.is_doubtful and not may_share(backend, requests, invariance):
-        # Without padding: padded rows are other rows too.
+        # The requests are not padded either, because padded rows are other rows too.
         apart = [run_batch(backend, [one], guard, memory=memory, invariance=invariance) for one in requests]
         return [result for results in apart for result in results]
 
@@ -149,7 +149,7 @@ def _isolate(
     *,
     one_is_bad: bool,
 ) -> list[Answered | Failed]:
-    # A request of this batch may just have shown that it is not safe.
+    # A request of this batch may just have shown that sharing is unsafe.
     if len(requests) > 1 and invariance is not None and not invariance.is_safe:
         return [result for request in requests for result in _isolate(together, [request], invariance, one_is_bad=False)]
     if not one_is_bad or len(requests) == 1:
@@ -167,13 +167,15 @@ def _isolate(
                 return [Failed(requests[0], known)]
     middle = len(requests) // 2
     left = _isolate(together, requests[:middle], invariance, one_is_bad=False)
-    # If the left half is good, the right half fails as a whole: bisect it without running it.
+    # If the left half succeeds, the right half fails as a whole: bisect it without running it.
     left_is_good = not any(isinstance(result, Failed) for result in left)
     return left + _isolate(together, requests[middle:], invariance, one_is_bad=left_is_good)
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of the frames of an error and its causes: they hold the batch, and with it the error, for the collector alone."""
+    """Drop the frames of an error and its causes, which hold the batch, and with it the error, until the garbage collector
+    runs.
+    """
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -188,7 +190,7 @@ def _run_together(
     invariance: BatchInvariance | None,
     padding: Padding | None,
 ) -> list[Answered | Failed]:
-    is_unsafe = invariance is not None and not invariance.is_safe  # such requests are neither padded nor split
+    is_unsafe = invariance is not None and not invariance.is_safe  # requests of an unsafe model are neither padded nor split
     started = time.monotonic_ns()
     rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
     if padded_sizes and not is_unsafe:
@@ -237,7 +239,7 @@ def _run_ragged(backend: Backend, requests: list[InferRequest], ragged: Ragged) 
 def _judged(
     verdict: GuardVerdict, requests: list[InferRequest], answers: list[Tensors], times: BatchTimes
 ) -> list[Answered | Failed]:
-    """The results of a batch that the guard wants changed."""
+    """Return the results of a batch that the guard changes."""
     results: list[Answered | Failed] = [Failed(requests[index], error) for index, error in verdict.rejected.items()]
     kept = [index for index in range(len(requests)) if index not in verdict.rejected]
     if kept:

@@ -1,8 +1,8 @@
-"""Batch invariance: whether each row of a batch gets what it gets alone, so that requests may share batches.
+"""Batch invariance: whether each row of a batch gets the answer that it gets alone, so that requests may share batches.
 
-A model file does not say so. All of a detector's tensors may begin with a dimension of any size, where its input's rows are
-images and its output's the objects in all of them: cut by rows, one client would get another's result. Or the rows come out,
-and each depends on the others, as after a mean over the first dimension.
+A model file does not state it. All tensors of a detector may begin with a dimension of any size, although the rows of its input
+are images, and the rows of its output the objects in all of them: split by rows, one client would get another's result. Or each
+output row depends on the other input rows, as after a mean over the first dimension.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from halfserve.serve.engine.tensors import Array, Tensors
 logger = logging.getLogger(__name__)
 
 
-# Tolerance: the part of an output's largest value, or of its integers that differ. Far more than kernels for another batch size
-# differ by, or int8 scales that are taken over all rows.
+# Tolerance, as a part of an output's largest value, or of its integers that differ. It is far more than the difference between
+# kernels for other batch sizes, or from int8 scales that are taken over all rows.
 ALIKE: Final = 0.1
 T = TypeVar("T")
 ONE_BY_ONE: Final = "its requests are computed one by one from now on. To say so from the start, set max_batch_size: 0"
 
 
 def dependent_output(run: Callable[[T], Tensors], first: T, second: T, together: T) -> str | None:
-    """The first output whose rows depend on the other rows of a batch; None where none does.
+    """Return the first output whose rows depend on the other rows of a batch; None if there is none.
 
-    `run` computes the outputs, in arrays of their own, of the first rows, of the second ones, and of both `together`.
+    `run` computes the outputs, in arrays of their own, of the first rows, of the second rows, and of both `together`.
     """
     alone, beside, both = run(first), run(second), run(together)
     suspects = [name for name in both if differ(np.concatenate([alone[name], beside[name]]), both[name])]
     if not suspects:
         return None
     again = run(first)
-    return next((name for name in suspects if not differ(alone[name], again[name])), None)  # else the model is random
+    return next((name for name in suspects if not differ(alone[name], again[name])), None)  # otherwise the model is random
 
 
 def differ(ones: Array, others: Array) -> bool:
-    """Whether two outputs differ by more than rounding; not where there is nothing to compare."""
+    """Return whether two outputs differ by more than rounding; False if they cannot be compared."""
     if ones.shape != others.shape or not ones.size or ones.dtype.hasobject:
         return False
     if ones.dtype.kind in "iub" and float(np.mean(ones != others)) <= ALIKE:
-        return False  # may be roundings, as in the pixels of an image
+        return False  # may be due to rounding, as in the pixels of an image
     a, b = (array.astype(np.float64) for array in (ones, others))
     finite = np.isfinite(a) & np.isfinite(b)
     a, b = a[finite], b[finite]
@@ -51,19 +51,20 @@ def differ(ones: Array, others: Array) -> bool:
 
 
 class BatchInvariance:
-    """What one model's answers have shown.
+    """Evidence from one model's answers on whether requests may share batches.
 
     Attributes:
-        is_safe: no answer speaks against shared batches yet. Written on worker threads, and never set back.
-        is_doubtful: whether rows depend on each other could not be found out before the model served; see `may_share`.
-        same_may_share: requests with equal rows have been compared.
+        is_safe: whether no answer shows yet that requests must not share batches. Set to False on worker threads, and never
+            back.
+        is_doubtful: whether the check before serving could not tell if rows depend on each other; see `may_share`.
+        same_may_share: whether requests with equal rows have been compared and may share.
     """
 
     __slots__ = ("_label", "_mixed", "is_doubtful", "is_safe", "same_may_share")
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._mixed = False  # seen once: may be a class that a rounding has changed
+        self._mixed = False  # True after one such comparison, which may be due to a class that rounding has changed
         self.is_safe = True
         self.is_doubtful = self.same_may_share = False
 
@@ -84,7 +85,7 @@ class BatchInvariance:
                 return
 
     def looked(self, mixed: str | None, *, differed: bool) -> None:
-        """Note what a comparison of two requests has shown: the dependent output or None, and whether their rows differed."""
+        """Record the result of a comparison of two requests: the dependent output or None, and whether their rows differed."""
         if mixed is None:
             self.is_doubtful, self.same_may_share = not differed, True
         elif self._mixed:

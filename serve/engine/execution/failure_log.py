@@ -1,4 +1,4 @@
-"""The log of requests that a model failed on: who runs the server needs the cause, and a client may send many of them."""
+"""The log of requests on which a model failed: an operator needs the cause, and a client may send many of them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from halfserve.serve.engine.execution.batch import Answered, Failed
 
 logger = logging.getLogger(__name__)
 
-EVERY_S: Final = 1.0  # a line
-MAX_ID: Final = 256  # bytes of a request's id in a line
+EVERY_S: Final = 1.0  # seconds between two lines
+MAX_ID: Final = 256  # most bytes of a request's id in a line
 
 
 class FailureLog:
-    """Logs requests that one copy of a model failed on, at most one line a second. Used by one thread at a time."""
+    """Logs requests on which one copy of a model failed, at most one line a second. Used by one thread at a time."""
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`label`: the model's and the copy's."""
+        """`label`: name of the model and number of the copy."""
         self._label = label
         self._clock = clock
         self._next = 0.0
         self._left_out = 0
 
     def note(self, results: list[Answered | Failed]) -> None:
-        """Log what was the model's failure. Errors of the caller are not."""
+        """Log failures of the model. Errors of the caller are not logged."""
         for result in results:
             if isinstance(result, Failed) and isinstance(result.error, BackendError):
                 self._note(result)

@@ -1,4 +1,4 @@
-"""One copy of a model with the thread that runs it, watched: what hangs or breaks is taken out and loaded again."""
+"""One copy of a model with the thread that runs it. A copy that hangs or breaks is taken out of service and loaded again."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S: Final = 1.0
 LONGEST_WAIT_S: Final = 60.0
-LOOKS: Final = 4  # at a running batch, within its time limit
-# An instance whose batches take at most this long gets its next one while it computes: the way from its thread to the loop and
-# back takes half a millisecond, in which it would idle. Not for short batches, which the loop computes, nor for long ones: a
-# request would be computed before a more urgent one that arrives meanwhile.
+LOOKS: Final = 4  # number of checks of a running batch within its time limit
+# An instance whose batches take at most this long gets its next batch while it computes: otherwise it would idle for the half
+# millisecond from its thread to the loop and back. Short batches are excluded, because the loop computes them, and long ones,
+# because a request would be computed before a more urgent one that arrives meanwhile.
 AHEAD_S: Final = 0.05
 MOST_BATCHES: Final = 2
 
@@ -46,9 +46,9 @@ class LostRequests:
     """Requests that were being computed when their copy broke; another copy may compute them.
 
     Attributes:
-        requests: in order of arrival.
-        error: what they get if none can.
-        untouched: their batch had not begun, so that none of them has broken the copy.
+        requests: requests in order of arrival.
+        error: their error if no other copy computes them.
+        untouched: whether their batch had not begun, so that none of them has broken the copy.
     """
 
     requests: list[InferRequest]
@@ -68,7 +68,7 @@ Finished = Callable[[Results], None]
 
 
 def seconds_of(results: Results) -> float | None:
-    """Seconds that a batch took; None for one that did not run as a whole."""
+    """Return the seconds that a batch took; None if it did not run as a whole."""
     first = results[0]
     if len(results) > 1 or not isinstance(first, Answered):
         return None
@@ -77,18 +77,18 @@ def seconds_of(results: Results) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """What all copies of one model have in common.
+    """Settings that all copies of one model share.
 
     Attributes:
         label: "name/version", for the log.
-        guard: checks every batch's outputs; None does not.
-        padded_sizes: rows that batches are padded to, in rising order.
-        invariance: whether requests may share batches; None where there are no rows to share.
-        padding: pads requests of different lengths; None does not.
+        guard: checks every batch's outputs; None checks nothing.
+        padded_sizes: numbers of rows that batches are padded to, in rising order.
+        invariance: decides whether requests may share batches; None if there are no rows to share.
+        padding: pads requests of different lengths; None pads nothing.
         ragged: joins requests of different shapes; None for ordinary batches.
         reload: loads the copy of a number again; None reuses the old one, once its thread is free.
-        max_compute_s: seconds after which a batch is given up (a quarter later at most); None waits for ever.
-        open_ended: a batch's values decide how long it takes.
+        max_compute_s: seconds after which a batch is abandoned (a quarter later at most); None sets no limit.
+        open_ended: whether the duration of a batch depends on its values.
         first_wait_s: seconds from a fault until the copy is loaded again. They double with each further fault, up to a minute,
             until a batch is computed.
     """
@@ -115,7 +115,7 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Job:
-    """A batch that is being computed, or is next."""
+    """A batch that is being computed, or the next one."""
 
     loop: asyncio.AbstractEventLoop
     requests: list[InferRequest]
@@ -123,7 +123,7 @@ class _Job:
     looks: int = 0
     computed: bool = False
     fault: str | None = None
-    is_behind: bool = False  # another one, when it was submitted
+    is_behind: bool = False  # whether another batch was there when it was submitted
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,16 @@ class _NotLoaded:
 class Instance:
     """Runs batches one after the other on its thread, as long as it is up. Used on the event loop only.
 
-    It takes the next batch while one runs, so that its thread need not wait until the event loop has seen the first one's end.
+    It takes the next batch while one runs, so that its thread need not wait until the event loop has seen the end of the first.
 
     Attributes:
         name: "name/version instance number".
-        is_up: it can take batches, up to two.
+        is_up: whether it can take batches, of which it holds at most two.
         restarts: number of recoveries from faults.
-        fault: the latest fault; None before the first.
-        memory: bounds the rows that it computes at once.
+        fault: text of the latest fault; None before the first.
+        memory: limits the rows that it computes at once.
         on_change: called when it is up again, and after each failed attempt to load it.
-        on_lost_device: called after each such attempt that failed because the device is lost to this process.
+        on_lost_device: called after each attempt that failed because the device is lost to this process.
     """
 
     def __init__(self, backend: Backend, number: int, how: Supervision) -> None:
@@ -160,64 +160,64 @@ class Instance:
         self._number = number
         self._how = how
         self._worker = Worker(f"instance-{number}")
-        self._left_behind = False  # the thread was abandoned; a new one is needed before the next job
-        self._jobs: deque[_Job] = deque()  # the running one first
-        self._timer: asyncio.TimerHandle | None = None  # to watch a batch, or to load again
+        self._left_behind = False  # whether the thread was abandoned, so that a new one is needed before the next job
+        self._jobs: deque[_Job] = deque()  # the running job comes first
+        self._timer: asyncio.TimerHandle | None = None  # checks a running batch, or loads the copy again
         self._wait_s = how.first_wait_s
         self._stopped = False
-        self._closed: asyncio.Event | None = None  # of a stopped copy that takes time to clean up
+        self._closed: asyncio.Event | None = None  # set when a stopped copy has cleaned up, if that takes time
 
     @property
     def batches(self) -> int:
-        """Number of batches it has: the running one, and the next."""
+        """Number of batches that it holds: the running one, and the next."""
         return len(self._jobs)
 
     @property
     def caller(self) -> CallingExecution | None:
-        """The execution in progress, of a model that may call models."""
+        """The execution in progress of a model that may call other models."""
         backend = self._copy.backend
         return backend.caller if isinstance(backend, RequestBackend) else None
 
     def has_next(self, request: InferRequest) -> bool:
-        """Whether a request waits here for the end of the running batch."""
+        """Return whether a request waits here for the end of the running batch."""
         return any(request in job.requests for job in islice(self._jobs, 1, None))
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here for the end of the running batch."""
+        """Number of requests that wait here for the end of the running batch."""
         return sum([len(job.requests) for job in islice(self._jobs, 1, None)])
 
     def next_try_s(self) -> float:
-        """Seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
+        """Return the seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
         return 0.0 if self._timer is None else max(0.0, self._timer.when() - asyncio.get_running_loop().time())
 
     def run(self, requests: list[InferRequest], finished: Finished) -> None:
         """Start a batch, after the running one if there is one.
 
-        `finished` is called once, later, with the results. `is_up` says then whether it can take more.
+        `finished` is called once, later, with the results. `is_up` tells then whether the copy can take more.
         """
         loop = asyncio.get_running_loop()
         job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
         self._jobs.append(job)
-        if self._how.max_compute_s is not None and self._timer is None:  # one timer watches many batches
+        if self._how.max_compute_s is not None and self._timer is None:  # one timer checks many batches
             self._look_later(loop, self._how.max_compute_s)
         self._worker.submit(self._compute, job, self._copy)
 
     @property
     def may_run_on_loop(self) -> bool:
-        """Whether short batches need no thread: their time is predictable and has no limit, and no device is waited for."""
+        """Whether short batches need no thread: their time is predictable and has no limit, and they wait for no device."""
         how = self._how
         return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider in CALLING_PROVIDERS
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
-        """Compute a short batch on the calling thread, while no other runs. `is_up` says then whether it can take more."""
+        """Compute a short batch on the calling thread, while no other runs. Afterwards `is_up`: the copy can take more."""
         results, fault = self._results(requests, self._copy)
         if fault is not None:
             self._take_out(fault, asyncio.get_running_loop())
         return results
 
     def stop(self) -> None:
-        """End the thread after the submitted batches. Does not wait for it."""
+        """End the thread after the submitted batches, without waiting for it."""
         if self._stopped:
             return
         self._stopped = True
@@ -234,7 +234,7 @@ class Instance:
             await self._closed.wait()
 
     def _close(self, backend: RequestBackend, loop: asyncio.AbstractEventLoop, closed: asyncio.Event) -> None:
-        """On the worker thread."""
+        """Clean up; runs on the worker thread."""
         try:
             backend.close()
         except Exception:
@@ -243,7 +243,7 @@ class Instance:
             loop.call_soon_threadsafe(closed.set)
 
     def _compute(self, job: _Job, copy: _Copy) -> None:
-        """On the worker thread."""
+        """Compute a batch; runs on the worker thread."""
         late = _late(job.requests) if job.is_behind else []
         if late:
             in_time = [request for request in job.requests if request not in late]
@@ -252,11 +252,11 @@ class Instance:
         else:
             results, job.fault = self._results(job.requests, copy)
         job.computed = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server gave up waiting for this batch
+        with contextlib.suppress(RuntimeError):  # the loop is closed because the server gave up waiting for this batch
             job.loop.call_soon_threadsafe(self._done, job, results)
 
     def _results(self, requests: list[InferRequest], copy: _Copy) -> tuple[Results, str | None]:
-        """A batch's results, and the fault if this batch broke the copy."""
+        """Return a batch's results, and the fault if this batch broke the copy."""
         how = self._how
         if copy.is_broken:
             return [_lost(requests, untouched=True)], None
@@ -284,7 +284,7 @@ class Instance:
 
     def _done(self, job: _Job, results: Results) -> None:
         if not self._jobs or self._jobs[0] is not job:
-            return  # it was given up, and its requests have their errors
+            return  # it was abandoned, and its requests have their errors
         self._jobs.popleft()
         if job.fault is not None:
             self._take_out(job.fault, job.loop)
@@ -296,9 +296,9 @@ class Instance:
         self._timer = loop.call_later(limit_s / LOOKS, self._look, limit_s)
 
     def _look(self, limit_s: float) -> None:
-        """Give the running batch up, once it has had its time.
+        """Abandon the running batch if it has used up its time.
 
-        It is looked at LOOKS times, since the clock goes on while the whole process is stopped, and a batch does not.
+        It is checked LOOKS times, because the clock goes on while the whole process is stopped, and a batch does not.
         """
         self._timer = None
         if not self._jobs:
@@ -312,7 +312,7 @@ class Instance:
         self._jobs.clear()
         self._copy.is_broken = True
         if self._how.reload is not None:
-            # A thread cannot be killed: where the runtime cannot end its call, the thread is abandoned until that returns.
+            # A thread cannot be killed: if the runtime cannot end its call, the thread is abandoned until the call returns.
             self._copy.backend.give_up()
             self._worker.stop()
             self._left_behind = True
@@ -347,7 +347,7 @@ class Instance:
         self._worker.submit(self._load, loop)
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the worker thread. Without `reload`, waiting until the thread is free again is all there is to do."""
+        """Load the copy again; runs on the worker thread. Without `reload`, it suffices that the thread is free again."""
         loaded: Backend | _NotLoaded
         try:
             loaded = self._copy.backend if self._how.reload is None else self._how.reload(self._number)
@@ -382,7 +382,7 @@ class Instance:
 
 
 def _late(requests: list[InferRequest]) -> list[InferRequest]:
-    """Requests whose time ran out while they waited for their copy."""
+    """Return the requests whose time ran out while they waited for their copy."""
     now = time.monotonic()
     return [request for request in requests if is_late(request, now, now)]
 
@@ -398,33 +398,33 @@ def _first_line(error: Exception) -> str:
 
 
 class FreeInstances:
-    """Which copies of a model can take a batch, and which busy ones can take their next.
+    """The copies of a model that can take a batch now, idle or busy.
 
     Attributes:
         idle: copies that compute nothing.
-        latest_s: seconds of the latest batch on a thread.
+        latest_s: seconds that the latest batch on a thread took.
     """
 
     __slots__ = ("_busy", "_may_go_ahead", "idle", "latest_s")
 
     def __init__(self, instances: Sequence[Instance], *, is_steady: bool = True) -> None:
-        """All copies are idle.
+        """Begin with all copies idle.
 
-        `is_steady`: the model's batches take about equally long. Otherwise a batch behind a much longer one would wait for it
-        while other copies compute what came later.
+        `is_steady`: whether the model's batches take about equally long. Otherwise a batch behind a much longer one would wait
+        for it while other copies compute later requests.
         """
         self.idle = list(instances)
         self._may_go_ahead = is_steady or len(instances) == 1
         self.latest_s = math.inf
-        self._busy: list[Instance] = []  # that have exactly one batch
+        self._busy: list[Instance] = []  # instances with exactly one batch
 
     @property
     def can_go_ahead(self) -> bool:
-        """Whether a busy instance should take the next batch, all being busy."""
+        """Whether a busy instance should take the next batch, because all are busy."""
         return self._may_go_ahead and bool(self._busy) and not self.idle and SHORT_S < self.latest_s <= AHEAD_S
 
     def take_busy(self) -> Instance:
-        """An instance that computes one batch, to be given another."""
+        """Remove and return an instance that computes one batch, so that it gets another."""
         return self._busy.pop()
 
     def sort_in(self, instance: Instance) -> None:

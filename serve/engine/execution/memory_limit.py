@@ -1,4 +1,4 @@
-"""How many rows a copy of a model computes at once, learned from running out of memory."""
+"""Learns from memory shortages how many rows a copy of a model can compute at once."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ LONGEST_WAIT_S: Final = 600.0
 
 
 class MemoryLimit:
-    """How many rows one copy of a model computes at once. Used by one thread at a time.
+    """The number of rows that one copy of a model computes at once. Used by one thread at a time.
 
-    The limit halves when memory runs out and doubles after a wait, until it is as large as what failed first. When it fails
-    again soon after it has grown, the wait doubles.
+    The limit halves when memory runs out and doubles after a wait, until it is as large as the batch that failed first. If
+    memory runs out again soon after the limit has grown, the wait doubles.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._label = label
         self._clock = clock
         self._rows: int | None = None
-        self._enough = 0  # the limit is dropped when it reaches these rows
-        self._fitted = 0  # the most rows that were computed at once
+        self._enough = 0  # number of rows at which the limit is dropped
+        self._fitted = 0  # the most rows that were computed at once so far
         self._wait_s = FIRST_WAIT_S
         self._changed_at = 0.0
-        self._grew = False  # at the last change
+        self._grew = False  # whether the last change raised the limit
 
     @property
     def rows(self) -> int | None:
-        """The current limit; None is no limit."""
+        """The current limit of rows; None is no limit."""
         return self._rows
 
     def run(self, backend: Backend, inputs: Tensors, rows: int) -> Tensors:
-        """Compute a batch of `rows` rows, in pieces where the limit or the memory asks for it.
+        """Compute a batch of `rows` rows, in pieces if the limit or the memory requires it.
 
         Raises:
             OutOfMemoryError: not even one row can be computed.
-            InstanceLostError: the copy does not compute after it has run out of memory. The one that is loaded in its place is
-                given no more rows at once than have been computed before.
+            InstanceLostError: the copy no longer computes after it has run out of memory. The copy that replaces it computes at
+                most as many rows at once as have been computed before.
             Exception: any other error of the runtime.
         """
         failed: list[int] = []
@@ -64,7 +64,7 @@ class MemoryLimit:
                 if not is_out_of_memory(error):
                     raise
                 if size == 1:
-                    # This request asks for too much. The limit for others stays.
+                    # This request needs too much; the limit for others stays.
                     raise OutOfMemoryError from error
                 failed.append(size)
             else:
@@ -94,7 +94,7 @@ class MemoryLimit:
         return rows if self._rows is None else self._grown(self._rows, rows)
 
     def _grown(self, limit: int, rows: int) -> int:
-        """The limit for a batch of `rows` rows, doubled where the wait is over."""
+        """Return the limit for a batch of `rows` rows, doubled if the wait is over."""
         now = self._clock()
         if limit < rows and now >= self._changed_at + self._wait_s:
             limit *= 2

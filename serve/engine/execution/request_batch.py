@@ -1,4 +1,4 @@
-"""Run a batch on a backend that takes whole requests."""
+"""Runs a batch on a backend that takes whole requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Begun:
     """Requests whose responses come later.
 
     Attributes:
-        later: requests with their answers; the others end by themselves.
-        times: of the batch.
+        later: requests with the answers to wait for; requests that are not listed end by themselves.
+        times: times at which the batch passed each stage.
     """
 
     later: list[tuple[InferRequest, LaterAnswer]]

@@ -1,4 +1,4 @@
-"""Which batches run on the event loop, as handing them to a worker thread and back costs more than computing them. Pure.
+"""Decides which batches run on the event loop, because handing them to a thread costs more than computing them. Pure policy.
 
 A small model's batch takes tens of microseconds. The way to a thread and back takes as long again, and while the thread
 computes it competes with the event loop for Python's lock. The decision is based on earlier batches of one shape and about one
@@ -13,22 +13,22 @@ from types import MappingProxyType
 from typing import Final
 
 SHORT_S: Final = 150e-6  # cost of the way to a thread and back under load
-# The limit for small batches of a model that has the loop to itself: a thread that computes it and the loop would keep waiting
-# for each other's hold on Python's lock.
+# The limit for small batches of a model that has the loop to itself: if a thread computed them, it and the loop would keep
+# waiting for each other to release Python's lock.
 LONE_S: Final = 2e-3
 LONE_REQUESTS: Final = 8
 LONE_BYTES: Final = 1 << 22
-# Copying more bytes takes longer than a short batch; the shape of text inputs does not tell their size.
+# Copying more bytes takes longer than a short batch; the shape of text inputs does not determine their size.
 LOOP_BYTES: Final = 1 << 21
 # A batch on the loop that takes this much CPU time, or this long by the clock (preemption, or a wait in the batch), sends the
 # following AFTER_STALL batches to a thread.
 STALL_S: Final = 0.01
 STANDSTILL_S: Final = 0.05
-FIRST: Final = 8  # batches on a thread before the first on the loop: the first ones include set-up
+FIRST: Final = 8  # batches on a thread before the first on the loop, because the first ones include set-up
 AFTER_STALL: Final = 512
 MAX_SIZES: Final = 1024  # bounds the memory against clients that vary their shapes
 NEW: Final = 1 / 8  # weight of a batch on the loop in the average
-# On a thread, the time includes waits for Python's lock: the minimum counts, and is forgotten at this rate.
+# A time on a thread includes waits for Python's lock: the minimum is used, and forgotten at this rate.
 DRIFT: Final = 1 / 64
 
 
@@ -36,7 +36,9 @@ NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 
 
 def limit_s(requests: int, size: int, *, alone: bool) -> float:
-    """Seconds that a batch of `size` bytes may take on the loop; -1 keeps it off. `alone`: no other model is busy there."""
+    """Return the seconds that a batch of `size` bytes may take on the loop; -1 keeps it off. `alone`: no other model is busy
+    there.
+    """
     if alone and requests <= LONE_REQUESTS and size <= LONE_BYTES:
         return LONE_S
     return SHORT_S if size <= LOOP_BYTES else -1.0
@@ -46,8 +48,8 @@ class _Size:
     """Batches of one shape and about one size: up to twice as many rows.
 
     Attributes:
-        seconds: that one takes.
-        trials: batches to run on a thread before the next on the loop.
+        seconds: estimated seconds per batch.
+        trials: number of batches to run on a thread before the next one on the loop.
     """
 
     __slots__ = ("seconds", "trials")
@@ -63,12 +65,12 @@ class ShortBatches:
     __slots__ = ("_known_s", "_sizes")
 
     def __init__(self, known_s: Mapping[int, float] = NOTHING_KNOWN) -> None:
-        """`known_s`: seconds that batches take, by their rows; only for models whose requests are all of one shape."""
+        """`known_s`: seconds per batch, by its rows; only for models whose requests all have one shape."""
         self._known_s = sorted(known_s.items())
         self._sizes: dict[tuple[Hashable, int], _Size] = {}
 
     def suits(self, bucket: Hashable, rows: int, limit_s: float = SHORT_S) -> bool:
-        """Whether a batch should run on the loop, as it takes at most `limit_s`."""
+        """Return whether a batch should run on the loop, because it takes at most `limit_s`."""
         size = self._sizes.get((bucket, rows.bit_length()))
         if size is None and self._known_s:
             size = self._size(bucket, rows)

@@ -1,9 +1,9 @@
-"""Errors of an output, column by column, each relative to numbers of its own size.
+"""Errors of an output, column by column, each relative to the size of numbers in similar columns.
 
 Relative to the largest value of the whole output, one column of large numbers hides every error in the others. A column is an
-index along one axis of the output. As in a certificate's verdict, columns of about one size are judged together, since one of
-them may happen to be near 0: sorted by size, two neighbours are of different kinds where they are a factor of GAP apart.
-Shares (all values in [0, 1]) and log-probabilities are one kind each, as a rare class has tiny numbers.
+index along one axis of the output. As in a certificate's verdict, columns of about one size are judged together, because one
+of them may happen to be near 0: sorted by size, two neighbours belong to different kinds if their sizes differ by a factor of
+GAP. Shares (all values in [0, 1]) and log-probabilities are one kind each, because a rare class has tiny numbers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from halfserve.serve.engine.precision_guard.tally import LEAST_SCALE
 from halfserve.serve.engine.tensors import Array
 
 GAP = 16.0
-FAR = 4096.0  # takes the place of GAP where columns have fewer than FEWEST_VALUES values
+FAR = 4096.0  # replaces GAP if columns have fewer than FEWEST_VALUES values
 FEWEST_VALUES = 8
-TINY = 32.0  # the scale of numbers below LEAST_SCALE is at most so many times their size
+TINY = 32.0  # the scale of numbers below LEAST_SCALE is at most 32 times their size
 SUM_TOLERANCE = 1e-3
 
 Label = TypeVar("Label")
@@ -31,11 +31,11 @@ class ColumnError(Generic[Label]):
     """The largest error of an output.
 
     Attributes:
-        relative: |answer - reference| divided by `scale`; infinite where only one of them is finite.
-        scale: the largest |reference| in columns of the kind.
-        axis: along which the columns lie; 0 where the output is one column.
-        column: the index along that axis.
-        label: of the pair with this error.
+        relative: |answer - reference| divided by `scale`; infinite if only one of them is finite.
+        scale: the largest |reference| in columns of the same kind.
+        axis: axis along which the columns lie; 0 if the output is one column.
+        column: index along that axis.
+        label: label of the compared pair with this error.
     """
 
     relative: float
@@ -49,12 +49,12 @@ class OutputErrors(Generic[Label]):
     """Collects the errors of one floating output over several answers."""
 
     def __init__(self, open_axes: Collection[int]) -> None:
-        """`open_axes`: along these, the answers differ in size, so their indices are no columns."""
+        """`open_axes`: axes along which the answers differ in size, so that their indices are no columns."""
         self._open = frozenset(open_axes)
-        self._columns: dict[tuple[int, int], _Columns[Label]] = {}  # by axis and size
+        self._columns: dict[tuple[int, int], _Columns[Label]] = {}  # keys: axis and its size
 
     def add(self, reference: Array, answer: Array, label: Label) -> None:
-        """Compare an answer, [rows, ...], with its reference of the same shape."""
+        """Compare an answer of shape [rows, ...] with its reference of the same shape."""
         dtype = np.float64 if reference.dtype == np.float64 else np.float32
         r: Array = reference.astype(dtype, copy=False)
         a: Array = answer.astype(dtype, copy=False)
@@ -69,24 +69,24 @@ class OutputErrors(Generic[Label]):
             columns.add(_by_column(r, axis, size), _by_column(errors, axis, size), label)
 
     def worst(self) -> ColumnError[Label] | None:
-        """The largest relative error so far, by what is known so far of the columns' sizes; None without any column."""
+        """Return the largest relative error so far, with the columns' sizes known so far; None without any column."""
         found = [columns.worst(axis) for (axis, _), columns in self._columns.items() if columns.has_values]
         return max(found, key=lambda error: error.relative, default=None)
 
 
 def _by_column(array: Array, axis: int, size: int) -> Array:
-    """A table [places, columns]."""
+    """Return the array as a table [places, columns]."""
     return array.reshape(-1, 1) if not axis else np.moveaxis(array, axis, -1).reshape(-1, size)
 
 
 class _Columns(Generic[Label]):
-    """What is known of the columns along one axis."""
+    """Ranges, errors and labels of the columns along one axis."""
 
     def __init__(self, size: int) -> None:
         self._low, self._high = np.full(size, np.inf), np.full(size, -np.inf)
         self._errors = np.zeros(size)
         self._labels: list[Label] = []
-        self._places = np.zeros(size, np.int64)  # of the label of each column's error
+        self._places = np.zeros(size, np.int64)  # index in `_labels` of the pair with each column's error
         self._values = 0
         self._are_logs = True
 
@@ -115,7 +115,9 @@ class _Columns(Generic[Label]):
         return ColumnError(float(relative[column]), float(scales[column]), axis, column, label)
 
     def _scales(self) -> Array:
-        """Of each column: the largest size in its kind. A column of zeros is of the kind with the most columns."""
+        """Return the scale of each column: the largest size in its kind. A column of zeros belongs to the kind with the most
+        columns.
+        """
         sizes = np.where(self._low <= self._high, np.maximum(np.abs(self._low), np.abs(self._high)), 0.0)
         are_shares = (self._low >= 0) & (self._high <= 1) & (sizes > 0)
         sizes[are_shares] = sizes[are_shares].max(initial=0.0)
@@ -135,7 +137,7 @@ class _Columns(Generic[Label]):
 
 
 def _are_log_probabilities(table: Array) -> bool:
-    """Whether the columns of every place are the logarithms of a distribution."""
+    """Return whether the columns of every place are the logarithms of a distribution."""
     if table.shape[1] < 2 or not table.max(initial=-np.inf) <= SUM_TOLERANCE:
         return False
     return bool(np.allclose(np.exp(table).sum(axis=1), 1, atol=SUM_TOLERANCE))

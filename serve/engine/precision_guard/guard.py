@@ -1,4 +1,4 @@
-"""Check a model's outputs between the computation and the answers."""
+"""Checks a model's outputs between the computation and the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADVICE = "send inputs of the size that the model was verified with, or serve it 
 
 
 class GuardPolicy(StrEnum):
-    """What happens to a request with non-finite outputs although its inputs are finite."""
+    """Treatment of a request with non-finite outputs whose inputs are finite."""
 
     OFF = "off"
     COUNT = "count"
@@ -35,7 +35,7 @@ class NonFiniteError(BackendError):
 
 
 def what_is_bad(counts: Mapping[str, int], outputs: Tensors, part: Part) -> str:
-    """A part of a sentence: "output 'y' holds 3 values of 10 that are NaN or infinite"."""
+    """Describe the counts as a part of a sentence: "output 'y' holds 3 of 10 values that are NaN or infinite"."""
     return " and ".join(
         f"output {name!r} holds {count} of {outputs[name][part].size} values that are NaN or infinite"
         for name, count in counts.items()
@@ -44,11 +44,11 @@ def what_is_bad(counts: Mapping[str, int], outputs: Tensors, part: Part) -> str:
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """What is to change in a batch.
+    """The changes that the guard makes to a batch.
 
     Attributes:
-        outputs: to answer from, in place of the model's.
-        rejected: errors of requests, by their place in the batch.
+        outputs: outputs to answer from, in place of the model's.
+        rejected: errors of rejected requests, by their place in the batch.
     """
 
     outputs: Tensors
@@ -56,7 +56,7 @@ class GuardVerdict:
 
 
 class PrecisionGuard:
-    """Guards one model version. `after` is called on worker threads, all else on any."""
+    """Guards one model version. `after` is called on worker threads, the other methods on any thread."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class PrecisionGuard:
         shadow: Shadow | None = None,
         degraded_not_ready: bool = False,
     ) -> None:
-        """A guard.
+        """Make the guard of one model version.
 
         Args:
-            outputs: of the model, with the datatypes that `after` gets.
-            tally: counts everything.
-            policy: for non-finite answers.
-            batched: the model has a batch dimension.
+            outputs: the model's outputs, with the datatypes that `after` gets.
+            tally: counts the findings.
+            policy: treatment of non-finite answers.
+            batched: whether the model has a batch dimension.
             fallback: answers in fp32; needed for that policy.
             shadow: compares samples with the fp32 twin.
-            degraded_not_ready: see `blocks_readiness`.
+            degraded_not_ready: whether a degraded model is not ready; see `blocks_readiness`.
         """
         checks = [(spec.name, check_of(spec.datatype)) for spec in outputs]
         self._checks = [(name, check) for name, check in checks if check is not None]
@@ -91,12 +91,12 @@ class PrecisionGuard:
 
     @property
     def degraded(self) -> bool:
-        """The model's answers have drifted from the fp32 twin's."""
+        """Whether the model's answers have drifted from the fp32 twin's."""
         return self._tally.degraded
 
     @property
     def blocks_readiness(self) -> bool:
-        """The model is degraded, and its configuration makes it not ready then."""
+        """Whether the model is degraded, and its configuration makes a degraded model not ready."""
         return self._degraded_not_ready and self._tally.degraded
 
     def counters(self) -> GuardCounters:
@@ -112,7 +112,7 @@ class PrecisionGuard:
             self._shadow.stop()
 
     def after(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> GuardVerdict | None:
-        """Check a computed batch, whose inputs may end in padding; None where the answers can go out as they are."""
+        """Check a computed batch, whose inputs may end in padding; None if the answers can be sent unchanged."""
         shadow = self._shadow
         if shadow is not None:
             shadow.until -= len(requests)
@@ -124,12 +124,12 @@ class PrecisionGuard:
         return None
 
     def _judge(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> GuardVerdict | None:
-        # perf_analyzer sends random bytes: nearly all of its requests come here, and must cost little.
+        # perf_analyzer sends random bytes: nearly all of its requests get here, so that this path must be cheap.
         places = list(parts(requests, inputs, batched=self._batched))
         if len(requests) == 1 and _from_inputs(inputs, places[0]):
             self._tally.bad_inputs({name: 1 for name, is_bad in self._checks if is_bad(outputs[name])})
             return None
-        # A request that was computed alone has finite inputs, by the check above.
+        # A request that was computed alone has finite inputs, as just checked.
         innocent = [0] if places[0] is ... else self._innocent(requests, inputs, outputs)
         bad: dict[int, dict[str, int]] = {}
         for index in innocent:
@@ -151,7 +151,7 @@ class PrecisionGuard:
         return GuardVerdict(outputs, rejected)
 
     def _innocent(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> list[int]:
-        """Requests with non-finite outputs and finite inputs. The other requests with non-finite outputs are only counted."""
+        """Return the requests with non-finite outputs and finite inputs. Requests with non-finite inputs are only counted."""
         ends = list(accumulate([request.rows for request in requests]))
         guilty = [False] * len(requests)
         for array in inputs.values():

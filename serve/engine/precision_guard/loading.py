@@ -1,4 +1,4 @@
-"""Make the guard of a model version from its configuration and the files beside it."""
+"""Makes the guard of a model version from its configuration and the files beside it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from halfserve.serve.engine.tensors import TensorSpec
 logger = logging.getLogger(__name__)
 
 
-# Parameters of the comparison with the fp32 twin, and all that need the twin.
+# Parameters of the comparison with the fp32 twin, and all parameters that need the twin.
 COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")
 OF_TWIN = (*COMPARING, "halfserve.fp32_twin", "halfserve.shadow_rate")
-# Parameters that ask for half precision: of this server, and of Triton's OpenVINO backend.
+# Parameters that ask for half precision: halfserve's own, and that of Triton's OpenVINO backend.
 OF_HALF_PRECISION = ("halfserve.cpu_precision", "HINT_BF16")
 # A certificate's default budget: twenty float16 roundings of the output's size.
 DEFAULT_THRESHOLD = 0.01
@@ -33,15 +33,15 @@ FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """How a model is guarded.
+    """Settings of a model's precision guard.
 
     Attributes:
         policy: off does not check; count passes the values on; reject fails the request; fallback answers from the fp32 twin.
-        shadow_rate: the share of requests, 0 to 1, that also run on the fp32 twin, where there is one.
-        shadow_share: the share of one thread's time that these runs may use; further samples are dropped.
-        drift_threshold: the scaled error that shadow runs may show; None takes the certificate's.
-        degraded_not_ready: a model whose drift is over the threshold is not ready.
-        fp32_twin: the twin's file, as a path in the version's folder.
+        shadow_rate: share of requests, 0 to 1, that also run on the fp32 twin, if there is one.
+        shadow_share: share of one thread's time that these runs may use; further samples are dropped.
+        drift_threshold: scaled error that shadow runs may show; None takes the certificate's.
+        degraded_not_ready: whether a model whose drift is over the threshold is not ready.
+        fp32_twin: path of the twin's file in the version's folder.
     """
 
     policy: GuardPolicy = GuardPolicy.COUNT
@@ -53,7 +53,7 @@ class GuardSettings:
 
 
 def guard_settings(config: ModelConfig, source: Path | str) -> GuardSettings:
-    """The settings in a configuration from the file `source`.
+    """Read the guard's settings from a configuration, which is that of the file `source`.
 
     Raises:
         ModelLoadError: a value is invalid.
@@ -67,7 +67,7 @@ def guard_settings(config: ModelConfig, source: Path | str) -> GuardSettings:
 
 
 def why_idle(config: ModelConfig, settings: GuardSettings, *, has_twin: bool) -> tuple[list[str], str]:
-    """The parameters in a configuration that have no effect, and why."""
+    """Return the parameters in a configuration that have no effect, and the reason."""
     idle: tuple[str, ...] = COMPARING
     reason = "halfserve.shadow_rate is 0"
     if settings.policy is GuardPolicy.OFF:
@@ -89,22 +89,22 @@ def make_guard(
     config: ModelConfig,
     source: Path,
 ) -> PrecisionGuard | None:
-    """The guard that a model version asks for; None where its policy is "off".
+    """Make the guard that a model version asks for; None if its policy is "off".
 
     The twin of a model with the policy "fallback" is loaded here; for shadow runs alone it is loaded by the first of them, so
-    that it costs no time at the start, and no memory where no request is ever sampled.
+    that it costs no time at the start, and no memory if no request is ever sampled.
 
     Args:
         model: the model file.
         runtime: loads the twin.
-        placement: of the model, and of its twin.
+        placement: device and CPU settings of the model and its twin.
         label: "name/version".
-        interface: of the model file.
-        config: completed.
+        interface: the interface of the model file.
+        config: the completed configuration.
         source: the configuration's file, for error texts.
 
     Raises:
-        ModelLoadError: a setting is invalid, or the policy needs a twin and there is none of this model.
+        ModelLoadError: a setting is invalid, or the policy needs a twin and the model has none.
     """
     settings = guard_settings(config, source)
     path = None if settings.policy is GuardPolicy.OFF else _twin_path(settings, model.parent, source)
@@ -162,7 +162,7 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
                     f"{path}: is no fp32 twin of the model: its {kind} {name!r} is {found.get(name, 'absent')}, the model's is "
                     f"{wanted.get(name, 'absent')}; export both again with --fp32-twin"
                 )
-    # A copy: the runtime writes its decisions into it, and clients see the model's, not its twin's.
+    # The configuration is copied because the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
     for key in OF_HALF_PRECISION:
@@ -175,12 +175,12 @@ def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:
 
 
 def error_budget(model: Path) -> float:
-    """The scaled error that a model file's certificate allows its answers, or the usual one where it has none."""
+    """Return the scaled error that a model file's certificate allows its answers, or the default if it has none."""
     return _certified(model.parent / CERTIFICATE) or DEFAULT_THRESHOLD
 
 
 def _certified(path: Path) -> float | None:
-    """The scaled error that a certificate's budget allows; None where there is none."""
+    """Return the scaled error that a certificate's budget allows; None if there is none."""
     try:
         allowed = json.loads(read_regular(path))["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):

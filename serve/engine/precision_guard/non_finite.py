@@ -1,4 +1,4 @@
-"""Detect NaN and infinities in arrays at the least cost: this runs on every output of every batch."""
+"""Detects NaN and infinities in arrays at the least cost, because it runs on every output of every batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from halfserve.serve.engine.tensors import Array
 Check = Callable[[Array], bool]
 WORD = np.dtype(np.uint16)
 WITHOUT_SIGN = np.array(0x7FFF, np.uint16)
-# A 16-bit number is not finite where its exponent is all ones: its bits without the sign are then at least these.
+# A 16-bit number is not finite if its exponent is all ones: its bits without the sign are then at least these.
 EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 # Up to this size, checking every other byte is faster than starting numpy.
 BYTES_ELEMENTS = 512
-# Likewise where each request's rows are checked.
+# The corresponding size if each request's rows are checked.
 FLAGS_ELEMENTS = 8192
 # Up to this size BLAS's dot product is faster than a numpy reduction; beyond, BLAS would wake its threads.
 VDOT_ELEMENTS = 4096
@@ -27,12 +27,12 @@ _largest, _and = np.maximum.reduce, np.bitwise_and
 
 
 def check_of(datatype: Datatype) -> Check | None:
-    """The check for outputs of a datatype: True where a value is NaN or infinite. None for datatypes without such values."""
+    """Return the check for NaN and infinities in outputs of a datatype; None for datatypes without such values."""
     return {"FP16": _fp16, "BF16": _bf16, "FP32": _wide, "FP64": _wide}.get(datatype.wire)
 
 
 def has_non_finite(array: Array, *, likely: bool = False) -> bool:
-    """Whether a value is NaN or infinite; `likely` checks the first values by themselves first."""
+    """Return whether a value is NaN or infinite; `likely` checks the first values separately before the rest."""
     if likely and array.size > PEEK_ELEMENTS:
         array = array.reshape(-1)
         return has_non_finite(array[:PEEK_ELEMENTS]) or has_non_finite(array[PEEK_ELEMENTS:])
@@ -44,7 +44,7 @@ def has_non_finite(array: Array, *, likely: bool = False) -> bool:
 
 
 def non_finite_mask(array: Array) -> Array:
-    """Where the values are NaN or infinite: bool, of the array's shape; all False for dtypes without such values."""
+    """Return a bool mask of the array's shape for NaN and infinite values; all False for dtypes without such values."""
     exponent = EXPONENTS.get(array.dtype.name)
     if exponent is not None:
         bits: Array = _and(array.view(WORD), WITHOUT_SIGN) >= exponent
@@ -53,7 +53,9 @@ def non_finite_mask(array: Array) -> Array:
 
 
 def bad_stretches(array: Array, ends: Sequence[int]) -> list[bool]:
-    """Whether each stretch of rows holds NaN or infinities. `ends`, rising and exclusive, divide the rows into stretches."""
+    """Return whether each stretch of rows holds NaN or infinities. `ends`, rising and exclusive, divide the rows into
+    stretches.
+    """
     if array.dtype == np.float16 and 0 < array.size <= FLAGS_ELEMENTS:
         flags = array.tobytes()[1::2].translate(FP16_SUSPECTS)
         width = array.size // array.shape[0]
@@ -67,11 +69,11 @@ def count_non_finite(array: Array) -> int:
 
 
 def _suspects(exponent: int) -> bytes:
-    """A table from upper bytes, with either sign, to 1 where a non-finite number can have that byte, else 0."""
+    """Make a table from upper bytes, with either sign, to 1 if a non-finite number can have that byte, else 0."""
     return bytes(byte & 0x7F >= exponent >> 8 for byte in range(256))
 
 
-FP16_SUSPECTS = _suspects(EXPONENTS["float16"])  # for float16 the upper byte decides
+FP16_SUSPECTS = _suspects(EXPONENTS["float16"])  # for float16 the upper byte suffices
 
 
 def _sixteen_bits(name: str) -> Check:
@@ -91,7 +93,7 @@ def _sixteen_bits(name: str) -> Check:
 
 
 def _wide(array: Array) -> bool:
-    if array.size <= VDOT_ELEMENTS and np.vdot(array, array) < np.inf:  # NaN is not less either
+    if array.size <= VDOT_ELEMENTS and np.vdot(array, array) < np.inf:  # False for NaN too
         return False
     return not np.isfinite(array).all()  # squares of large finite numbers overflow too
 

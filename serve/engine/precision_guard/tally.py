@@ -1,4 +1,4 @@
-"""Count what the guard finds: non-finite values, and the drift of shadow runs from the fp32 twin."""
+"""Counts the guard's findings: non-finite values, and the drift of shadow runs from the fp32 twin."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from halfserve.serve.engine.tensors import Array
 logger = logging.getLogger(__name__)
 
 
-# Runs in the window, and the fewest that decide.
+# Number of runs in the window, and the fewest runs for a decision.
 WINDOW = 200
 LEAST_RUNS = 20
 # Samples at the edge of the training data may be over the threshold now and then; one in twenty is no accident. Recovery takes
-# far fewer, so that a share near the limit does not flip the state with every run.
+# far fewer, so that a share near the limit does not change the state with every run.
 DEGRADED_SHARE = 0.05
 RECOVERED_SHARE = 0.01
-# Scaled errors: float16 rounds to 5e-4 of a number's size, and an error of 1 is as large as the output.
+# Buckets of scaled errors: float16 rounds to 5e-4 of a number's size, and an error of 1 is as large as the output.
 BOUNDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
-# float16's smallest normal number: in a smaller output no error is relatively large.
+# float16's smallest normal number: errors of smaller outputs are taken relative to it.
 LEAST_SCALE = 2.0**-14
-# Decay of a reference's size with each further run: half after 69.
+# Factor by which a reference's size decays with each further run: half after 69.
 SCALE_MEMORY = 0.99
 KEPT_EVENTS = 100
-# Bounds the log for a model whose every answer is bad.
+# Seconds between two lines, which bounds the log of a model whose every answer is bad.
 LOG_EVERY_S = 60.0
 
 
@@ -41,7 +41,7 @@ class Degradation:
 
     Attributes:
         threshold: the allowed scaled error.
-        degraded: more than DEGRADED_SHARE of the window was over it, and at least RECOVERED_SHARE is since.
+        degraded: whether more than DEGRADED_SHARE of the window was over it, and more than RECOVERED_SHARE has been since.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -51,11 +51,11 @@ class Degradation:
 
     @property
     def share(self) -> float:
-        """The share of runs in the window over the threshold; 0 without runs."""
+        """Share of runs in the window over the threshold; 0 without runs."""
         return sum(self._over) / len(self._over) if self._over else 0.0
 
     def add(self, scaled_error: float) -> bool:
-        """Record a run; True when it changed `degraded`."""
+        """Record a run; returns whether it changed `degraded`."""
         self._over.append(not scaled_error <= self.threshold)
         if len(self._over) < LEAST_RUNS:
             return False
@@ -70,7 +70,7 @@ class DriftHistogram:
 
     Attributes:
         bounds: upper bounds of the buckets, rising; the last bucket, without one, holds larger and non-finite errors.
-        counts: per bucket, not cumulative; one more than bounds.
+        counts: number of errors per bucket, not cumulative; one more than bounds.
         total: sum of the finite errors.
     """
 
@@ -81,15 +81,15 @@ class DriftHistogram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputCounters:
-    """One output of a model.
+    """Counts of one output of a model.
 
     Attributes:
-        non_finite_values: NaN and infinities in answers to requests with finite inputs.
-        non_finite_requests: requests that got such values.
-        from_inputs: requests that got non-finite values and whose own inputs held some.
-        drift: of shadow runs; None before the first.
-        rows_compared: rows of shadow runs that choose between classes (elements, for non-floating outputs).
-        rows_agreeing: rows that choose as the fp32 twin does (equal elements).
+        non_finite_values: number of NaN and infinities in answers to requests with finite inputs.
+        non_finite_requests: number of requests that got such values.
+        from_inputs: number of requests that got non-finite values and whose own inputs held some.
+        drift: scaled errors of shadow runs; None before the first.
+        rows_compared: number of rows in shadow runs that choose between classes (elements, for non-floating outputs).
+        rows_agreeing: number of rows that choose the fp32 twin's class (equal elements).
     """
 
     non_finite_values: int = 0
@@ -105,14 +105,14 @@ class GuardCounters:
     """Totals since the model was loaded.
 
     Attributes:
-        policy: for requests with non-finite outputs: "count", "reject" or "fallback".
-        outputs: by the output's name; every output is there.
-        rejected: requests that failed for such values.
-        fallbacks: requests that were answered from the fp32 twin.
-        shadow_runs: requests that were also run on the twin, to compare.
-        shadow_dropped: sampled requests that were not run, since the shadow was busy or had used its share of time.
-        shadow_failed: shadow runs that ended in an error.
-        degraded: the drift is over its threshold (see `Degradation`).
+        policy: treatment of requests with non-finite outputs: "count", "reject" or "fallback".
+        outputs: counts of every output, by the output's name.
+        rejected: number of requests that failed for such values.
+        fallbacks: number of requests that were answered from the fp32 twin.
+        shadow_runs: number of requests that were also run on the twin, to compare.
+        shadow_dropped: number of sampled requests that were not run, because the shadow was busy or had used its share of time.
+        shadow_failed: number of shadow runs that ended in an error.
+        degraded: whether the drift is over its threshold (see `Degradation`).
         drift_threshold: the allowed scaled error; None without a twin to compare with.
     """
 
@@ -132,10 +132,10 @@ class GuardEvent:
     """An event for operators.
 
     Attributes:
-        time: seconds since the epoch.
+        time: time of the event, in seconds since the epoch.
         model: "name/version".
         kind: "non_finite", "rejected", "fallback", "degraded", "recovered" or "shadow".
-        text: one line.
+        text: description in one line.
     """
 
     time: float
@@ -146,14 +146,14 @@ class GuardEvent:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """One answer's distance from the reference.
+    """The distance of one answer from the reference.
 
     Attributes:
-        error: the largest |answer - reference| where both are finite; infinite where only one of them is, or where both are
-            infinite with different signs.
-        scale: the largest finite |reference|; 0 where there is none.
-        rows: that choose between classes; elements, for non-floating arrays.
-        agreeing: rows that choose alike.
+        error: the largest |answer - reference| where both are finite; infinite if only one of them is, or if both are infinite
+            with different signs.
+        scale: the largest finite |reference|; 0 if there is none.
+        rows: number of rows that choose between classes; number of elements, for non-floating arrays.
+        agreeing: number of rows (elements) that agree.
     """
 
     error: float
@@ -163,7 +163,7 @@ class Distance:
 
 
 def compare(answer: Array, reference: Array) -> Distance:
-    """The distance between two arrays of one shape; the reference is as wide or wider.
+    """Measure the distance between two arrays of one shape; the reference is as wide or wider.
 
     Raises:
         ValueError: the shapes differ.
@@ -178,7 +178,7 @@ def compare(answer: Array, reference: Array) -> Distance:
     both = finite & np.isfinite(a)
     scale = float(np.abs(r[finite]).max(initial=0.0))
     error = float(np.abs(a[both] - r[both]).max(initial=0.0))
-    # NaN equals NaN here, and an infinity itself.
+    # NaN counts as equal to NaN, and an infinity to itself.
     unequal = ~both & (a != r) & ~(np.isnan(a) & np.isnan(r))
     if unequal.any():
         error = math.inf
@@ -187,14 +187,14 @@ def compare(answer: Array, reference: Array) -> Distance:
 
 
 def is_floating(array: Array) -> bool:
-    """Whether it holds floating-point numbers, bfloat16 included."""
+    """Return whether an array holds floating-point numbers, bfloat16 included."""
     return array.dtype.kind == "f" or str(array.dtype.name) == "bfloat16"
 
 
 def _agreement(answer: Array, reference: Array, narrow_like: Array) -> tuple[int, int]:
-    """Rows, and those with the reference's argmax or one that the answer's dtype cannot tell from it.
+    """Count rows, and rows with the reference's argmax or one that the answer's dtype cannot distinguish from it.
 
-    Classes lie along the last axis, and along axis 1 of images' (N, C, H, W).
+    Classes lie along the last axis, and for images (N, C, H, W) along axis 1.
     """
     axis = 1 if answer.ndim > 3 else -1
     if answer.ndim < 2 or answer.shape[axis] < 2 or not answer.size:
@@ -224,8 +224,9 @@ class OutputTally:
         """Record a shadow run.
 
         Returns:
-            Its error relative to the output's size, the largest reference of late: relative to an answer that happens to be
-            near 0 throughout, any rounding would look large.
+            Its error relative to the output's size, which is the largest reference of the latest runs: relative to an answer
+            that
+                happens to be near 0 throughout, any rounding would look large.
         """
         self._scale = max(distance.scale, self._scale * SCALE_MEMORY)
         scaled = distance.error / max(self._scale, LEAST_SCALE)
@@ -249,7 +250,7 @@ class OutputTally:
 
 
 class Tally:
-    """Counts, keeps the latest events and logs them. Every method may be called on any thread."""
+    """Counts findings, and keeps and logs the latest events. Every method may be called on any thread."""
 
     def __init__(self, model: str, policy: str, outputs: Iterable[str], degradation: Degradation | None) -> None:
         self._model = model
@@ -265,13 +266,13 @@ class Tally:
 
     @property
     def degraded(self) -> bool:
-        """The drift is over its threshold."""
+        """Whether the drift is over its threshold."""
         return self._degradation is not None and self._degradation.degraded
 
     def bad_answer(self, values: Mapping[str, int], outcome: str, text: str) -> None:
-        """A request with finite inputs got non-finite values.
+        """Count a request with finite inputs that got non-finite values.
 
-        `values` is their number by output, `outcome` the event's kind: "non_finite", "rejected" or "fallback".
+        `values` has their number by output, `outcome` is the event's kind: "non_finite", "rejected" or "fallback".
         """
         with self._lock:
             for name, count in values.items():
@@ -295,7 +296,7 @@ class Tally:
                 self._outputs[name].from_inputs += count
 
     def shadow_dropped(self) -> None:
-        """A sampled request was not run."""
+        """Count a sampled request that was not run."""
         with self._lock:
             self._shadow_dropped += 1
 
@@ -309,7 +310,7 @@ class Tally:
             logger.warning(said, self._model, reason, extra={"model": self._model})
 
     def shadow_run(self, distances: Mapping[str, Distance]) -> None:
-        """A shadow run was compared, output by output."""
+        """Record the comparison of a shadow run, output by output."""
         with self._lock:
             self._shadow_runs += 1
             worst, where = 0.0, ""
@@ -337,7 +338,7 @@ class Tally:
             )
 
     def recent_events(self) -> list[GuardEvent]:
-        """The latest KEPT_EVENTS events, newest first."""
+        """Return the latest KEPT_EVENTS events, newest first."""
         with self._lock:
             return list(reversed(self._events))
 

@@ -1,4 +1,4 @@
-"""The fp32 twin of an fp16 model: it answers where fp16 fails, and shadow runs of sampled requests are compared with it."""
+"""The fp32 twin of an fp16 model: it answers requests on which fp16 fails, and serves as the reference of shadow runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT_S = 0.1  # shorter runs are timed by the clock alone
 
 
 def parts(requests: Sequence[InferRequest], inputs: Tensors, *, batched: bool) -> Iterator[Part]:
-    """For each request, the index of its rows in a batch's arrays, beyond which there may be padding.
+    """Yield for each request the index of its rows in a batch's arrays, beyond which there may be padding.
 
     A request that was computed alone gets all of the model's output, which may have more rows than it sent; so does every
     request of a model without a batch dimension.
@@ -48,7 +48,7 @@ Load = Callable[[], Backend]
 
 
 class Fp32Twin:
-    """Computes in fp32, for one thread at a time. It is loaded by its first use."""
+    """Computes in fp32, for one thread at a time. The twin is loaded by its first use."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -56,19 +56,19 @@ class Fp32Twin:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Load it, unless it is loaded.
+        """Load the twin, unless it is loaded.
 
         Raises:
-            ModelLoadError: it cannot be loaded.
+            ModelLoadError: the twin cannot be loaded.
         """
         with self._lock:
             self._loaded()
 
     def answer(self, inputs: Tensors) -> Tensors:
-        """Every output, in the twin's own dtypes; the inputs may be in the fp16 model's.
+        """Compute every output, in the twin's own dtypes; the inputs may have those of the fp16 model.
 
         Raises:
-            ModelLoadError: it cannot be loaded.
+            ModelLoadError: the twin cannot be loaded.
             Exception: any error of the runtime.
         """
         with self._lock:
@@ -83,13 +83,13 @@ class Fp32Twin:
 
 @dataclass(frozen=True, kw_only=True)
 class TwinAnswers:
-    """A batch's outputs with the twin's in the rows of some requests.
+    """A batch's outputs, with the twin's outputs in the rows of some requests.
 
     Attributes:
-        outputs: of the whole batch, in the interface's dtypes.
-        beyond: for each of those requests, by its place in the batch: the outputs with values that are finite in fp32 and
-            overflow the interface's dtype, with their number.
-        failure: why the twin has no answer; None where it has.
+        outputs: outputs of the whole batch, in the interface's dtypes.
+        beyond: number of values per output that are finite in fp32 but overflow the interface's dtype, for each request that
+            the twin computed, by its place in the batch.
+        failure: reason why the twin has no answer; None if it has one.
     """
 
     outputs: Tensors
@@ -97,7 +97,7 @@ class TwinAnswers:
     failure: str | None = None
 
     def trouble(self, index: int, wanted: Sequence[str]) -> str | None:
-        """Why the twin's answer to a request for some outputs is unusable; None where it is usable."""
+        """Return why the twin's answer to a request for some outputs is unusable; None if it is usable."""
         if self.failure is not None:
             return self.failure
         found = [(name, count) for name, count in self.beyond[index].items() if name in wanted]
@@ -112,13 +112,13 @@ class TwinAnswers:
 
 
 class Fallback:
-    """Runs the twin on the rows of the requests that fp16 failed on."""
+    """Runs the twin on the rows of the requests on which fp16 failed."""
 
     def __init__(self, twin: Fp32Twin) -> None:
         self._twin = twin
 
     def answer(self, inputs: Tensors, outputs: Tensors, places: Mapping[int, Part]) -> TwinAnswers:
-        """Compute the rows at `places`, by the requests' places in the batch, on the twin; `outputs` stay as they are."""
+        """Compute the rows at `places`, by the requests' places in the batch, on the twin; `outputs` are not changed."""
         try:
             answers = self._twin.answer({name: _gather(array, places) for name, array in inputs.items()})
         except Exception as error:  # noqa: BLE001  (an error of the runtime must not fail the rest of the batch)
@@ -163,11 +163,11 @@ class Shadow:
     Instead it uses at most a share of one core's time, and further samples are dropped.
 
     Attributes:
-        until: requests until the next sample; the callers count it down.
+        until: number of requests until the next sample; the callers count it down.
     """
 
     def __init__(self, twin: Fp32Twin, tally: Tally, *, rate: float, share: float, batched: bool) -> None:
-        """`rate`: the share of requests to sample; `share`: of one thread's time for runs. Both above 0 and at most 1."""
+        """`rate`: share of requests to sample; `share`: share of one thread's time for runs. Both are above 0 and at most 1."""
         self._twin = twin
         self._tally = tally
         self._rate = rate
@@ -181,7 +181,7 @@ class Shadow:
         self.until = self._gap()
 
     def sample(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> None:
-        """Copy one request of a batch for a run, or drop it when the shadow is busy."""
+        """Copy one request of a batch for a run, or drop it if the shadow is busy."""
         self.until = self._gap()
         if self._ended:
             return
@@ -215,7 +215,7 @@ class Shadow:
 
     def _run(self, inputs: Tensors, outputs: Tensors) -> None:
         try:
-            if time.monotonic() < self._resting_until:  # it was taken while the previous one ran
+            if time.monotonic() < self._resting_until:  # it was sampled while the previous one ran
                 self._tally.shadow_dropped()
             elif not any(has_non_finite(array) for array in inputs.values()):
                 self._twin.prepare()
@@ -241,10 +241,10 @@ class Shadow:
             self._resting_until = finished + took_s * self._rest_factor
 
     def _gap(self) -> int:
-        """Requests until the next sample: random, so that it cannot align with a rhythm of the clients."""
+        """Return the number of requests until the next sample: random, so that it cannot align with a rhythm of the clients."""
         return max(1, round(random.expovariate(self._rate))) if self._rate < 1 else 1
 
 
 def _copy(tensors: Tensors, part: Part) -> Tensors:
-    # The next batch may reuse the buffers.
+    # The arrays are copied because the next batch may reuse the buffers.
     return {name: array[part].copy() for name, array in tensors.items()}

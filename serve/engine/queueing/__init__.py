@@ -1,1 +1,1 @@
-"""Which requests wait, which run together and when, and which are refused. Pure policy: no thread, no event loop."""
+"""Queueing policy: which requests wait, run together, and are refused. Pure: no thread, no event loop."""

@@ -1,4 +1,4 @@
-"""Admission control: refuse a request that could not be answered in time, as computing it would delay the others. Pure.
+"""Admission control: refuses a request that could not be answered in time, because computing it would delay the others. Pure.
 
 A request's end is predicted from the running batches, the rows that wait before it and the latency model (`pace`). No request
 is refused until the model is confident, nor while no other request waits or runs: an idle model always computes, and so
@@ -17,15 +17,15 @@ from halfserve.serve.engine.queueing.batch_queue import BatchQueue, FullError
 from halfserve.serve.engine.queueing.pace import OFF, Pace
 from halfserve.serve.engine.requests import InferRequest
 
-# Fractions of a request's time. CARE: the largest margin for batches that take longer than expected. SPARE: the margin for the
-# network, which the server does not see, unless the request is in the very next batch. A longer queue would answer no more
-# requests, but all of them at the last moment, and so too late.
+# Fractions of a request's time. CARE is the largest margin for batches that take longer than expected. SPARE is the margin for
+# the network, which the server does not see, unless the request is in the very next batch. A longer queue would not answer more
+# requests, but would answer all of them at the last moment, and so too late.
 CARE: Final = 0.25
 SPARE: Final = 0.2
-SHORT_S: Final = 0.001  # of shorter batches, one in SAMPLE is learned from, as learning takes time too
+SHORT_S: Final = 0.001  # shorter batches are learned from once in SAMPLE, because learning takes time too
 SAMPLE: Final = 4
 PLENTY: Final = 4.0  # factor of safety, see `_plenty_s`
-# After as long without a request, the whole process may have been stopped (SIGSTOP, a sleeping machine).
+# After this time without a request, the whole process may have been stopped (SIGSTOP, a sleeping machine).
 STOOD_STILL_S: Final = 1.0
 
 
@@ -34,10 +34,10 @@ class RunningBatch:
     """A batch that is being computed.
 
     Attributes:
-        bucket: of its requests.
-        rows: in it.
-        started_s: when it was handed to its instance.
-        likely_end_s: when it should be done; `started_s` until the latency model is confident.
+        bucket: bucket of its requests.
+        rows: number of rows.
+        started_s: time at which it was handed to its instance.
+        likely_end_s: expected end; `started_s` until the latency model is confident.
     """
 
     bucket: Hashable
@@ -46,7 +46,7 @@ class RunningBatch:
     likely_end_s: float
 
     def free_s(self, now: float) -> float:
-        """When its instance should be free. An overdue batch is expected to take as long again as it is overdue."""
+        """Return when its instance should be free. An overdue batch is expected to take as long again as it is overdue."""
         return now + abs(self.likely_end_s - now)
 
 
@@ -63,19 +63,19 @@ class AdmissionControl:
         self._instances = instances
         self._target_s = pace.limits.latency_target_s
         self.running: set[RunningBatch] = set()
-        # A request with more time than this, while fewer requests wait, is admitted without a prediction. Set after each batch:
-        # PLENTY times the sum of what all waiting requests would take, each alone.
+        # A request with more time than this, while fewer than `_plenty_waiting` requests wait, is admitted without a
+        # prediction. Set after each batch to PLENTY times the time of all waiting requests if each were computed alone.
         self._longest_s = self._plenty_s = 0.0
         self._batches = 0
-        self._asked_s = 0.0  # when the latest request came
-        self._strayed_s = 0.0  # when a batch ended that took far too long
+        self._asked_s = 0.0  # time of the latest request
+        self._strayed_s = 0.0  # end of the latest batch that took far too long
         self._has_refused = (
-            False  # since the last batch; if so, every batch is learned from, as refusing may no longer be needed
+            False  # since the last batch ended; if so, the next one is learned from, because refusing may no longer be needed
         )
         self._plenty_waiting = 0
 
     def free_s(self, now: float) -> float:
-        """When an instance should be free."""
+        """Return when an instance should be free."""
         behind = len(self.running) - self._instances  # batches that wait behind another one
         return now if behind < 0 else sorted([batch.free_s(now) for batch in self.running])[behind]
 
@@ -85,12 +85,12 @@ class AdmissionControl:
         return batch
 
     def finished(self, batch: RunningBatch, now: float, took_s: float | None) -> None:
-        """Note that a batch is done.
+        """Record the end of a batch.
 
         Args:
-            batch: from `started`.
-            now: in seconds.
-            took_s: seconds of computation; None for a batch that did not run as a whole, which says nothing about others.
+            batch: the running batch that `started` returned.
+            now: present time in seconds.
+            took_s: seconds of computation; None for a batch that did not run as a whole, from which nothing is learned.
         """
         self.running.discard(batch)
         self._batches += 1
@@ -102,10 +102,10 @@ class AdmissionControl:
         self._plenty_s = PLENTY * self._longest_s * (1 + self._plenty_waiting)
 
     def admit(self, request: InferRequest, now: float) -> InferenceError | None:
-        """Note an arriving request, and tighten its deadline to the model's latency target.
+        """Record an arriving request, and tighten its deadline to the model's latency target.
 
         Returns:
-            Why it is refused; None when it is admitted.
+            The reason to refuse it; None if it is admitted.
         """
         is_confident = self._pace.arrive(request.bucket, now)
         if now - self._asked_s > STOOD_STILL_S:
@@ -127,9 +127,9 @@ class AdmissionControl:
         return self.refusal(request, end)
 
     def end_s(self, request: InferRequest, now: float) -> float:
-        """When a request that arrives at `now` can expect its answer.
+        """Return when a request that arrives at `now` can expect its answer.
 
-        The 99th percentile, as long as its margin costs at most a part (CARE) of the time that the request has: where some
+        This is the 99th percentile, as long as its margin costs at most a part (CARE) of the time that the request has: if some
         batches take many times as long as the others, the full margin would refuse nearly all requests.
         """
         pace, bucket = self._pace, request.bucket
@@ -146,23 +146,23 @@ class AdmissionControl:
         return start + (max(takes_s, likely_s + SPARE * has_s) if full else takes_s)
 
     def _postpone_overdue(self, now: float) -> None:
-        """Postpone overdue batches to `now`: the process may have been stopped."""
+        """Postpone the expected ends of overdue batches to `now`, because the process may have been stopped."""
         for batch in self.running:
             batch.likely_end_s = max(batch.likely_end_s, now)
 
     def _learn(self, batch: RunningBatch, now: float, took_s: float) -> None:
         likely_s = self._pace.likely_s(batch.bucket, batch.rows)
         strays = took_s > OFF * likely_s > 0
-        # One cause delays all batches that run at the time: count it once.
+        # One cause delays all batches that run at the time, and is counted once.
         self._pace.observe(batch.bucket, batch.rows, took_s, happened_before=strays and batch.started_s < self._strayed_s)
         if strays:
             self._strayed_s = now
 
     def refusal(self, request: InferRequest, end_s: float) -> InferenceError:
-        """The error of a request that would be answered at `end_s`.
+        """Return the error for a request that would be answered at `end_s`.
 
-        Where the model's target is the bound, a retry helps: it gets as much time again. Where the client's deadline is, it
-        does not: the queue shortens no faster than the deadline approaches.
+        If the model's target is the bound, a retry helps, because it gets the same time again. If the client's deadline is the
+        bound, a retry does not help: the queue shortens no faster than the deadline approaches.
         """
         deadline = request.deadline or 0.0
         given_s = deadline - request.arrived_ns / 1e9
@@ -182,7 +182,7 @@ class AdmissionControl:
         )
 
     def too_late(self, request: InferRequest, now: float) -> InferenceError:
-        """The error of an admitted request that cannot be answered in time any more."""
+        """Return the error for an admitted request that can no longer be answered in time."""
         if self._is_target(request) and not _has_waited_out(request, now):
             return OverloadedError(
                 "the model fell behind and cannot answer within its latency target; the request was not computed: retry with "
@@ -192,7 +192,7 @@ class AdmissionControl:
         return late_error(request, now)
 
     def _is_target(self, request: InferRequest) -> bool:
-        """Whether the model's target, not the client, set the deadline."""
+        """Return whether the model's target, not the client, set the deadline."""
         target = self._target_s
         return target is not None and request.deadline == request.arrived_ns / 1e9 + target
 
@@ -210,7 +210,7 @@ class AdmissionControl:
 
 
 def late_error(request: InferRequest, now: float) -> DeadlineExceededError:
-    """The error of a request past its timeout or deadline, or whose deadline will pass before its answer."""
+    """Return the error for a request past its timeout or deadline, or whose deadline will pass before its answer."""
     if _has_waited_out(request, now):
         waited_s = now - request.arrived_ns / 1e9
         return DeadlineExceededError(
@@ -227,7 +227,7 @@ def _has_waited_out(request: InferRequest, now: float) -> bool:
 
 
 def full_error(full: FullError, waiting: int, statistics: Statistics) -> QueueFullError:
-    """The error of a refused request; the retry delay is the time to empty the queue at the average pace so far."""
+    """Return the error for a refused request; the retry delay is the time to empty the queue at the average pace so far."""
     computing_ns = sum(size.compute_infer.ns for size in statistics.totals.by_batch_size.values())
     return QueueFullError(
         f"the model's queue is full ({full}); retry with back-off",

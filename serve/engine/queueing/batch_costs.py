@@ -1,8 +1,8 @@
-"""How long a batch of some rows and some length takes, learned from measured batches. Pure.
+"""Predicts the duration of a batch from its rows and length, learned from measured batches. Pure.
 
-A batch of n tokens (rows times length) of a transformer takes a + b * n + c * n * length seconds: what any batch costs, the
-products with weights, and attention. A device that a small batch does not fill has a large a. The fit is by relative least
-squares, so that long batches do not drown the short ones, with exponential forgetting and no negative term.
+A batch of n tokens (rows times length) of a transformer takes a + b * n + c * n * length seconds: a fixed cost, the products
+with weights, and attention. If a small batch does not fill a device, a is large. The fit uses relative least squares, so that
+long batches do not dominate short ones, with exponential forgetting and no negative term.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-KEEP: Final = 0.98  # of a batch's weight, when the next one comes
-SEED_WEIGHT: Final = 2.0  # of each batch that was measured before the model served, for ever
-LEVEL_SHARE: Final = 1 / 16  # weight of a new batch in how much slower batches are than the seed says
+KEEP: Final = 0.98  # factor on the weight of all batches when the next one comes
+SEED_WEIGHT: Final = 2.0  # permanent weight of each batch that was measured before the model served
+LEVEL_SHARE: Final = 1 / 16  # weight of a new batch in the ratio of present times to those of the seed
 STRAY: Final = 4.0  # a batch counts for at most this multiple of the expected time, and at least this fraction
-CONFIDENT: Final = 16  # batches before it predicts, where it has no seed
+CONFIDENT: Final = 16  # number of batches before it predicts, without a seed
 SPREAD: Final = 2.0  # least ratio of the tokens of the largest and the smallest batch among them
-REFRESH: Final = 4  # batches from one fit to the next
-TOKENS: Final = 64.0  # unit of the second and third term, so that all are of one size
+REFRESH: Final = 4  # number of batches from one fit to the next
+TOKENS: Final = 64.0  # unit of the second and third term, so that all have similar sizes
 LENGTH: Final = 64.0
-BATCH_S: Final = 200e-6  # of any batch, beside its measured time: the way to its thread and back, and its answers' way out
+BATCH_S: Final = 200e-6  # added to any batch's measured time: the way to its thread and back, and the way of its answers out
 Measured = tuple[int, int, float]  # rows, length, seconds
 
 
 class _Sums:
-    """Normal equations of a relative least-squares fit of three terms: the upper triangle, and the right side."""
+    """Normal equations of a relative least-squares fit of three terms: the upper triangle and the right side."""
 
     __slots__ = ("matrix", "right")
 
@@ -37,7 +37,7 @@ class _Sums:
         self.right = [KEEP * entry for entry in self.right]
 
     def add(self, rows: int, length: int, seconds: float, weight: float = 1.0) -> None:
-        """Count one batch. Each equation is divided by its `seconds`, so that errors are relative."""
+        """Add one batch. Each equation is divided by its `seconds`, so that errors are relative."""
         tokens = rows * length / TOKENS
         x, y, z = 1.0 / seconds, tokens / seconds, tokens * (length / LENGTH) / seconds
         matrix, right = self.matrix, self.right
@@ -48,10 +48,10 @@ class _Sums:
 
 
 class BatchCosts:
-    """Learns what one model's batches cost.
+    """Learns the duration of one model's batches.
 
     Attributes:
-        batches: observed while the model serves.
+        batches: number of batches observed while the model serves.
     """
 
     __slots__ = ("_least", "_level", "_most", "_seed", "_seeded", "_sums", "_terms", "batches")
@@ -63,9 +63,9 @@ class BatchCosts:
         self._seeded = len(seed) >= 3
         for rows, length, seconds in seed:
             self._seed.add(rows, length, max(1e-7, seconds), SEED_WEIGHT)
-        self._level = 1.0  # how many times longer batches take than the seed says
+        self._level = 1.0  # ratio of present batch times to those of the seed
         self._sums = _Sums()
-        self._least, self._most = 0, 0  # tokens
+        self._least, self._most = 0, 0  # in tokens
         self._terms = (0.0, 0.0, 0.0)
         if self._seeded:
             self._fit()
@@ -76,7 +76,7 @@ class BatchCosts:
         return self._seeded or (self.batches >= CONFIDENT and self._most >= SPREAD * self._least)
 
     def seconds(self, rows: int, length: int) -> float:
-        """Expected seconds of a batch, with its way there and back. Only meaningful once confident."""
+        """Return the expected seconds of a batch, including its way there and back. Only meaningful once confident."""
         tokens = rows * length / TOKENS
         a, b, c = self._terms
         return BATCH_S + a + tokens * (b + c * (length / LENGTH))
@@ -87,7 +87,7 @@ class BatchCosts:
         if self.is_confident:
             expected = max(1e-7, self.seconds(rows, length) - BATCH_S)
             seconds = min(max(seconds, expected / STRAY), expected * STRAY)
-            # The terms are of this level: what is learned here is a change of it.
+            # The terms include the level, so that the ratio learned here is a change of it.
             self._level *= 1.0 + LEVEL_SHARE * (seconds / expected - 1.0)
         self._sums.forget()
         self._sums.add(rows, length, seconds)
@@ -112,14 +112,14 @@ class BatchCosts:
 
 
 def _solved(upper: Sequence[float], right: Sequence[float], used: Sequence[bool]) -> list[float]:
-    """Solve the normal equations for the used terms, by elimination; the others are 0."""
+    """Solve the normal equations for the used terms by elimination; the other terms are 0."""
     full = [
         [upper[0], upper[1], upper[2]],
         [upper[1], upper[3], upper[4]],
         [upper[2], upper[4], upper[5]],
     ]
     places = [place for place in range(3) if used[place]]
-    # Terms that batches of one shape cannot tell apart need a little weight of their own.
+    # Terms that batches of one shape cannot distinguish get a little weight of their own.
     rows = [[full[i][j] * (1.0 + 1e-9 if i == j else 1.0) for j in places] + [right[i]] for i in places]
     count = len(places)
     for pivot in range(count):

@@ -1,9 +1,9 @@
-"""How many rows a batch should have, learned from what a row costs in larger and smaller batches. Pure.
+"""Learns how many rows a batch should have, from the cost of a row in larger and smaller batches. Pure.
 
-On a GPU a further row is nearly free, and a batch should take all it can. On a core, images in a batch of 32 may cost more each
-than in one of 8, as they fall out of its cache: the larger batch delays its requests and leaves their clients idle. So now and
-then a few batches are tried that are smaller or larger than those in use, and compared with those just before. Both are recent:
-a drift of the machine's speed falls on both, and a wrong decision is taken back by a later trial.
+On a GPU a further row is nearly free, and a batch should take all it can. On a CPU core, an image in a batch of 32 may cost
+more than in one of 8, because the batch exceeds the cache: the larger batch delays its requests and leaves their clients idle.
+Therefore some smaller or larger batches are tried now and then, and compared with the batches just before. Because both are
+recent, a drift of the machine's speed affects both, and a later trial corrects a wrong decision.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Final
 
-BATCH_S: Final = 50e-6  # of each batch, beside its measured time: the way to its thread and back
+BATCH_S: Final = 50e-6  # added to each batch's measured time: the way to its thread and back
 LATEST: Final = 4  # batches that are compared with as many of a trial; the cheapest of each counts, as others were interrupted
-# Halving a batch may make rows dearer by one part in 32, doubling must make them cheaper by two: in between nothing changes.
+# Halving a batch may make a row dearer by 1/32, doubling must make it cheaper by 1/16: in between nothing changes.
 DEARER: Final = 1 / 32
 CHEAPER: Final = 1 / 16
 CLEARLY: Final = 1.5  # a trial batch whose rows cost this multiple ends the trial
-STEPS: Final = (-1, 1, -2)  # of trials, in doublings of the batch
+STEPS: Final = (-1, 1, -2)  # sizes of successive trials, in doublings of the batch
 # Batches between two trials; the pause doubles with each trial that changes nothing.
 FIRST_PAUSE: Final = 16
 LONGEST_PAUSE: Final = 1024
-MAX_BUCKETS: Final = 256  # bounds the memory against clients that vary their shapes
+MAX_BUCKETS: Final = 256  # limits the memory that clients with varying shapes can take
 
 
 class RowCosts:
-    """Batches of one bucket. Their sizes are told apart by powers of two: 2 ** n rows to 2 ** (n + 1) - 1 have size n.
+    """Row costs in batches of one bucket. Batches of 2 ** n to 2 ** (n + 1) - 1 rows count as size n.
 
     Attributes:
-        most_rows: that the next batch should have.
+        most_rows: most rows that the next batch should have.
     """
 
     __slots__ = (
@@ -49,10 +49,10 @@ class RowCosts:
     def __init__(self, max_rows: int) -> None:
         self.most_rows = self._max_rows = max_rows
         self._largest = self._best = _size(max_rows)
-        self._size = -1  # of the latest batches
-        self._latest: list[float] = []  # seconds per row, at most LATEST
-        self._trial: list[float] | None = None  # likewise, of the running trial
-        self._left = 0  # batches of the running trial
+        self._size = -1  # size of the latest batches
+        self._latest: list[float] = []  # seconds per row of the latest batches, at most LATEST
+        self._trial: list[float] | None = None  # seconds per row in the running trial
+        self._left = 0  # remaining batches of the running trial
         self._step = 0  # index of the next trial's step
         self._wait = self._pause = FIRST_PAUSE
 
@@ -78,7 +78,7 @@ class RowCosts:
             self._try()
 
     def _try(self) -> None:
-        """Begin the next trial that is possible, if any: a larger batch needs rows that the bound has held back."""
+        """Begin the next possible trial, if any: a larger batch needs rows that the bound has held back."""
         for _ in STEPS:
             size = self._size + STEPS[self._step]
             self._step = (self._step + 1) % len(STEPS)
@@ -98,7 +98,7 @@ class RowCosts:
             self._decide(tried, trial)
 
     def _decide(self, tried: int, trial: list[float]) -> None:
-        """End the trial, and keep its size if rows have not become dearer by it."""
+        """End the trial, and keep its size if it has not made rows dearer."""
         step, usual_s = tried - self._size, min(self._latest)
         allowed_s = usual_s * (1 - CHEAPER * step if step > 0 else 1 - DEARER * step)
         if trial and min(trial) <= allowed_s:
@@ -119,7 +119,7 @@ def _size(rows: int) -> int:
 
 
 class BatchGrowth:
-    """Learns, by bucket, up to how many rows a batch of one model should grow."""
+    """Learns, by bucket, the largest useful number of rows in a batch of one model."""
 
     __slots__ = ("_costs", "_max_rows")
 
@@ -128,7 +128,7 @@ class BatchGrowth:
         self._costs: OrderedDict[Hashable, RowCosts] = OrderedDict()
 
     def most_rows(self, bucket: Hashable) -> int:
-        """Rows that the next batch should have at most."""
+        """Return the most rows that the next batch should have."""
         costs = self._costs.get(bucket)
         return self._max_rows if costs is None else costs.most_rows
 
@@ -137,7 +137,7 @@ class BatchGrowth:
         costs = self._costs.get(bucket)
         if costs is None:
             if rows < 2:
-                return  # nothing to compare: what arrives one at a time makes no larger batch
+                return  # requests that arrive one at a time form no larger batch to compare with
             if len(self._costs) >= MAX_BUCKETS:
                 self._costs.popitem(last=False)
             costs = self._costs[bucket] = RowCosts(self._max_rows)

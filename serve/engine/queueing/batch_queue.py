@@ -1,7 +1,7 @@
-"""The batching policy: which waiting requests run together, and when. Pure: no clock, no thread, no event loop.
+"""The batching policy: decides which waiting requests run together, and when. Pure: no clock, no thread, no event loop.
 
 Each bucket (requests that can be concatenated) has its own line, so that mixed shapes do not split each other's batches.
-The most common case costs least: one priority and one bucket at a time.
+The most common case, one priority and one bucket at a time, costs least.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class FullError(Exception):
 
 
 class Batch:
-    """What `take` hands out.
+    """Requests that `take` removes from the queue to run together.
 
     Attributes:
-        bucket: of all its requests; of the longest one, where lengths are mixed.
-        requests: in order of arrival, at most `max_rows` rows in all; may be empty.
-        late: requests past their deadline or timeout; they are not computed.
-        rows: of `requests`.
+        bucket: bucket of all its requests; that of the longest one, if lengths are mixed.
+        requests: requests in order of arrival, at most `max_rows` rows in all; may be empty.
+        late: requests past their deadline or timeout, which are not computed.
+        rows: total rows of `requests`.
     """
 
     __slots__ = ("bucket", "late", "requests", "rows")
@@ -45,8 +45,8 @@ class BatchQueue:
     """Takes requests one at a time and hands them out in batches.
 
     Attributes:
-        limits: its bounds.
-        pace: predicts how long batches take, so that batches wait or go accordingly; None leaves that to the limits alone.
+        limits: bounds of the queue and its batches.
+        pace: predicts how long batches take, which decides when they leave; None leaves that to the limits alone.
     """
 
     def __init__(self, limits: BatchLimits, pace: Pace | None = None, mixed: MixedLengths | None = None) -> None:
@@ -56,18 +56,19 @@ class BatchQueue:
         self._mixed = mixed
         self._targets = limits.targets
         self._max_rows, self._levels = limits.max_rows, limits.levels
-        self._full_rows = limits.max_rows  # of a batch that no further request fits
-        # Preferred sizes leave nothing to learn.
+        self._full_rows = limits.max_rows  # rows of a batch that no further request fits
+        # With preferred sizes, there is nothing to learn.
         self._growth = BatchGrowth(limits.max_rows) if limits.max_rows > 1 and not limits.preferred_rows else None
         self._max_waiting, self._max_bytes = limits.max_waiting, limits.max_waiting_bytes
-        self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
-        # Mixed lengths may still share a batch, and a latency target says how long waiting pays.
+        self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # whether a batch may wait for more
+        # Another shape ends the delay, unless mixed lengths may share the batch, or a latency target decides how long waiting
+        # pays.
         self._flushes = limits.max_delay_s > 0 and limits.latency_target_s is None and mixed is None
         self._count_levels = limits.levels > 1
-        self._by_level: dict[int, int] = {}  # waiting requests
-        # A line that was the only one when its last request left stays for the next request.
+        self._by_level: dict[int, int] = {}  # number of waiting requests
+        # A line that was the only one when its last request left is kept for the next request.
         self._lines: dict[Hashable, WaitingLine] = {}
-        self._line = WaitingLine(_NO_BUCKET)  # of the latest request
+        self._line = WaitingLine(_NO_BUCKET)  # line of the latest request
         self._waiting = self._bytes = 0
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class BatchQueue:
 
         Raises:
             FullError: the queue is full; the request was not taken.
-            ValueError: the request alone has more rows than a batch may have, or an unknown priority.
+            ValueError: the request alone has more rows than a batch may have, or its priority is unknown.
         """
         if request.rows > self._max_rows:
             raise ValueError(f"{request.rows} rows do not fit a batch of at most {self._max_rows}")
@@ -87,7 +88,7 @@ class BatchQueue:
         if self._waiting >= self._max_waiting:
             raise FullError(f"{self._max_waiting} requests wait")
         held = self._bytes + request.size
-        if held > self._max_bytes and self._waiting:  # the transport bounds a single request
+        if held > self._max_bytes and self._waiting:  # a single request is limited by the transport
             raise FullError(f"requests of {self._bytes / 2**20:.0f} MiB wait, of at most {self._max_bytes / 2**20:.0f} MiB")
         if self._count_levels:
             self._enter_level(request.priority)
@@ -99,23 +100,23 @@ class BatchQueue:
         self._bytes = held
 
     def part(self) -> None:
-        """Hand requests out one by one from now on."""
+        """Form batches of single requests from now on."""
         self._full_rows, self._targets, self._holds, self._growth, self._mixed = 1, (1,), False, None, None
 
     def observe(self, bucket: Hashable, rows: int, seconds: float) -> None:
-        """Learn from a batch of `rows` rows that took `seconds`: further ones grow as long as that makes rows cheaper."""
+        """Learn from a batch of `rows` rows that took `seconds`: batches grow as long as that makes rows cheaper."""
         if self._growth is not None:
             self._growth.observe(bucket, rows, seconds)
         if self._mixed is not None:
             self._mixed.observe(bucket, rows, seconds)
 
     def take(self, now: float, *, hurry: bool = False, begins: float | None = None) -> Batch | None:
-        """The batch that should leave at `now` (seconds); None when none waits or waiting still pays (see `next_due`).
+        """Take the batch that should leave at `now` (seconds); None if none waits or waiting still pays (see `next_due`).
 
         Args:
-            now: in seconds.
-            hurry: end all waiting: no more requests will arrive.
-            begins: when the batch will be computed, where that is later.
+            now: present time in seconds.
+            hurry: whether to end all waiting, because no more requests will arrive.
+            begins: time at which the batch will be computed, if that is later.
         """
         if not self._waiting:
             return None
@@ -138,7 +139,7 @@ class BatchQueue:
         return Batch(line.bucket, requests, late, rows)
 
     def _take_mixed(self, lines: list[WaitingLine], now: float, finish: float) -> Batch:
-        """A batch of all requests in these lines, the longest ones in the last line."""
+        """Take a batch of all requests in these lines; the last line has the longest requests."""
         bucket = lines[-1].bucket
         requests: list[InferRequest] = []
         late: list[InferRequest] = []
@@ -153,11 +154,11 @@ class BatchQueue:
         return Batch(bucket, requests, late, rows)
 
     def is_ready(self, now: float, *, hurry: bool = False) -> bool:
-        """Whether `take` would return a batch."""
+        """Return whether `take` would return a batch."""
         return self._waiting > 0 and self._ready(now, hurry=hurry) is not None
 
     def has_full_batch(self, now: float) -> bool:
-        """Whether `take` would return a batch that further requests would not enlarge."""
+        """Return whether `take` would return a batch that further requests would not enlarge."""
         line = self._ready(now, hurry=False) if self._waiting else None
         if line is None:
             return False
@@ -165,7 +166,7 @@ class BatchQueue:
         return line.rows >= (full if self.pace is None else min(full, self.pace.most_rows(line.bucket)))
 
     def take_late(self, now: float) -> list[InferRequest]:
-        """Take out every request whose time has run out, to make room."""
+        """Remove every request whose time has run out, to make room."""
         late: list[InferRequest] = []
         for line in list(self._lines.values()):
             if (soonest := line.soonest) is not None and soonest <= now:
@@ -175,13 +176,13 @@ class BatchQueue:
         return late
 
     def next_due(self, now: float) -> float | None:
-        """When to call `take` next if no request arrives, in seconds; None when none waits."""
+        """Return when to call `take` next if no request arrives, in seconds; None if none waits."""
         if not self._waiting:
             return None
         return min(self._due(line, now) for line in self._lines.values() if line.rows)
 
     def remove(self, request: InferRequest) -> bool:
-        """Take a cancelled request out; False when it is not here any more."""
+        """Remove a cancelled request; False if it is no longer here."""
         line = self._lines.get(request.bucket)
         if line is None or not line.remove(request):
             return False
@@ -190,17 +191,17 @@ class BatchQueue:
         return True
 
     def lines(self) -> Iterator[WaitingLine]:
-        """The lines that hold requests."""
+        """Return the lines that hold requests."""
         return (line for line in self._lines.values() if line.rows)
 
     def waiting_before(self, level: int) -> int:
-        """Number of waiting requests that are as urgent as `level`, or more."""
+        """Return the number of waiting requests that are as urgent as `level`, or more."""
         return (
             sum([count for other, count in self._by_level.items() if other <= level]) if self._count_levels else self._waiting
         )
 
     def rows_before(self, bucket: Hashable) -> int:
-        """Waiting rows of a bucket."""
+        """Return the number of waiting rows of a bucket."""
         line = self._lines.get(bucket)
         return 0 if line is None else line.rows
 
@@ -216,7 +217,7 @@ class BatchQueue:
         return line.rows >= min(self._targets[-1], self._most_useful_rows(line.bucket)) or now >= self._due(line, now)
 
     def _due(self, line: WaitingLine, now: float) -> float:
-        """When the line must go even if no request arrives."""
+        """Return when the line must leave even if no request arrives."""
         first_arrival = line.first_arrival
         if line.is_due:
             return first_arrival
@@ -229,7 +230,7 @@ class BatchQueue:
         return first_arrival if bound is not None and bound <= due else due
 
     def _most_rows(self, line: WaitingLine, now: float) -> int:
-        """Rows of the next batch: the largest preferred size that is filled; all, once the delay is over."""
+        """Return the rows of the next batch: the largest preferred size that is filled; all rows, once the delay is over."""
         if len(self._targets) == 1 or self.limits.padded_rows:
             return self._most_useful_rows(line.bucket)
         delay = self.limits.max_delay_s
@@ -238,18 +239,18 @@ class BatchQueue:
         return next((target for target in self._targets if target <= line.rows), self._full_rows)
 
     def _most_useful_rows(self, bucket: Hashable) -> int:
-        """Rows of a batch that further rows would not improve."""
+        """Return the rows of a batch that further rows would not improve."""
         return self._full_rows if self._growth is None else self._growth.most_rows(bucket)
 
     def _bound(self, bucket: Hashable) -> int:
-        """Rows that a batch of mixed lengths may have, the longest of them of `bucket`."""
+        """Return the most rows of a batch of mixed lengths, the longest of which belong to `bucket`."""
         most = self._most_useful_rows(bucket)
         return most if self.pace is None else min(most, self.pace.most_rows(bucket))
 
     def _must_take_s(self, line: WaitingLine, most_rows: int, pace: Pace) -> float:
-        """Seconds that a request must have left to be worth computing."""
+        """Return the seconds that a request must have left to be worth computing."""
         if self._waiting == 1:
-            return 0.0  # it delays no other request, and shows what batches cost now
+            return 0.0  # it delays no other request, and shows the present cost of a batch
         if line.rows > most_rows or len(self._lines) > 1:
             return pace.mostly_s(line.bucket, min(line.rows, most_rows))  # others can be answered in its place
         return pace.likely_s(line.bucket, line.rows)
@@ -261,7 +262,7 @@ class BatchQueue:
                 self._lines.clear()
             line = self._lines[bucket] = WaitingLine(bucket)
         if self._flushes and line is not self._line:
-            # As in Triton: another shape ends the delay of what waits. The copies that are free compute it at once.
+            # As in Triton, another shape ends the delay of the waiting requests. Free copies compute them at once.
             for other in self._lines.values():
                 other.is_due = other is not line and other.rows > 0
         self._line = line

@@ -1,7 +1,7 @@
-"""Share the CPU cores fairly between models: which model may compute its next batch. Pure.
+"""Shares the CPU cores fairly between models: decides which model may compute its next batch. Pure.
 
 A slot is the right to run one batch. Each model's compute time, divided by its weight, is counted; a free slot goes to the
-waiting model with the least (start-time fair queueing, Goyal, Vin and Cheng 1996). A model that comes back after a pause starts
+waiting model with the least (start-time fair queueing, Goyal, Vin and Cheng 1996). A model that returns after a pause starts
 level with the others: unused time is not saved up. Of two models that are always busy, neither gets ahead of the other by more
 than one batch per slot. No slot is idle while a model waits.
 """
@@ -16,8 +16,8 @@ class ComputeShare:
     """One model's share of the slots.
 
     Attributes:
-        attained: seconds computed so far, divided by the weight; a running batch counts as long as the previous one took.
-        waits: it wants a slot.
+        attained: seconds computed so far, divided by the weight; a running batch counts with the time of the previous one.
+        waits: whether it wants a slot.
         wake: called when it is the model's turn.
     """
 
@@ -29,7 +29,7 @@ class ComputeShare:
         self._expected = 0.0
         self.wake = wake
         self.attained = 0.0
-        self._charged: deque[float] = deque()  # one entry per running batch; the order does not matter to the sum
+        self._charged: deque[float] = deque()  # seconds charged per running batch; the order does not affect the sum
         self.waits = False
 
     @property
@@ -38,11 +38,11 @@ class ComputeShare:
         return self.waits or bool(self._charged)
 
     def claim(self) -> bool:
-        """Take a slot for one batch. False when it is another model's turn; `wake` is called once it is this model's."""
+        """Take a slot for one batch. Returns False if it is another model's turn; `wake` is called once it is this model's."""
         return self._slots.claim(self)
 
     def give_back(self, seconds: float, *, wants_more: bool = False) -> None:
-        """Return a slot after a batch of `seconds`; `wants_more`: another batch waits."""
+        """Return a slot after a batch of `seconds`; `wants_more`: whether another batch waits."""
         self.attained += (seconds - self._charged.popleft()) / self._weight
         self._expected = seconds
         self._slots.give_back(self, wants_more=wants_more)
@@ -52,20 +52,20 @@ class ComputeShare:
         self._slots.withdraw(self)
 
     def charge(self) -> None:
-        """Count a batch that starts."""
+        """Charge a batch that starts."""
         self.attained += self._expected / self._weight
         self._charged.append(self._expected)
 
 
 class ComputeSlots:
-    """Hands a number of slots to the models that join."""
+    """Gives a number of slots to the models that join."""
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise ValueError(f"there are {slots} compute slots, expected at least 1")
         self.free = slots
         self._waiting: list[ComputeShare] = []
-        self._floor = 0.0  # minimum `attained` of a model that comes back
+        self._floor = 0.0  # least `attained` of a model that returns after a pause
 
     def join(self, wake: Callable[[], None], weight: float = 1.0) -> ComputeShare:
         """Add a model.
@@ -73,7 +73,7 @@ class ComputeSlots:
         Args:
             wake: called when it is the model's turn, after a refused claim; it should claim a slot at once, if it still wants
                 one.
-            weight: a model of weight 2 gets twice the time of one of weight 1, while both are busy.
+            weight: a model of weight 2 gets twice the time of one of weight 1, as long as both are busy.
         """
         return ComputeShare(self, wake, weight)
 

@@ -1,8 +1,8 @@
-"""Which waiting requests of different lengths share a batch. Pure.
+"""Chooses which waiting requests of different lengths share a batch. Pure.
 
-Padding a request costs what its empty places take to compute; a batch of its own costs what any batch costs. So the waiting
-lengths, in order, are divided into the groups that take the least time together, by what batches have cost so far, and the
-group with the most urgent request is the next batch. No request is passed over: the most urgent one is always in the batch.
+Padding a request costs the time to compute its empty places; a batch of its own has the fixed cost of a batch. So the waiting
+lengths, in order, are divided into the groups that take the least time together, by the batch costs so far, and the group with
+the most urgent request is the next batch. No request is passed over: the most urgent one is always in the batch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from halfserve.serve.engine.queueing.batch_costs import BatchCosts
 from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.waiting_line import WaitingLine
 
-NEAR: Final = 48  # lengths on each side of the most urgent request's that are looked at
-GAIN: Final = 0.02  # part by which a shared batch must be cheaper: predictions are not exact
+NEAR: Final = 48  # lengths to consider on each side of the most urgent request's
+GAIN: Final = 0.02  # part by which a shared batch must be cheaper, because predictions are not exact
 
 
 class MixedLengths:
     """Chooses the lengths of one model's batches.
 
     Attributes:
-        costs: of batches, learned.
-        padding: which shapes belong together.
+        costs: learned batch durations.
+        padding: tells which shapes can be padded to one.
     """
 
     __slots__ = ("_max_tokens", "costs", "padding")
@@ -34,13 +34,13 @@ class MixedLengths:
         self._max_tokens = padding.settings.max_tokens
 
     def observe(self, bucket: Hashable, rows: int, seconds: float) -> None:
-        """Learn from a batch, whose longest request is of `bucket`."""
+        """Learn from a batch whose longest request belongs to `bucket`."""
         place = self.padding.place(bucket)
         if place is not None:
             self.costs.observe(rows, place.padded, seconds)
 
     def most_rows(self, bucket: Hashable, rows: int) -> int:
-        """`rows`, or fewer where these are too many tokens; one at least."""
+        """Return `rows`, or fewer if these have too many tokens; at least one."""
         place = self.padding.place(bucket)
         if self._max_tokens is None or place is None:
             return rows
@@ -49,17 +49,17 @@ class MixedLengths:
     def group(
         self, first: WaitingLine, lines: Iterable[WaitingLine], most_rows: Callable[[Hashable], int], now: float, begins: float
     ) -> list[WaitingLine]:
-        """The lines whose requests are the next batch, all of them.
+        """Return the lines whose requests form the next batch, all of them together.
 
         Args:
-            first: holds the most urgent request.
-            lines: all, by shape.
-            most_rows: of a batch whose longest requests are of a bucket.
-            now: in seconds.
-            begins: when the batch will be computed, in seconds.
+            first: the line with the most urgent request.
+            lines: all lines, by shape.
+            most_rows: returns the most rows of a batch whose longest requests belong to a bucket.
+            now: present time in seconds.
+            begins: time at which the batch will be computed, in seconds.
 
         Returns:
-            `first`, and others in rising length; or `first` alone, which may hold more rows than fit one batch.
+            `first`, and others in rising length; or `first` alone, which may hold more rows than fit into one batch.
         """
         place = self.padding.place(first.bucket)
         if place is None:
@@ -68,7 +68,7 @@ class MixedLengths:
         near: list[tuple[int, int, WaitingLine]] = []
         for line in lines:
             other = self.padding.place(line.bucket)
-            # A less urgent line may have a longer length, and would delay the more urgent one.
+            # A less urgent line is excluded: it may have a longer length, and would delay the more urgent one.
             if other is not None and line.rows and other.family == place.family and line.urgency(now)[0] // 2 == level:
                 near.append((other.padded, other.length, line))
         if not self.costs.is_confident:
@@ -86,10 +86,10 @@ class MixedLengths:
     def _cheapest(
         self, near: list[tuple[int, int, WaitingLine]], first: WaitingLine, most_rows: Callable[[Hashable], int]
     ) -> list[WaitingLine]:
-        """The lines that share a batch with `first` where all lines together take the least time."""
+        """Return the lines that share a batch with `first` when all lines together take the least time."""
         count = len(near)
-        best = [0.0] * (count + 1)  # seconds of the first lines
-        begin = [0] * (count + 1)  # of the last batch of these
+        best = [0.0] * (count + 1)  # least seconds for the first lines
+        begin = [0] * (count + 1)  # index of the first line in the last batch of these
         for end in range(1, count + 1):
             length, _, longest = near[end - 1]
             most = self.most_rows(longest.bucket, most_rows(longest.bucket))
@@ -115,14 +115,14 @@ class MixedLengths:
     def _seconds(self, rows: int, length: int, most: int) -> float:
         costs = self.costs
         if not costs.is_confident:
-            return float(-(-rows // most))  # all are of one length: fewer batches are better
+            return float(-(-rows // most))  # all have one length, so that fewer batches are better
         if rows <= most:
             return costs.seconds(rows, length)
         full, rest = divmod(rows, most)
         return full * costs.seconds(most, length) + (costs.seconds(rest, length) if rest else 0.0)
 
     def _would_be_late(self, group: list[WaitingLine], begins: float) -> bool:
-        """Whether a request in these lines could miss its deadline in a batch of all of them."""
+        """Return whether a request in these lines could miss its deadline in a batch of all of them."""
         deadlines = [line.soonest_deadline for line in group if line.soonest_deadline is not None]
         if not deadlines:
             return False

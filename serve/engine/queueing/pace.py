@@ -1,9 +1,9 @@
-"""When a batch should go, from a latency model that is learned online and from how fast requests arrive. Pure.
+"""Decides when a batch should leave, from a latency model that is learned online and from the rate of arrivals. Pure.
 
-A batch waits for one more request only while that shortens the total waiting time. Say n rows wait, the next is expected in g
-seconds, and a batch takes a + b * n. Without waiting, the newcomer arrives during the batch and waits for the rest of it,
-a + b * n - g, and then for its own, a + b. With waiting, the newcomer takes a + b * (n + 1), and each of the n takes g + b
-longer. So waiting pays while (n + 1) * g + n * b < a.
+A batch waits for one more request only while that shortens the total waiting time. Let n rows wait, let the next row be
+expected in g seconds, and let a batch take a + b * n. Without waiting, the new row arrives during the batch and waits for the
+rest of it, a + b * n - g, and then for its own batch, a + b. With waiting, the new row takes a + b * (n + 1), and each of the n
+rows takes g + b longer. So waiting pays while (n + 1) * g + n * b < a.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-KEEP: Final = 0.99  # of a batch's weight, when the next one comes
-RATIOS: Final = 256  # of the latest batches
-REFRESH: Final = 32  # batches until the ratios are sorted again
+KEEP: Final = 0.99  # factor on the weight of all batches when the next one comes
+RATIOS: Final = 256  # number of latest batches whose ratios are kept
+REFRESH: Final = 32  # number of batches until the ratios are sorted again
 STRAY: Final = 4.0  # a batch counts for at most this multiple of the expected time, and at least this fraction
 OFF: Final = 2.0  # 8 batches in a row off by a factor of 2 restart the model
 OFF_IN_A_ROW: Final = 8
-CONFIDENT: Final = 16  # batches before it predicts
+CONFIDENT: Final = 16  # number of batches before it predicts
 SAFE_RANK: Final = 0.99
 FAIR_RANK: Final = 0.9
-MAX_BUCKETS: Final = 256  # bounds the memory against clients that vary their shapes
+MAX_BUCKETS: Final = 256  # limits the memory that clients with varying shapes can take
 GAP_SHARE: Final = 1 / 16  # weight of a new gap in the average
 LONG_GAP: Final = 8.0  # cap of a gap, in average gaps
 PATIENT_GAPS: Final = 3.0  # average gaps without an arrival that end the waiting
-# A request that arrives just after a batch has started waits for that batch and then takes part in one as large.
+# A request that arrives just after a batch has started waits for that batch and is then part of one as large.
 BATCHES_IN_A_TARGET: Final = 2.0
-CHEAP_COMPANY: Final = 1.25  # rows that lengthen a batch of one row by at most this factor are always let in
+CHEAP_COMPANY: Final = 1.25  # rows that lengthen a batch of one row by at most this factor are always accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class BatchLimits:
     """The bounds of one model's queue.
 
     Attributes:
-        max_rows: rows in one batch, at least 1.
-        max_delay_s: seconds that the first request of a batch waits for others; 0 sends what is there.
-        preferred_rows: a bucket that holds one of these sizes waits no longer.
-        max_waiting: requests in the queue, over all buckets.
-        max_waiting_bytes: bytes that these hold; a single request may hold more.
+        max_rows: most rows in one batch, at least 1.
+        max_delay_s: seconds that the first request of a batch waits for others; 0 never waits.
+        preferred_rows: sizes at which a bucket waits no longer.
+        max_waiting: most requests in the queue, over all buckets.
+        max_waiting_bytes: most bytes that these hold; a single request may hold more.
         levels: number of priorities.
         max_waiting_by_level: `max_waiting` of single priorities; None for no bound of their own.
         max_waiting_of_others: `max_waiting` of each other priority.
         padded_rows: sizes that batches are padded to, in rising order; empty pads nothing.
-        latency_target_s: seconds within which requests must be answered; the others are refused. None: no target.
+        latency_target_s: seconds within which requests must be answered; others are refused. None sets no target.
         compute_weight: the model's weight among the models that share the compute slots.
     """
 
@@ -68,24 +68,26 @@ class BatchLimits:
 
 
 def padded_rows(rows: int, sizes: Sequence[int]) -> int:
-    """The rows with which a batch of `rows` rows runs: the smallest of `sizes`, which rise, that holds it; else `rows`."""
+    """Return the number of rows with which a batch of `rows` rows runs: the smallest of the rising `sizes` that holds it; else
+    `rows`.
+    """
     if not sizes:
         return rows
     return next((size for size in sizes if size >= rows), rows)
 
 
 class LatencyModel:
-    """How long batches of one bucket take, fitted online: `a + b * rows` seconds.
+    """Predicts the duration of batches of one bucket, fitted online: `a + b * rows` seconds.
 
-    Least squares over sums with exponential forgetting. The spread is kept as ratios of the latest batches, measured over
+    The fit uses least squares with exponential forgetting. The spread is kept as ratios of the latest batches, measured over
     fitted, and read by rank: unlike a standard deviation, that is robust against single batches that take ten times as long.
 
     Attributes:
-        batches: observed.
-        fixed_s: seconds of any batch (a); 0 until `is_confident`.
-        per_row_s: seconds of each row (b).
+        batches: number of batches observed.
+        fixed_s: seconds that any batch takes (a); 0 until `is_confident`.
+        per_row_s: seconds per row (b).
         safe: the 99th percentile of batch times, as a multiple of the fitted time; at least 1.
-        fair: the 90th percentile.
+        fair: the 90th percentile, as such a multiple.
     """
 
     __slots__ = ("_n", "_nn", "_nt", "_off", "_ratios", "_t", "_weight", "batches", "fair", "fixed_s", "per_row_s", "safe")
@@ -100,14 +102,14 @@ class LatencyModel:
 
     @property
     def is_confident(self) -> bool:
-        """Whether it has seen enough batches to predict."""
+        """Whether it has observed enough batches to predict."""
         return self.batches >= CONFIDENT
 
     def observe(self, rows: int, seconds: float, *, happened_before: bool = False) -> None:
         """Learn from a batch of `rows` rows that took `seconds`.
 
-        `happened_before`: the cause of its delay also delayed another batch at that time, so it is not counted as a second
-        delay.
+        `happened_before`: whether the cause of its delay also delayed another batch at that time, so that it is not counted as
+        a second delay.
         """
         if self.batches >= CONFIDENT // 2:
             fitted = max(1e-9, self._fitted(rows))
@@ -116,7 +118,7 @@ class LatencyModel:
                 return
             if not (happened_before and self._ratios):
                 self._ratios.append(seconds / fitted)
-            # A larger deviation is a hiccup, or a new regime that the next batches will confirm.
+            # A larger deviation is an outlier, or a new regime that the next batches will confirm.
             seconds = min(max(seconds, fitted / STRAY), fitted * STRAY)
         self._weight = self._weight * KEEP + 1.0
         self._n = self._n * KEEP + rows
@@ -131,7 +133,7 @@ class LatencyModel:
             self.safe, self.fair = (max(1.0, ranked[min(int(rank * len(ranked)), most)]) for rank in (SAFE_RANK, FAIR_RANK))
 
     def _is_new(self, ratio: float) -> bool:
-        """Whether OFF_IN_A_ROW batches strayed in one direction: what was learned no longer holds."""
+        """Return whether OFF_IN_A_ROW batches deviated in one direction, so that the learned times no longer hold."""
         sign = 1 if ratio > OFF else -1 if ratio < 1 / OFF else 0
         self._off = self._off + sign if sign and sign * self._off >= 0 else sign
         return abs(self._off) >= OFF_IN_A_ROW
@@ -144,19 +146,22 @@ class LatencyModel:
         self.observe(rows, seconds)
 
     def likely_s(self, rows: int) -> float:
-        """Expected seconds of a batch; 0 until confident."""
+        """Return the expected seconds of a batch; 0 until confident."""
         return self._fitted(rows) if self.batches >= CONFIDENT else 0.0
 
     def at_most_s(self, rows: int) -> float:
-        """99th percentile of the seconds of a batch; 0 until confident."""
+        """Return the 99th percentile of the seconds of a batch; 0 until confident."""
         return self.likely_s(rows) * self.safe
 
     def mostly_s(self, rows: int) -> float:
-        """90th percentile of the seconds of a batch; 0 until confident."""
+        """Return the 90th percentile of the seconds of a batch; 0 until confident."""
         return self.likely_s(rows) * self.fair
 
     def most_rows(self, seconds: float, limit: int) -> int:
-        """The largest batch, of 1 to `limit` rows, whose 99th percentile is at most `seconds`; `limit` until confident."""
+        """Return the most rows, 1 to `limit`, of a batch that takes `seconds` at the 99th percentile; `limit` until confident.
+
+        A batch of one row may take longer.
+        """
         left = seconds / self.safe - self.fixed_s
         if not self.is_confident or left >= self.per_row_s * limit:
             return limit
@@ -166,13 +171,13 @@ class LatencyModel:
         return self.fixed_s + self.per_row_s * rows
 
     def _fit(self) -> None:
-        """Least squares under a >= 0 and b >= 0: a batch never costs less than nothing, nor less for one more row.
+        """Fit a >= 0 and b >= 0 by least squares: neither a batch nor a further row has a negative cost.
 
-        The bounds also keep extrapolation sane: fewer rows than seen cost between their proportion and all of the usual time,
+        The bounds also limit extrapolation: fewer rows than observed cost between their proportion and all of the usual time,
         more rows between the usual time and their proportion.
         """
         spread = self._weight * self._nn - self._n * self._n
-        # All batches of one size: a and b cannot be told apart, and a = 0 is the safe guess for larger batches.
+        # With batches of one size, a and b cannot be distinguished, and a = 0 is the safe guess for larger batches.
         slope = self._nt / self._nn if spread <= 1e-9 * self._n * self._n else self._slope(spread)
         self.per_row_s = slope
         self.fixed_s = max(0.0, (self._t - slope * self._n) / self._weight)
@@ -186,7 +191,7 @@ class LatencyModel:
 
 
 class Arrivals:
-    """How fast the requests of a bucket arrive.
+    """Tracks how fast the requests of a bucket arrive.
 
     Attributes:
         gap_s: average seconds between two arrivals; None before the second.
@@ -208,14 +213,14 @@ class Arrivals:
 
 
 class Pace:
-    """Learns, by bucket, how fast one model's batches run and its requests arrive. Predictions are 0 s until confident."""
+    """Learns, by bucket, the duration of one model's batches and its rate of requests. Predictions are 0 s until confident."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self._known: OrderedDict[Hashable, tuple[LatencyModel, Arrivals]] = OrderedDict()
 
     def arrive(self, bucket: Hashable, now: float) -> bool:
-        """Note an arrival at `now`, in seconds; whether the latency model is confident."""
+        """Record an arrival at `now`, in seconds; returns whether the latency model is confident."""
         model, arrivals = self._known.get(bucket) or self._of(bucket)
         arrivals.arrive(now)
         return model.batches >= CONFIDENT
@@ -241,7 +246,7 @@ class Pace:
         return known[0].mostly_s(self._padded(rows)) if known else 0.0
 
     def most_rows(self, bucket: Hashable) -> int:
-        """Rows of the largest batch that holds the latency target."""
+        """Return the rows of the largest batch that meets the latency target."""
         target, known = self.limits.latency_target_s, self._known.get(bucket)
         if target is None or known is None:
             return self.limits.max_rows
@@ -253,13 +258,15 @@ class Pace:
         return known is not None and known[0].is_confident
 
     def expected(self, bucket: Hashable, seconds: float) -> int:
-        """Number of requests expected within `seconds`."""
+        """Return the number of requests expected within `seconds`."""
         known = self._known.get(bucket)
         gap = known[1].gap_s if known else None
         return int(seconds / gap) if gap else 0
 
     def due(self, bucket: Hashable, rows: int, first_arrival: float, deadline: float | None, now: float) -> float:
-        """When a bucket's waiting rows must go even if no request arrives, in seconds; `now` or earlier: at once."""
+        """Return when a bucket's waiting rows must leave even if no request arrives, in seconds; `now` or earlier means at
+        once.
+        """
         limits = self.limits
         due = first_arrival + limits.max_delay_s
         if limits.latency_target_s is not None:

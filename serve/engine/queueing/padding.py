@@ -1,4 +1,4 @@
-"""Requests of different lengths in one batch: how far each is padded, and where its answer is cut."""
+"""Requests of different lengths in one batch: the length that each is padded to, and the place where its answer is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 
-MAX_BUCKETS: Final = 4096  # bounds the memory against clients that vary their shapes
+MAX_BUCKETS: Final = 4096  # limits the memory that clients with varying shapes can take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,9 @@ class PaddedInput:
     """An input that may be padded.
 
     Attributes:
-        name: the input's.
-        axes: that are as long as the request; 0 is the batch dimension.
-        value: of the padding.
+        name: name of the input.
+        axes: axes that are as long as the request; 0 is the batch dimension.
+        value: value of the padding.
     """
 
     name: str
@@ -30,11 +30,11 @@ class PaddedInput:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingRule:
-    """What `halfserve.padding` says. All axes in it have the same size in one request, its length.
+    """The rule that `halfserve.padding` contains. All axes in it have the same size in one request, which is its length.
 
     Attributes:
-        inputs: in the order of the text.
-        cut: axes of outputs that are as long as the request; answers are cut there.
+        inputs: padded inputs, in the order of the text.
+        cut: (output, axis) pairs whose axes are as long as the request, where answers are cut.
     """
 
     inputs: tuple[PaddedInput, ...]
@@ -43,13 +43,13 @@ class PaddingRule:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingSettings:
-    """How a model's requests are padded.
+    """The padding of a model's requests.
 
     Attributes:
-        rule: which axes.
-        buckets: lengths that requests are padded to, in rising order; empty: to the longest of their batch.
-        max_tokens: rows times padded length of a batch; None for any.
-        longest: length that requests are padded to at most; longer requests keep theirs. None for any.
+        rule: names the axes and values.
+        buckets: lengths that requests are padded to, in rising order; if empty, they are padded to the longest of their batch.
+        max_tokens: most rows times padded length in a batch; None for any.
+        longest: greatest length that requests are padded to; longer requests keep theirs. None for any.
     """
 
     rule: PaddingRule
@@ -59,12 +59,12 @@ class PaddingSettings:
 
 
 class Place:
-    """Where requests of one shape belong.
+    """The length and family of requests of one shape.
 
     Attributes:
         family: equal for shapes that are equal once padded to one length.
-        length: of the requests.
-        padded: the length to which they are padded at least.
+        length: length of the requests.
+        padded: least length to which they are padded.
     """
 
     __slots__ = ("family", "length", "padded")
@@ -76,17 +76,17 @@ class Place:
 
 
 class Padding:
-    """How requests of one model are padded. Used on the event loop and on worker threads.
+    """Pads the requests of one model. Used on the event loop and on worker threads.
 
     Attributes:
-        settings: as configured.
-        inputs: that are padded, by name.
+        settings: the configured padding.
+        inputs: the padded inputs by name.
     """
 
     __slots__ = ("_axes", "_is_single", "_places", "inputs", "settings")
 
     def __init__(self, settings: PaddingSettings, input_names: Sequence[str]) -> None:
-        """`input_names`: of the model, in the order in which a request's `bucket` has their shapes."""
+        """`input_names`: the model's inputs, in the order in which a request's `bucket` has their shapes."""
         self.settings = settings
         self.inputs: Mapping[str, PaddedInput] = {padded.name: padded for padded in settings.rule.inputs}
         self._is_single = len(input_names) == 1
@@ -100,7 +100,7 @@ class Padding:
         self._places: dict[Hashable, Place | None] = {}
 
     def place(self, bucket: Hashable) -> Place | None:
-        """Where requests of a bucket belong; None for one that cannot be padded."""
+        """Return the length and family of requests of a bucket; None for one that cannot be padded."""
         place = self._places.get(bucket)
         if place is None and bucket not in self._places:
             if len(self._places) >= MAX_BUCKETS:
@@ -109,7 +109,7 @@ class Padding:
         return place
 
     def common_length(self, requests: Sequence[InferRequest]) -> int:
-        """The length to which a batch is padded; 0 where nothing is to be padded."""
+        """Return the length to which a batch is padded; 0 if nothing needs padding."""
         longest, differs = 0, False
         for request in requests:
             place = self.place(request.bucket)
@@ -120,13 +120,13 @@ class Padding:
         return longest if differs else 0
 
     def answers(self, outputs: Tensors, requests: Sequence[InferRequest], rows: int, length: int) -> list[Tensors]:
-        """Each request's rows of a batch's outputs, as views, cut to its length.
+        """Return each request's rows of a batch's outputs, as views, cut to its length.
 
         Args:
-            outputs: of the batch.
-            requests: in the batch, in order.
-            rows: of the batch, with padded ones.
-            length: to which it was padded.
+            outputs: outputs of the batch.
+            requests: requests in the batch, in order.
+            rows: rows of the batch, including padded ones.
+            length: length to which the batch was padded.
 
         Raises:
             BackendError: an output does not have these rows, or not this length.

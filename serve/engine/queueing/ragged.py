@@ -1,6 +1,6 @@
-"""Ragged batches, as Triton defines them: inputs of different shapes joined end to end, for models that are made for it.
+"""Ragged batches, as Triton defines them: inputs of different shapes joined end to end, for models that are made for that.
 
-The model learns where each request begins from further inputs, which are made here (`batch_input`). Outputs may be dealt out by
+The model learns where each request begins from further inputs, which are made here (`batch_input`). Outputs may be split by
 the shapes of an input (`batch_output`).
 """
 
@@ -25,10 +25,10 @@ class BatchInput:
     """An input that is made from the shapes of a batch's requests.
 
     Attributes:
-        names: of the model's inputs that get it.
-        source: the input whose shapes these are.
-        make: its value, from the shapes of the source, one per request, with their rows first.
-        dtype: of its elements.
+        names: the model's inputs that get it.
+        source: the input whose shapes it is made from.
+        make: makes its value from the shapes of the source, one per request, each beginning with the rows.
+        dtype: dtype of its elements.
     """
 
     names: tuple[str, ...]
@@ -39,12 +39,12 @@ class BatchInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """How a model's ragged batches are made and dealt out.
+    """Joins the requests of a model into ragged batches, and splits the outputs.
 
     Attributes:
-        inputs: that are joined end to end, as one dimension.
+        inputs: inputs that are joined end to end, as one dimension.
         made: the further inputs.
-        scattered: outputs that are dealt out by the shapes of an input: their own dims, without the rows, and that input.
+        scattered: outputs that are split by the shapes of an input: their own dims, without the rows, and that input.
     """
 
     inputs: frozenset[str]
@@ -52,20 +52,22 @@ class Ragged:
     scattered: Mapping[str, tuple[Shape, str]]
 
     def bucket(self, shapes: Mapping[str, Shape]) -> Hashable:
-        """Equal for requests that may share a batch, from their inputs' shapes without the rows, in the model's order."""
+        """Return a bucket, equal for requests that may share a batch, from their inputs' shapes without the rows, in the
+        model's order.
+        """
         return tuple([None if name in self.inputs else shape for name, shape in shapes.items()])
 
     def joined(self, requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any]) -> Array:
-        """All elements of one ragged input of the requests, in order, one dimension.
+        """Return all elements of one ragged input of the requests, in order, in one dimension.
 
         Raises:
-            InferenceError: bytes in shared memory cannot be fetched.
+            InferenceError: bytes in shared memory cannot be read.
         """
         parts = [request.inputs[name].ravel() for request in requests]
         return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
     def made_inputs(self, requests: Sequence[InferRequest]) -> dict[str, Array]:
-        """The inputs that describe the batch."""
+        """Make the inputs that describe the batch."""
         values: dict[str, Array] = {}
         for made in self.made:
             value = made.make([request.inputs[made.source].shape for request in requests]).astype(made.dtype)
@@ -73,7 +75,7 @@ class Ragged:
         return values
 
     def answers(self, outputs: Tensors, requests: Sequence[InferRequest]) -> list[Tensors]:
-        """Each request's part of every output, as views.
+        """Return each request's part of every output, as views.
 
         Raises:
             BackendError: an output has another size than these requests' parts together.
@@ -104,30 +106,30 @@ class Ragged:
 
 
 def element_counts(shapes: Sequence[Shape]) -> Array:
-    """Elements of each request, int64 [requests]."""
+    """Return the number of elements of each request, as int64 [requests]."""
     return np.array([math.prod(shape) for shape in shapes], np.int64)
 
 
 def element_ends(shapes: Sequence[Shape]) -> Array:
-    """Where each request ends among all elements, int64 [requests]."""
+    """Return the end of each request among all elements, as int64 [requests]."""
     return np.cumsum(element_counts(shapes), dtype=np.int64)
 
 
 def element_bounds(shapes: Sequence[Shape]) -> Array:
-    """0, and where each request ends, int64 [requests + 1]."""
+    """Return 0 and the end of each request, as int64 [requests + 1]."""
     return np.concatenate([np.zeros(1, np.int64), element_ends(shapes)])
 
 
 def most_elements(shapes: Sequence[Shape]) -> Array:
-    """Zeros, as many as the largest request has elements."""
+    """Return zeros, as many as the largest request has elements, as int64."""
     return np.zeros(int(element_counts(shapes).max()), np.int64)
 
 
 def item_shapes(shapes: Sequence[Shape]) -> Array:
-    """The shape of each row without the batch dimension, int64 [rows, dimensions]."""
+    """Return the shape of each row without the batch dimension, as int64 [rows, dimensions]."""
     return np.array([shape[1:] for shape in shapes for _ in range(shape[0])], np.int64)
 
 
 def flat_item_shapes(shapes: Sequence[Shape]) -> Array:
-    """`item_shapes` as one dimension."""
+    """Return `item_shapes` as one dimension."""
     return item_shapes(shapes).ravel()

@@ -1,7 +1,7 @@
-"""The memory for tensors between the steps of ensembles: it bounds how many requests are under way there.
+"""The memory for tensors between the steps of ensembles, which limits how many requests are in progress there.
 
-The size of such tensors is known only once a step has computed them, when it is too late to wait. So a run claims what the runs
-of its ensemble have held lately, and waits before its first step while its claim does not fit.
+The size of such tensors is known only once a step has computed them, when it is too late to wait. So a run claims the amount
+that the latest runs of its ensemble have held, and waits before its first step while its claim does not fit.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Final, Protocol
 from halfserve.serve.engine.errors import QueueFullError, UnavailableError
 from halfserve.serve.engine.tensors import Tensors, memory_of
 
-MOST_WAITING: Final = 8192  # runs, over all ensembles
-UNKNOWN_PART: Final = 8  # of the limit: what a run of an ensemble claims of which no step has answered yet
-EXCESS_PART: Final = 2  # of the limit: how far larger tensors than expected may exceed it
-FORGET_PART: Final = 8  # of the difference, by which a smaller run lowers what is expected
-COUNTED_BYTES: Final = 16_384  # of a run; the queues bound smaller ones
+MOST_WAITING: Final = 8192  # most waiting runs, over all ensembles
+UNKNOWN_PART: Final = 8  # part (1/8) of the limit that a run claims if no step of its ensemble has answered yet
+EXCESS_PART: Final = 2  # part (1/2) of the limit by which larger tensors than expected may exceed it
+FORGET_PART: Final = 8  # part (1/8) of the difference by which a smaller run lowers the expectation
+COUNTED_BYTES: Final = 16_384  # least bytes of a run that is counted; the queues limit smaller ones
 UNKNOWN: Final = -1
-TOLD_BYTES: Final = 2**18  # smaller changes of all claims are not told to the server's memory budget
+TOLD_BYTES: Final = 2**18  # smaller changes of all claims are not reported to the server's memory budget
 RETRY_S: Final = 1.0
 FULL: Final = (
     "the server holds as many tensors between the steps of ensembles as it may (--max-buffered-mib); retry with back-off"
@@ -32,7 +32,7 @@ class BudgetShare(Protocol):
         """Whether memory is short and this share holds more than its part."""
 
     def resize(self, size: int) -> None:
-        """Set what it holds, in bytes."""
+        """Set the number of bytes that it holds."""
 
 
 class WaitingRun(Protocol):
@@ -40,10 +40,10 @@ class WaitingRun(Protocol):
 
     @property
     def expected_bytes(self) -> int:
-        """That it will claim."""
+        """Bytes that the run will claim."""
 
     def begin(self) -> None:
-        """Claim them and send the first steps' requests. Must not raise."""
+        """Claim these bytes and send the first steps' requests. Must not raise."""
 
 
 class StepMemory:
@@ -54,7 +54,7 @@ class StepMemory:
     """
 
     def __init__(self) -> None:
-        """Without a bound; see `bound`."""
+        """Begin without a bound; see `bound`."""
         self.claimed = 0
         self._limit: int | None = None
         self._share: BudgetShare | None = None
@@ -63,17 +63,17 @@ class StepMemory:
         self._is_filling = False
 
     def bound(self, limit_bytes: int, share: BudgetShare) -> None:
-        """Bound the claims, and count them in a share of the server's memory. Call it before the first request."""
+        """Bound the claims, and count them in a share of the server's memory. To be called before the first request."""
         self._limit = limit_bytes
         self._share = share
 
     @property
     def unknown_claim(self) -> int:
-        """Bytes that a run claims of whose ensemble nothing is known."""
+        """Bytes that a run claims if nothing is known of its ensemble."""
         return 0 if self._limit is None else self._limit // UNKNOWN_PART
 
     def has_room(self, claim: int) -> bool:
-        """Whether a run may begin: its claim fits, or it is the only one."""
+        """Return whether a run may begin: its claim fits, or it is the only one."""
         if self._limit is None or not self.claimed:
             return True
         if self._line and not self._is_filling:
@@ -81,17 +81,17 @@ class StepMemory:
         return self.claimed + claim <= self._limit and (self._share is None or not self._share.is_short)
 
     def wait(self, run: WaitingRun) -> None:
-        """Have a run begin when there is room.
+        """Let a run begin once there is room.
 
         Raises:
-            QueueFullError: too many wait.
+            QueueFullError: too many runs wait.
         """
         if len(self._line) >= MOST_WAITING:
             raise QueueFullError(f"{MOST_WAITING} requests wait for memory: {FULL}", retry_after_s=RETRY_S)
         self._line[run] = None
 
     def leave(self, run: WaitingRun, claim: int) -> None:
-        """A run with this claim has ended: it neither waits nor holds anything."""
+        """Remove a run with this claim, which has ended: it neither waits nor holds anything."""
         self._line.pop(run, None)
         self.change(-claim)
 
@@ -105,10 +105,10 @@ class StepMemory:
             self._fill()
 
     def require_within(self, claim: int) -> None:
-        """Check what a run with this claim has added.
+        """Check the bytes that a run with this claim has added.
 
         Raises:
-            UnavailableError: all runs together hold too much, and it is not the only one.
+            UnavailableError: all runs together hold too much, and this is not the only one.
         """
         limit = self._limit
         if limit is not None and self.claimed > limit + limit // EXCESS_PART and claim < self.claimed:
@@ -130,11 +130,11 @@ class StepMemory:
 
 
 class RunSizes:
-    """What the runs of one ensemble hold between its steps, learned from them.
+    """The bytes that runs of one ensemble hold between its steps, learned from earlier runs.
 
     Attributes:
-        memory: of all ensembles.
-        expected: bytes of the next run; 0 for fewer than COUNTED_BYTES, UNKNOWN before the first answer of a step.
+        memory: memory for all ensembles.
+        expected: expected bytes of the next run; 0 for fewer than COUNTED_BYTES, UNKNOWN before the first answer of a step.
     """
 
     __slots__ = ("expected", "memory")
@@ -159,5 +159,5 @@ class RunSizes:
 
 
 def bytes_of(answer: Tensors) -> int:
-    """Memory of a step's answer."""
+    """Return the memory of a step's answer, in bytes."""
     return sum([memory_of(answer[name]) for name in answer])

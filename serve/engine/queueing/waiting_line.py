@@ -9,7 +9,7 @@ from typing import Final
 
 from halfserve.serve.engine.requests import InferRequest
 
-MANY_LEVELS: Final = 16  # lines of priorities, before empty ones are dropped
+MANY_LEVELS: Final = 16  # number of priorities before empty ones are dropped
 # Cancelled requests are swept out of a line once there are this many and they outnumber the waiting ones.
 MANY_GONE: Final = 64
 
@@ -17,15 +17,15 @@ MANY_GONE: Final = 64
 class WaitingLine:
     """The waiting requests of one bucket: two lines per priority in use, the second for requests past their patience.
 
-    A cancelled request leaves in constant time: it is only marked, and skipped when its turn comes.
+    A cancelled request leaves in constant time: it is only marked, and skipped in its turn.
 
     Attributes:
-        bucket: of all requests in the line.
-        rows: of all waiting requests.
-        soonest_deadline: a lower bound of the deadlines in the line, in seconds; None where no request had one since the line
-            was last empty.
-        soonest_leave_by: likewise for `leave_by`.
-        is_due: its requests wait no longer for more of them; until it is empty.
+        bucket: bucket of all requests in the line.
+        rows: total rows of all waiting requests.
+        soonest_deadline: a lower bound of the deadlines in the line, in seconds; None if no request had one since the line was
+            last empty.
+        soonest_leave_by: a lower bound of the requests' `leave_by`, in seconds; None like `soonest_deadline`.
+        is_due: whether its requests wait no longer for more of them; True until the line is empty.
     """
 
     __slots__ = ("_gone", "_levels", "_lines", "bucket", "is_due", "rows", "soonest_deadline", "soonest_leave_by")
@@ -37,14 +37,14 @@ class WaitingLine:
         self.soonest_deadline: float | None = None
         self.soonest_leave_by: float | None = None
         self._levels = [0]  # in rising order
-        self._lines: list[deque[InferRequest]] = [deque(), deque()]  # two for each of these
+        self._lines: list[deque[InferRequest]] = [deque(), deque()]  # two lines for each of these levels
         self._gone = 0
 
     def urgency(self, now: float) -> tuple[int, int]:
-        """Rank by level and arrival of the next request at `now`, in seconds: the smaller pair goes first. The line must not be
-        empty.
+        """Return the rank, by level and arrival, of the next request at `now` (seconds): the line with the smallest pair is
+        first.
 
-        Moves requests past their patience to the second line of their level.
+        The line must not be empty. Requests past their patience are moved to the second line of their level.
         """
         for index, line in enumerate(self._lines):
             while line:
@@ -60,13 +60,13 @@ class WaitingLine:
 
     @property
     def first_arrival(self) -> float:
-        """Arrival of the oldest request, in seconds. The line must not be empty."""
+        """Arrival time of the oldest request, in seconds. The line must not be empty."""
         if len(self._lines) == 2 and not self._lines[1]:
             return self._head(self._lines[0]).arrived_ns / 1e9
         return min(self._head(line).arrived_ns for line in self._lines if self._cleared(line)) / 1e9
 
     def __iter__(self) -> Iterator[InferRequest]:
-        """The waiting requests, in no particular order."""
+        """Iterate over the waiting requests, in no particular order."""
         return (request for line in self._lines for request in line if request.line is self)
 
     def add(self, request: InferRequest) -> None:
@@ -81,7 +81,7 @@ class WaitingLine:
             self.soonest_leave_by = leave_by
 
     def _lines_of(self, level: int) -> deque[InferRequest]:
-        """The first line of a priority."""
+        """Return the first line of a priority."""
         place = bisect_left(self._levels, level)
         if place < len(self._levels) and self._levels[place] == level:
             return self._lines[2 * place]
@@ -98,7 +98,7 @@ class WaitingLine:
         self._lines = [line for place in used for line in self._lines[2 * place : 2 * place + 2]]
 
     def remove(self, request: InferRequest) -> bool:
-        """Take a request out; False when it is not in this line."""
+        """Remove a request; False if it is not in this line."""
         if request.line is not self:
             return False
         request.line = None
@@ -111,15 +111,15 @@ class WaitingLine:
         return True
 
     def take(self, now: float, most_rows: int, finish: float) -> tuple[list[InferRequest], list[InferRequest], int]:
-        """Take out the requests of the next batch. Moves requests past their patience to the second line of their level.
+        """Remove the requests of the next batch. Requests past their patience are moved to the second line of their level.
 
         Args:
-            now: in seconds; requests with an earlier `leave_by` are late.
-            most_rows: in one batch; the first request goes even if it alone has more.
-            finish: the soonest that the batch could end, in seconds; requests with an earlier deadline are late.
+            now: present time in seconds; requests with an earlier `leave_by` are late.
+            most_rows: most rows in one batch; the first request is taken even if it has more.
+            finish: earliest end of the batch, in seconds; requests with an earlier deadline are late.
 
         Returns:
-            The requests of the batch, the late ones, and the rows of the former.
+            The requests of the batch, the late ones, and the total rows of the batch.
         """
         taken: list[InferRequest] = []
         late: list[InferRequest] = []
@@ -152,7 +152,7 @@ class WaitingLine:
         return _earliest(self.soonest_deadline, self.soonest_leave_by)
 
     def take_late(self, now: float) -> list[InferRequest]:
-        """Take out all requests whose time has run out by `now`, in seconds."""
+        """Remove all requests whose time has run out by `now`, in seconds."""
         late = [request for request in self if is_late(request, now, now)]
         for request in late:
             self.remove(request)
@@ -175,7 +175,7 @@ class WaitingLine:
         return line[0]
 
     def _cleared(self, line: deque[InferRequest]) -> bool:
-        """Drop cancelled requests from the front; whether a request waits."""
+        """Drop cancelled requests from the front; returns whether a request waits."""
         while line and line[0].line is not self:
             line.popleft()
             self._gone -= 1
@@ -199,7 +199,7 @@ class WaitingLine:
 
 
 def is_late(request: InferRequest, now: float, finish: float) -> bool:
-    """Whether a request that leaves its line at `now` cannot be answered by a batch that ends at `finish`, in seconds."""
+    """Return whether a request that leaves its line at `now` is too late for a batch that ends at `finish`, in seconds."""
     deadline, leave_by = request.deadline, request.leave_by
     return (leave_by is not None and leave_by <= now) or (deadline is not None and deadline <= finish)
 

@@ -1,1 +1,1 @@
-"""Models on disk: find them, and load their versions."""
+"""Finds models on disk, and loads their versions."""

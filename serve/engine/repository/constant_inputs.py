@@ -18,7 +18,7 @@ KEY = "halfserve.constant_inputs"
 
 
 def with_constants(runtime: Runtime, config: ModelConfig, source: Path) -> Runtime:
-    """A runtime that fills the inputs which a configuration from the file `source` fixes; the same one where it fixes none.
+    """Return a runtime that fills the inputs which the configuration in `source` fixes; the given one if it fixes none.
 
     Raises:
         ModelLoadError: the parameter is invalid.
@@ -28,20 +28,20 @@ def with_constants(runtime: Runtime, config: ModelConfig, source: Path) -> Runti
 
 
 class ConstantInputs:
-    """A runtime that leaves out inputs and fills them with numbers."""
+    """A runtime that hides inputs from clients and fills them with numbers."""
 
     def __init__(self, runtime: Runtime, values: Mapping[str, float], source: Path) -> None:
-        """`values` of all elements, by the input's name."""
+        """`values`: the value of all elements, by the input's name."""
         self._runtime = runtime
         self._values = values
         self._source = source
         self._whole: dict[Path, ModelInterface] = {}
 
     def describe(self, path: Path) -> ModelInterface:
-        """The interface without the fixed inputs.
+        """Return the interface without the fixed inputs.
 
         Raises:
-            ModelLoadError: see `Runtime.describe`; or the model has no such input, or one whose size is open.
+            ModelLoadError: see `Runtime.describe`; or the model has no such input, or its size is open.
         """
         whole = self._whole[path] = self._runtime.describe(path)
         self._constants(whole)
@@ -76,7 +76,7 @@ class ConstantInputs:
 
 @dataclass(frozen=True)
 class _Filled(BackendView):
-    """A backend with some inputs filled."""
+    """A backend whose fixed inputs are filled."""
 
     _constants: Mapping[str, Array]
 

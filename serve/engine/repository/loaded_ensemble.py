@@ -1,4 +1,4 @@
-"""Make an ensemble from its configuration: it has no file, and computes by the models of its steps."""
+"""Makes an ensemble from its configuration: it has no model file, and its steps' models compute."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, Mode
 
 
 def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
-    """The model of an ensemble, which is still to be connected to the models of its steps (`Ensemble.connect`).
+    """Make the model of an ensemble, which is not yet connected to the models of its steps (`Ensemble.connect`).
 
-    Any thread may do it.
+    May be called on any thread.
 
     Raises:
-        ModelLoadError: the configuration is no ensemble that can be computed; the text names step and tensor.
+        ModelLoadError: the configuration is not an ensemble that can be computed; the message names step and tensor.
     """
     source = files.config.source
     check_own_parameters(files.config.message, source)
@@ -53,12 +53,12 @@ def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
 
 
 def models_below(repository: ModelRepository, name: str, declared: DeclaredConfig | None = None) -> list[str]:
-    """The models in a repository that an ensemble needs, each after the ones that it needs itself; none for another model.
+    """Return the models in a repository that an ensemble needs, each after its own dependencies; none for another model.
 
     Args:
-        repository: that has the ensemble.
-        name: of the ensemble.
-        declared: its configuration in place of the one in the repository.
+        repository: the repository that has the ensemble.
+        name: name of the ensemble.
+        declared: its configuration, in place of the one in the repository.
 
     Raises:
         UnmetStepsError: an ensemble needs itself.
@@ -82,7 +82,7 @@ def models_below(repository: ModelRepository, name: str, declared: DeclaredConfi
 
 
 def _config(repository: ModelRepository, name: str) -> ModelConfig:
-    """A model's configuration; that of a bare model file says nothing."""
+    """Return a model's configuration; an empty one for a bare model file."""
     bare = repository.path_of(name).is_file()
     return ModelConfig() if bare else read_config(_config_file(repository, name)).message
 

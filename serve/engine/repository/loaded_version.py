@@ -1,4 +1,4 @@
-"""Load one version of a model from its files."""
+"""Loads one version of a model from its files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.protos.pictures import PicturePreparation
 from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, BackendView, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
@@ -26,39 +27,44 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
+from halfserve.serve.engine.repository.picture_inputs import read_pictures
 from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
-STATE_FOLDER = "initial_state"  # of a model folder; holds the files that sequence_batching names
+STATE_FOLDER = "initial_state"  # folder in the model's folder with the files that sequence_batching names
 
 
 def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:
-    """A runtime for models of this configuration: outputs that it does not list do not exist (Triton). No list is all."""
+    """Return a runtime that hides outputs which this configuration does not list, as in Triton; without a list, all outputs are
+    kept.
+    """
     names = frozenset(entry.name for entry in config.output)
     names |= state_outputs(config) if names else names
     return DeclaredOutputs(runtime, names, says_batch_size=config.max_batch_size > 0) if names else runtime
 
 
 class DeclaredOutputs:
-    """A runtime that leaves out outputs."""
+    """A runtime that hides outputs from clients."""
 
     def __init__(self, runtime: Runtime, names: frozenset[str], *, says_batch_size: bool) -> None:
-        """`says_batch_size`: the configuration declares one, so the kept tensors may be a batch where the whole is not."""
+        """`says_batch_size`: whether the configuration declares a batch size, so that the kept tensors may be batched if not
+        all are.
+        """
         self._runtime = runtime
         self._names = names
         self._says_batch_size = says_batch_size
         self._whole: dict[Path, ModelInterface] = {}
 
     def describe(self, path: Path) -> ModelInterface:
-        """The interface with the kept outputs; the whole one where an output is missing, which is then refused."""
+        """Return the interface with the kept outputs; the whole one if a listed output is missing, which is then refused."""
         whole = self._whole[path] = self._runtime.describe(path)
         left = tuple(spec for spec in whole.outputs if spec.name in self._names)
         if len(left) < len(self._names):
             return whole
         firsts = [spec.shape[:1] for spec in (*whole.inputs, *left)]
-        # A torch program declares its batch dimension.
+        # Only ONNX models are treated so: a torch program declares its batch dimension.
         is_batch = self._says_batch_size and whole.kind is ONNX and all(first == (ANY_SIZE,) for first in firsts)
         return replace(whole, outputs=left, batched=whole.batched or is_batch)
 
@@ -72,7 +78,7 @@ class DeclaredOutputs:
 
 @dataclass(frozen=True)
 class _SomeOutputs(BackendView):
-    """A backend that returns some of its outputs."""
+    """A backend that returns only some of its outputs."""
 
     _names: tuple[str, ...]
 
@@ -83,11 +89,11 @@ class _SomeOutputs(BackendView):
 
 @dataclass(frozen=True)
 class OwnDeclaration:
-    """A model whose interface is in its configuration, and not in its file.
+    """The declaration of a model whose interface is in its configuration, and not in its file.
 
     Attributes:
-        config: with what the model itself adds.
-        interface: that it declares.
+        config: the configuration, with the additions of the model itself.
+        interface: the declared interface.
     """
 
     config: DeclaredConfig
@@ -96,10 +102,10 @@ class OwnDeclaration:
 
 @runtime_checkable
 class DeclaringRuntime(Protocol):
-    """A runtime that knows models with a configuration in place of a described file."""
+    """A runtime for models that are described by a configuration instead of their file."""
 
     def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
-        """Configuration and interface of the model `name`; None where its file describes itself.
+        """Return configuration and interface of the model `name`; None if its file describes itself.
 
         Raises:
             ModelLoadError: the model cannot be used.
@@ -108,22 +114,23 @@ class DeclaringRuntime(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedVersion:
-    """A model version that is ready to run and not served yet.
+    """A model version that is ready to run, but not served yet.
 
     Attributes:
-        files: on disk.
-        interface: as clients see it.
-        config: completed.
+        files: its files on disk.
+        interface: the interface that clients see.
+        config: the completed configuration.
         backends: the loaded copies.
         limits: the batching policy.
         labels: class names of an output, by the output's name.
-        guard: checks the model's outputs; None does not.
+        pictures: preparation of encoded pictures, by the name of the input that takes them.
+        guard: checks the model's outputs; None checks nothing.
         reload: loads the copy of a number again.
-        short_s: seconds that short batches take, by their rows, where measured; see `ShortBatches`.
-        invariance: whether requests may share batches; None where there are no rows to share.
-        sequences: how its sequences run; None for a model without.
-        mixed: chooses requests of different lengths for one batch; None where they may not be padded, or before that is proved.
-        ragged: how batches are joined, where the model is made for that; None for ordinary batches.
+        short_s: seconds that short batches take, by their rows, as far as measured; see `ShortBatches`.
+        invariance: decides whether requests may share batches; None if there are no rows to share.
+        sequences: controls, states and slots of its sequences; None for a model without sequences.
+        mixed: chooses requests of different lengths for one batch; None if padding is not configured or not proved yet.
+        ragged: joins requests of different shapes, if the model takes them so; None for ordinary batches.
     """
 
     files: ModelFiles
@@ -132,6 +139,7 @@ class LoadedVersion:
     backends: Sequence[Backend]
     limits: BatchLimits
     labels: Mapping[str, Sequence[str]]
+    pictures: Mapping[str, PicturePreparation] = field(default_factory=dict)
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
@@ -141,7 +149,9 @@ class LoadedVersion:
     ragged: Ragged | None = None
 
     def model(self) -> Model:
-        """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
+        """Make the served model with its queue and counters. May be called on any thread; the model then belongs to the event
+        loop.
+        """
         model = Model(
             name=self.files.name,
             version=self.files.version,
@@ -150,6 +160,7 @@ class LoadedVersion:
             backends=self.backends,
             limits=self.limits,
             labels=self.labels,
+            pictures=self.pictures,
             path=self.files.model,
             guard=self.guard,
             reload=self.reload,
@@ -168,10 +179,10 @@ class LoadedVersion:
 
 
 def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> LoadedVersion:
-    """Read, check and load one model version, with every copy that its configuration asks for. Any thread may do it.
+    """Read, check and load one model version, with every copy that its configuration asks for. May be called on any thread.
 
     Raises:
-        ModelLoadError: the file or its configuration cannot be used; the text says which and why.
+        ModelLoadError: the file or its configuration cannot be used; the message names it and the reason.
     """
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = UnchangedFiles.look(files.model)
@@ -186,7 +197,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     ragged = None if own else read_ragged(files.config.message, interface, str(files.config.source))
     shown = ragged_interface(files.config.message, client_view(files.config.message, interface), ragged)
     config = complete_config(files.config, shown, name=files.name, defaults=defaults)
-    has_rows = own is None and ragged is None  # that are joined to batches
+    has_rows = own is None and ragged is None  # whether requests have rows that batches join
     drop_reported(config)
     copies = instances(config)
     sequences = None
@@ -198,13 +209,15 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
     pause()
+    seen = client_interface(config, shown)
     return LoadedVersion(
         files=files,
-        interface=client_interface(config, shown),
+        interface=seen,
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
+        pictures=read_pictures(files, seen),
         guard=None
         if not has_rows
         else make_guard(
@@ -224,7 +237,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
 
 
 def load_model(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> Model:
-    """`load_version` and its model, in one.
+    """Load a version and make its model.
 
     Raises:
         ModelLoadError: see `load_version`.
@@ -233,7 +246,7 @@ def load_model(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, 
 
 
 def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
-    """The class names in a configuration's label files, one per line, by the output's name.
+    """Read the class names in a configuration's label files, one per line, by the output's name.
 
     Raises:
         ModelLoadError: a file is missing, unreadable, not beside the configuration, or a link out of the repository.
@@ -249,7 +262,7 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None
-        # Not splitlines: a class name may hold other line separators, and all that follow would shift.
+        # splitlines is not used: a class name may hold other line separators, and all following names would shift.
         labels[output.name] = text.removesuffix("\n").split("\n") if text else []
     return labels
 
@@ -270,7 +283,7 @@ def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacemen
 
 
 def _take_whole_requests(model: Model) -> None:
-    """Batch only where the configuration asks for it, as Triton does; and let a decoupled model answer as often as it wants."""
+    """Batch only if the configuration asks for it, as Triton does, and let a decoupled model answer as often as it wants."""
     one_by_one = not model.config.HasField("dynamic_batching")
     scheduler = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=one_by_one)
     model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler

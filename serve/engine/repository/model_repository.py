@@ -1,4 +1,4 @@
-"""Find the models below a path, in Triton's layout or as a bare model file.
+"""Finds the models below a path, in Triton's layout or as a bare model file.
 
 <repository>/<model>/config.pbtxt            optional
 <repository>/<model>/<version>/model.onnx    version: a positive integer; model.xml for OpenVINO, model.pt2 for an exported
@@ -25,17 +25,18 @@ CONFIG_FILE = "config.pbtxt"
 
 
 def require_file_name(name: str, what: str) -> None:
-    """Check that a name is only a file's name. `what` begins the error text: "config.pbtxt: label_filename is".
+    """Check that a name is a plain file name. `what` begins the error text: "config.pbtxt: label_filename is".
 
     Raises:
-        ModelLoadError: it leads into another folder, or is not a valid file name.
+        ModelLoadError: the name leads into another folder, or is not a valid file name.
     """
     if Path(name).name != name or "\0" in name:
         raise ModelLoadError(f"{what} {name!r}, expected a file name without folders or NUL characters")
 
 
 def named_file(declared: DeclaredConfig, name: str, what: str, *, folder: str = "") -> Path:
-    """A file that a configuration names, in its model's folder or in `folder` below. `what` begins the error text.
+    """Return the path of a file that a configuration names, in its model's folder or in `folder` below. `what` begins the error
+    text.
 
     Raises:
         ModelLoadError: the name or a link leads elsewhere.
@@ -51,11 +52,11 @@ def require_inside(root: Path, path: Path) -> None:
     """Check that a path, with all links resolved, is inside a folder.
 
     Raises:
-        ModelLoadError: it is not.
+        ModelLoadError: the path is outside.
     """
     try:
         is_inside = path.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError):  # which one depends on the Python version
+    except (OSError, RuntimeError):  # the class depends on the Python version
         raise ModelLoadError(f"{path}: is a link that leads to itself, expected what lies in the repository") from None
     if not is_inside:
         raise ModelLoadError(f"{path}: is a link out of the repository, expected what lies in it; copy it there")
@@ -66,10 +67,10 @@ class ModelFiles:
     """One model version on disk.
 
     Attributes:
-        name: the model folder's name, or the bare file's without its ending.
-        version: the version folder's name; 1 for a bare file.
-        model: the model file; an ensemble's configuration.
-        config: from the model folder's config.pbtxt.
+        name: name of the model folder, or of the bare file without its suffix.
+        version: number of the version folder; 1 for a bare file.
+        model: path of the model file; for an ensemble, of its configuration.
+        config: configuration from the model folder's config.pbtxt.
     """
 
     name: str
@@ -79,7 +80,7 @@ class ModelFiles:
 
 
 def find_models(path: Path) -> list[ModelFiles]:
-    """The model versions that should be served from `path`, by name and version.
+    """Return the model versions that should be served from `path`, by name and version.
 
     Args:
         path: a repository folder, or an .onnx file.
@@ -96,7 +97,7 @@ def find_models(path: Path) -> list[ModelFiles]:
 
 
 def model_names(path: Path) -> list[str]:
-    """The names of the models in a repository folder, loadable or not, or of a bare model file.
+    """Return the names of the models in a repository folder, loadable or not, or of a bare model file.
 
     Raises:
         ModelLoadError: `path` does not exist or cannot be read.
@@ -119,12 +120,12 @@ def model_names(path: Path) -> list[str]:
 
 
 def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
-    """The versions of one of `model_names` that should be served, oldest first.
+    """Return the versions of one of `model_names` that should be served, oldest first.
 
-    `declared` is a configuration to use in place of the model folder's config.pbtxt.
+    `declared` is a configuration in place of the model folder's config.pbtxt.
 
     Raises:
-        ModelLoadError: no version is to be served, a configuration cannot be read, or something lies outside the repository.
+        ModelLoadError: no version is to be served, a configuration cannot be read, or a path leads out of the repository.
     """
     if path.is_file():
         empty = DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
@@ -145,7 +146,7 @@ class ModelRepository:
     """The models below one or several paths, each of which is a repository folder or a bare model file.
 
     Attributes:
-        paths: of them, the first one first.
+        paths: paths of the repositories, in the order of precedence.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -155,7 +156,7 @@ class ModelRepository:
         return ", ".join(map(str, self.paths))
 
     def names(self) -> list[str]:
-        """The names of the models, loadable or not, each once.
+        """Return the names of the models, loadable or not, each once.
 
         Raises:
             ModelLoadError: a path does not exist or cannot be read.
@@ -163,18 +164,18 @@ class ModelRepository:
         return sorted({name for path in self.paths for name in model_names(path)})
 
     def having(self, name: str) -> list[Path]:
-        """The paths that have a model of this name; it can be served from one of them only."""
+        """Return the paths that have a model of this name; it can be served only if it is in one of them."""
         return [path for path in self.paths if (path.stem == name if path.is_file() else _is_model_folder(path / name))]
 
     def path_of(self, name: str) -> Path:
-        """The first path that has a model, and the first of all for a model that none has."""
+        """Return the first path that has a model; the first path of all if none has it."""
         return next(iter(self.having(name)), self.paths[0])
 
     def find(self, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
-        """The versions of a model that should be served; see `find_model`.
+        """Return the versions of a model that should be served; see `find_model`.
 
         Raises:
-            ModelLoadError: several paths have the model; or see `find_model`.
+            ModelLoadError: several paths have the model; see also `find_model`.
         """
         having = self.having(name)
         if len(having) > 1:
@@ -186,11 +187,11 @@ class ModelRepository:
 
 
 def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:
-    """The versions that a configuration selects, before they are on this disk.
+    """Return the versions that a configuration selects, before they are on this disk.
 
     Args:
         declared: the model's configuration.
-        contents: names of the files and folders in each version's folder. One without a model file is no version yet.
+        contents: names of the files and folders in each version's folder. A folder without a model file is not a version yet.
     """
     if is_ensemble(declared.message):
         return []
@@ -208,13 +209,13 @@ def _hint(path: Path) -> str:
 
 
 def _is_text(name: str) -> bool:
-    """Whether messages, metrics and JSON can hold the name: otherwise it would fail all listings of models."""
+    """Return whether messages, metrics and JSON can hold the name; otherwise it would fail all listings of models."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 @cache
 def _warn_of_name(folder: Path) -> None:
-    # Once: with --model-control poll the folder is scanned repeatedly.
+    # The warning is logged once, because with --model-control poll the folder is scanned repeatedly.
     logger.warning("%a: is passed over: its name is not UTF-8, so no client can ask for it; rename it", str(folder))
 
 
@@ -224,7 +225,7 @@ def _warn_of_zeros(folder: Path) -> None:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    # A leading dot marks an unfinished folder. Unreadable folders, and those with a configuration and no version, count as
+    # A leading dot marks an unfinished folder. Unreadable folders, and folders with a configuration and no version, count as
     # models, so that loading them reports the reason.
     try:
         if folder.name.startswith(".") or not folder.is_dir():
@@ -256,7 +257,7 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     if missing and chosen:
         logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
     if not chosen:
-        require_served(declared)  # raises where the files are of a kind that is not supported
+        require_served(declared)  # raises an error if the files are of an unsupported kind
     if not _version_folders(folder):
         raise ModelLoadError(f"{folder}: has no version; expected a folder with a number for a name, such as {folder / '1'}")
     if present and not chosen and not _version_folders(folder).keys() & set(missing):
@@ -270,7 +271,7 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
 
 
 def _ensemble_versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
-    """An ensemble needs no version folder; Triton wants one, which may be empty."""
+    """Return the versions of an ensemble, which needs no version folder; Triton wants one, which may be empty."""
     present = sorted(_version_folders(folder)) if folder.is_dir() else []
     chosen = _chosen(declared.message, present or [1])
     if not chosen:
@@ -280,20 +281,20 @@ def _ensemble_versions(folder: Path, declared: DeclaredConfig) -> list[ModelFile
 
 
 def _places(path: Path) -> tuple[Path, ...]:
-    """Where a model file may lie: as in Triton, also in a folder of its name, beside its data files."""
+    """Return the possible paths of a model file: as in Triton, also in a folder of its name, beside its data files."""
     return path, path / ONNX.file_name
 
 
 def _file_names(declared: DeclaredConfig) -> list[str]:
-    """Names that a version's model file may have; the first one found is used."""
+    """Return the names that a version's model file may have; the first one found is used."""
     name = declared.message.default_model_filename
     require_file_name(name, f"{declared.source}: default_model_filename is")
-    # A configuration of an unsupported kind is refused later with a better text.
+    # A configuration of an unsupported kind is refused later, with a better message.
     return [name] if name else [kind.file_name for kind in asked_kinds(declared.message) or KINDS]
 
 
 def _chosen(config: ModelConfig, versions: Sequence[int]) -> Sequence[int]:
-    """The versions that the version policy selects: by default the latest."""
+    """Return the versions that the version policy selects: by default the latest."""
     policy = config.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -1,4 +1,4 @@
-"""Running sequences of a version that is replaced end on that version: the next one hands their requests over."""
+"""Lets running sequences of a replaced version end on that version: the new version forwards their requests to it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from halfserve.serve.engine.sequences.sequence_scheduler import SequenceSchedule
 
 
 def hand_over(before: Mapping[int, Model], models: Sequence[Model]) -> None:
-    """Link the sequences of new versions to those of the version that clients used before, where both have the same interface.
+    """Link the sequences of new versions to those of the version that clients used before, if both have the same interface.
 
     Args:
-        before: the served versions so far.
-        models: those from now on.
+        before: the versions served so far.
+        models: the versions served from now on.
     """
     for model in models:
         scheduler = model.scheduler
@@ -28,7 +28,7 @@ def hand_over(before: Mapping[int, Model], models: Sequence[Model]) -> None:
 
 
 def link(old: SequenceScheduler, new: SequenceScheduler) -> None:
-    """Let `new` hand requests of running sequences to `old`. The one before that is let go: two versions run at most."""
+    """Let `new` forward requests of running sequences to `old`. The version before `old` is released: at most two run."""
     if old.predecessor is not None:
         old.predecessor.let_go()
         old.predecessor = None

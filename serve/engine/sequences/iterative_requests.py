@@ -1,4 +1,4 @@
-"""Requests of a model with `iterative_sequence`: each is a sequence, and its model asks for it again until it has ended."""
+"""Requests of a model with `iterative_sequence`: each is a sequence, which lasts as long as its model asks for it again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Iteration(StepInputs):
 class IterativeRequests:
     """A scheduler that makes each of a model's requests a sequence, whose start is its first execution.
 
-    The model sees that in the controls, if it has any, and in the request's correlation id and flags.
+    The model sees the start in the controls, if it has any, and in the request's correlation id and flags.
     """
 
     def __init__(self, scheduler: Scheduler, batcher: Batcher, plan: SequencePlan) -> None:
@@ -47,7 +47,7 @@ class IterativeRequests:
         """See `Scheduler`.
 
         Raises:
-            InvalidArgumentError: it has several rows, which the controls of one sequence do not fit.
+            InvalidArgumentError: the request has several rows, which the controls of one sequence do not fit.
         """
         controls = self._controls
         if controls is not None and request.rows != 1:
@@ -67,7 +67,7 @@ class IterativeRequests:
         await self._scheduler.drain()
 
     def _key(self, request: InferRequest) -> SequenceId:
-        """The client's sequence id if the model's control takes its type, else a new one."""
+        """Return the client's sequence id if the model's control takes its type, else a new one."""
         takes_text = self._controls is not None and self._controls.takes_text
         given = request.parameters.get(SEQUENCE_ID, 0)
         if given and isinstance(given, (int, str)) and (self._controls is None or isinstance(given, str) == takes_text):
@@ -75,7 +75,7 @@ class IterativeRequests:
         return str(next(self._ids)) if takes_text else next(self._ids)
 
     def _go_on(self, request: InferRequest) -> None:
-        """Its model wants a request again."""
+        """Prepare a request that its model wants again."""
         request.parameters = {**request.parameters, SEQUENCE_START: False}
         inputs = request.inputs
         if self._controls is not None and isinstance(inputs, _Iteration):

@@ -1,4 +1,4 @@
-"""Make a model version's sequences from its configuration and files."""
+"""Makes a model version's sequences from its configuration and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from halfserve.serve.engine.whole_requests import WholeRequests
 
 
 def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterface:
-    """The interface without controls and states. A state's output that the configuration lists is the clients' too."""
+    """Return the interface without controls and states. A state's output that the configuration lists stays visible."""
     batching = declared.sequence_batching
     hidden = {entry.name for entry in batching.control_input} | {state.input_name for state in batching.state}
     outputs = state_outputs(declared) - {entry.name for entry in declared.output}
@@ -40,17 +40,17 @@ def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterf
 def read_plan(
     declared: DeclaredConfig, config: ModelConfig, interface: ModelInterface, copies: int, read: ReadState
 ) -> SequencePlan:
-    """How the sequences of a model run; see `sequence_plan`.
+    """Read how the sequences of a model run; see `sequence_plan`.
 
     Args:
         declared: the configuration before it was completed.
-        config: completed.
-        interface: of the model file.
-        copies: of the model.
+        config: the completed configuration.
+        interface: the interface of the model file.
+        copies: number of copies of the model.
         read: reads a file with an initial state.
 
     Raises:
-        ModelLoadError: the configuration contradicts the model, or cannot be followed.
+        ModelLoadError: the configuration contradicts the model, or asks for something unsupported.
     """
     plan = sequence_plan(config, interface, source=declared.source, copies=copies, read=read)
     if copies > 1 and not plan.states and not plan.is_iterative and interface.kind is not ONNX:
@@ -68,7 +68,7 @@ def read_plan(
 
 
 def sequence_scheduler(model: Model, plan: SequencePlan) -> Scheduler:
-    """What takes a model's requests, before its batcher."""
+    """Make the scheduler of a model with sequences, which passes requests to its batcher."""
     batcher: Scheduler = model.batcher
     if model.interface.kind is PYTHON:
         batcher = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=False)
@@ -80,7 +80,7 @@ def sequence_scheduler(model: Model, plan: SequencePlan) -> Scheduler:
 
 
 def first_step(plan: SequencePlan, inputs: Mapping[str, Array], rows: int) -> Tensors:
-    """Inputs of `rows` new sequences, with their controls and states: what a model is tried out with."""
+    """Return inputs of `rows` new sequences, with their controls and states, for trying out a model."""
     controls = ControlTensors(plan)
     added = controls.of("1" if controls.takes_text else 1, starts=True, ends=False)
     added |= {state.input.name: state.initial for state in plan.states}

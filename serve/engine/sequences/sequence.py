@@ -13,25 +13,25 @@ SequenceId: TypeAlias = int | str
 
 
 class StepScheduler(Protocol):
-    """What hands out a sequence's requests."""
+    """The scheduler of a sequence's requests, as a step sees it."""
 
     def finished(self, step: Step, result: Tensors | InferenceError) -> None:
-        """A request is computed, or has failed."""
+        """Take the result of a request that has been computed, or has failed."""
 
     def gone(self, step: Step) -> None:
-        """The client of a request that is not over has gone."""
+        """Drop an unanswered request whose client has gone."""
 
 
 class Sequence:
     """Requests that belong together. One at a time is computed; the others wait here in order.
 
     Attributes:
-        key: the client's id.
-        slot: the number of its slot; None while it waits for one.
-        states: the model's, each of one row, in the order of the plan; None: those of a new sequence.
-        has_begun: a request that started it was answered, and none that ends it.
-        running: its request that the batcher has.
-        waiting: those behind it.
+        key: the client's id of the sequence.
+        slot: number of its slot; None while it waits for one.
+        states: the model's states, each of one row, in the order of the plan; None for the states of a new sequence.
+        has_begun: whether a request that starts it was answered, and none that ends it.
+        running: its request that the batcher holds.
+        waiting: its requests behind the running one.
     """
 
     __slots__ = ("has_begun", "key", "running", "slot", "states", "waiting")
@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether a request may come that does not start it."""
+        """Whether a request may come that does not start the sequence."""
         last = self.waiting[-1] if self.waiting else self.running
         return self.has_begun if last is None else not last.ends
 
@@ -56,14 +56,14 @@ class Sequence:
 
 
 class Step:
-    """One request of a sequence, and what is done when it is computed: it is the request's `done`.
+    """One request of a sequence; it replaces the request's `done`.
 
     Attributes:
-        request: as the client sent it; `submit` of the scheduler adds the server's inputs and the outputs with states.
-        sequence: that it belongs to.
-        starts: it begins the sequence.
-        ends: it is the sequence's last.
-        is_over: it is answered, or its client has gone.
+        request: the client's request; `submit` of the scheduler adds the server's inputs and the outputs with states.
+        sequence: the sequence of the request.
+        starts: whether it begins the sequence.
+        ends: whether it is the sequence's last.
+        is_over: whether it is answered, or its client has gone.
     """
 
     __slots__ = ("_done", "_outputs", "ends", "is_over", "request", "scheduler", "sequence", "starts")
@@ -82,7 +82,7 @@ class Step:
         request.done = self
 
     def __call__(self, result: Tensors | InferenceError) -> None:
-        """The request's outputs, or its error."""
+        """Take the request's outputs, or its error."""
         self.scheduler.finished(self, result)
 
     @property
@@ -96,13 +96,13 @@ class Step:
         self.request.finish(result if isinstance(result, InferenceError) else self._for_client(result))
 
     def close(self) -> None:
-        """Let go of the request, which would otherwise hold this step and be held by it."""
+        """Break the reference cycle between the request and this step."""
         self.is_over = True
         self.request.done = self._done
 
     def _for_client(self, result: Tensors) -> Tensors:
-        """The outputs that the client wants, without the rows of slots that had no request."""
-        if type(result) is Answer:  # not isinstance: from outside the compiled build it takes a dict for one
+        """Return the outputs that the client wants, without the rows of slots that had no request."""
+        if type(result) is Answer:  # outside the compiled build, isinstance takes a dict for an Answer
             return result.last_row(self._outputs)
         # A Python model may leave outputs out; a decoupled one has sent its responses before.
         names = [name for name in self._outputs if name in result]

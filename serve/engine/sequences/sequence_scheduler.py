@@ -1,7 +1,7 @@
-"""Hands a sequence's requests to the batcher one after the other, so that requests of many sequences share a batch.
+"""Passes a sequence's requests to the batcher one after the other, so that requests of many sequences share a batch.
 
-A request that fails has not happened: the sequence's states are those before it, and requests that already wait behind it fail
-with it, as they would otherwise be computed on states that lack a step. Behind a cancelled one they are cancelled.
+A failed request leaves the sequence's states unchanged, and the requests that already wait behind it fail with it, because they
+would otherwise be computed on states that lack a step. If a request is cancelled, the requests behind it are cancelled too.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
 
-SWEEP_S: Final = 0.02  # least time between two searches for requests that wait too long
-WARN_S: Final = 10.0  # least time between two warnings of one model
+SWEEP_S: Final = 0.02  # least seconds between two searches for requests that wait too long
+WARN_S: Final = 10.0  # least seconds between two warnings of one model
 
 
 class SequenceScheduler:
     """Takes the requests of a model with sequences. Lives on the event loop.
 
     Attributes:
-        successor: the scheduler that hands requests of running sequences over, once a newer version serves; None without one.
-        predecessor: that of the version before, while it still runs sequences.
-        expired: sequences that were ended as they were idle for too long.
+        successor: scheduler of a newer version, which forwards requests of running sequences to this one; None without one.
+        predecessor: scheduler of the previous version, while it still runs sequences.
+        expired: number of sequences that were ended because they were idle for too long.
     """
 
     def __init__(self, label: str, plan: SequencePlan, batcher: Scheduler, limits: BatchLimits, statistics: Statistics) -> None:
-        """`label` is the model's name; `batcher` takes one request of a sequence at a time."""
+        """`label`: the model's name; `batcher`: takes one request of a sequence at a time."""
         self.successor: SequenceScheduler | None = None
         self.predecessor: SequenceScheduler | None = None
         self.expired = 0
@@ -64,13 +64,13 @@ class SequenceScheduler:
         self._state_inputs = tuple(state.input.name for state in plan.states)
         self._state_outputs = tuple(state.output.name for state in plan.states)
         self._initial = tuple(state.initial for state in plan.states)
-        # Only states of one size are sure to be joinable.
+        # States of varying sizes may not fit into one batch.
         self._sizes_vary = any(-1 in state.input.shape[1 if plan.batched else 0 :] for state in plan.states)
         self._table = SequenceTable(plan.slots)
-        self._waiting = self._waiting_bytes = 0  # of requests that the batcher does not have
+        self._waiting = self._waiting_bytes = 0  # number and bytes of requests that wait for their turn or a slot
         self._is_filling = False
         self._idle_check: asyncio.TimerHandle | None = None
-        self._sweep: asyncio.TimerHandle | None = None  # for requests that wait too long
+        self._sweep: asyncio.TimerHandle | None = None  # checks for requests that wait too long
         self._sweep_at = math.inf
         self._swept_at = self._warned_at = -math.inf
         self._drained: asyncio.Event | None = None
@@ -81,26 +81,26 @@ class SequenceScheduler:
 
     @property
     def running_sequences(self) -> int:
-        """Sequences with a slot."""
+        """Number of sequences with a slot."""
         return self._table.running
 
     @property
     def backlog(self) -> int:
-        """Sequences that wait for a slot."""
+        """Number of sequences that wait for a slot."""
         return self._table.backlog
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot, or for the request before them."""
+        """Number of requests that wait for a slot, or for the request before them."""
         return self._waiting
 
     @property
     def pending(self) -> int:
-        """Requests that wait, those with a row in a batch that is being formed included."""
+        """Number of requests that wait, including those with a row in a batch that is being formed."""
         return self._waiting + (self._batcher.waiting if isinstance(self._batcher, SlotBatches) else 0)
 
     def continues(self, key: SequenceId) -> bool:
-        """Whether the sequence runs here and takes further requests."""
+        """Return whether the sequence runs here and takes further requests."""
         sequence = self._table.find(key)
         return sequence is not None and sequence.is_open
 
@@ -110,8 +110,8 @@ class SequenceScheduler:
         Raises:
             InvalidArgumentError: its parameters are wrong, or it continues a sequence that does not run.
             UnavailableError: the model is being unloaded and starts no sequence.
-            QueueFullError: as many requests wait as may.
-            InferenceError: the batcher refuses it.
+            QueueFullError: the limit of waiting requests is reached.
+            InferenceError: the batcher refuses the request.
         """
         try:
             key, starts, ends = sequence_of(request, self._label)
@@ -143,10 +143,10 @@ class SequenceScheduler:
             raise
 
     def cancel(self, request: InferRequest) -> None:
-        """The client has gone: the request has not happened, and what waits behind it fails."""
+        """Drop a request whose client has gone: the sequence's states stay as before it, and the requests behind it fail."""
         step = request.done
         if isinstance(step, Step) and not step.is_over:
-            step.scheduler.gone(step)  # or the predecessor has it
+            step.scheduler.gone(step)  # the step may belong to the predecessor
 
     async def drain(self) -> None:
         """Refuse new sequences and finish the accepted requests; with a successor, finish the running sequences as well."""
@@ -176,7 +176,7 @@ class SequenceScheduler:
             self._notice_drained()
 
     def finished(self, step: Step, result: Tensors | InferenceError) -> None:
-        """The batcher has computed a request, or could not."""
+        """Take the result of a request from the batcher."""
         sequence = step.sequence
         sequence.running = None
         if isinstance(self._batcher, SlotBatches):
@@ -197,7 +197,7 @@ class SequenceScheduler:
         self._advance(sequence)
 
     def gone(self, step: Step) -> None:
-        """The client of one of its requests has gone."""
+        """Drop a request whose client has gone."""
         request, sequence = step.request, step.sequence
         request.cancelled = True
         if sequence.running is step:
@@ -212,10 +212,10 @@ class SequenceScheduler:
         self._settle(sequence)
 
     def _before(self, key: SequenceId, sequence: Sequence | None) -> SequenceScheduler | None:
-        """The predecessor, where a request continues a sequence that runs there.
+        """Return the predecessor, if a request continues a sequence that runs there; None if it runs here.
 
         Raises:
-            InvalidArgumentError: it runs nowhere.
+            InvalidArgumentError: the sequence runs nowhere.
         """
         if sequence is not None and sequence.is_open:
             return None
@@ -230,7 +230,7 @@ class SequenceScheduler:
         """Check that a request may run or wait here.
 
         Raises:
-            InferenceError: it may not.
+            InferenceError: the request may neither run nor wait.
         """
         if self._drained is not None and (starts or self.successor is None):
             raise UnavailableError(SHUTTING_DOWN)
@@ -252,7 +252,7 @@ class SequenceScheduler:
     def _wait(self, step: Step) -> None:
         request = step.request
         if step.sequence.slot is not None:
-            request.leave_by = None  # as in Triton, only what waits for a slot expires
+            request.leave_by = None  # as in Triton, only requests that wait for a slot expire
         step.sequence.waiting.append(step)
         self._waiting += 1
         self._waiting_bytes += request.size
@@ -264,10 +264,10 @@ class SequenceScheduler:
         self._waiting_bytes -= step.request.size
 
     def _run(self, step: Step) -> None:
-        """Hand a request to the batcher.
+        """Submit a request to the batcher.
 
         Raises:
-            InferenceError: it is refused.
+            InferenceError: the request is refused.
         """
         sequence, request = step.sequence, step.request
         states = self._initial if step.starts or sequence.states is None else sequence.states
@@ -280,7 +280,7 @@ class SequenceScheduler:
             request.bucket = (request.bucket, *(state.shape for state in states))
         if step.starts:
             sequence.has_begun = False
-        request.leave_by = None  # it has left the backlog
+        request.leave_by = None  # the timeout holds for the backlog, which it has left
         sequence.running = step
         try:
             self._batcher.submit(request)
@@ -289,7 +289,7 @@ class SequenceScheduler:
             raise
 
     def _states(self, outputs: Tensors) -> tuple[Array, ...]:
-        """Copies of a request's states, as a view would keep the outputs of the whole batch."""
+        """Copy a request's states from its outputs, because a view would keep the outputs of the whole batch in memory."""
         states = []
         for name, state in zip(self._state_outputs, self._plan.states, strict=True):
             array = outputs[name][-1:] if self._plan.batched else outputs[name]
@@ -299,13 +299,13 @@ class SequenceScheduler:
         return tuple(states)
 
     def _undo(self, sequence: Sequence, step: Step) -> list[Step]:
-        """A request has not happened. Returns those behind it, which are to fail."""
+        """Reset the sequence to its state before a failed request. Returns the requests behind it, which must fail."""
         if step.starts:
             sequence.has_begun = False
         return self._cut(sequence, None)
 
     def _cut(self, sequence: Sequence, step: Step | None) -> list[Step]:
-        """Take a waiting request out of its sequence, and those behind it; None: all. Returns those behind it, in order."""
+        """Remove a waiting request and those behind it, or all for None. Returns those behind it, in order."""
         behind: list[Step] = []
         while sequence.waiting:
             last = sequence.waiting.pop()
@@ -330,7 +330,7 @@ class SequenceScheduler:
         step.answer(error)
 
     def _advance(self, sequence: Sequence) -> None:
-        """Hand the next request of a sequence to the batcher; one without a further request is idle or has ended."""
+        """Submit the next request of a sequence to the batcher; a sequence without a further request is idle or has ended."""
         while sequence.waiting and sequence.running is None and sequence.slot is not None:
             step = sequence.waiting.popleft()
             self._taken(step)
@@ -361,7 +361,7 @@ class SequenceScheduler:
 
     def _fill_slots(self) -> None:
         """Give free slots to the sequences that wait for one."""
-        if self._is_filling:  # a loop below this one does it
+        if self._is_filling:  # a caller's loop does it
             return
         self._is_filling = True
         try:
@@ -392,7 +392,7 @@ class SequenceScheduler:
         self._fill_slots()
 
     def _sweep_by(self, request: InferRequest) -> None:
-        """Look for requests that wait too long when this one does, at the latest."""
+        """Schedule a check for requests that wait too long, at the latest when this one does."""
         moment = min(end for end in (request.deadline, request.leave_by, math.inf) if end is not None)
         if moment < self._sweep_at:
             if self._sweep is not None:

@@ -1,4 +1,4 @@
-"""The sequences that one model version runs, and those that wait for a slot."""
+"""The sequences of one model version: the running ones, and the ones that wait for a slot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class SequenceTable:
     """The sequences of one model version: those with a slot run, the others wait for one in order of arrival.
 
     Attributes:
-        slots: sequences that can run at once.
-        idle: running sequences without a request, with the time since when (seconds), the longest first.
+        slots: most sequences that can run at once.
+        idle: running sequences without a request, with the start of their idle time (seconds), the longest idle first.
     """
 
     def __init__(self, slots: int) -> None:
@@ -28,12 +28,12 @@ class SequenceTable:
 
     @property
     def running(self) -> int:
-        """Sequences with a slot."""
+        """Number of sequences with a slot."""
         return len(self._by_key) - len(self._backlog)
 
     @property
     def backlog(self) -> int:
-        """Sequences without one."""
+        """Number of sequences without a slot."""
         return len(self._backlog)
 
     @property
@@ -48,7 +48,7 @@ class SequenceTable:
         return list(self._by_key.values())
 
     def add(self, key: SequenceId) -> Sequence:
-        """A new sequence, in a slot where one is free."""
+        """Add a sequence, with a slot if one is free."""
         sequence = self._by_key[key] = Sequence(key)
         sequence.slot = None if self._backlog else self._take_slot()
         if sequence.slot is None:
@@ -56,7 +56,7 @@ class SequenceTable:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence; its slot is free."""
+        """Remove a sequence, and free its slot."""
         if self._by_key.get(sequence.key) is not sequence:
             return
         del self._by_key[sequence.key]
@@ -66,7 +66,7 @@ class SequenceTable:
             heappush(self._free, sequence.slot)
 
     def next_from_backlog(self) -> Sequence | None:
-        """The sequence that has waited longest, with its slot; None where none waits, or no slot is free."""
+        """Give a free slot to the sequence that has waited longest, and return it; None if none waits, or no slot is free."""
         if not self._backlog:
             return None
         slot = self._take_slot()
@@ -78,7 +78,7 @@ class SequenceTable:
         return sequence
 
     def _take_slot(self) -> int | None:
-        """The lowest free one, so that batches with a row per slot stay small."""
+        """Take the lowest free slot, so that batches with a row per slot stay small."""
         if self._free:
             return heappop(self._free)
         if self._used == self.slots:

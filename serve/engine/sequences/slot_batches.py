@@ -1,7 +1,7 @@
-"""Batches with a row for each slot: the strategy `direct`, for models that are told which rows are ready.
+"""Batches with a row per slot: the strategy `direct`, for models with a control input that marks the rows that are ready.
 
-Each sequence has a slot, and its requests have the slot's row in every batch. A row without a request before one with a request
-belongs to the latter: that request brings several rows, of which the last one is its own.
+Each sequence has a slot, and its requests have the slot's row in every batch. Rows without a request belong to the next row
+with a request: that request brings several rows, of which the last one is its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from halfserve.serve.engine.tensors import Array, Tensors
 
 
 class SlotInputs(Mapping[str, Array]):
-    """The inputs of a request, behind those of rows that are not ready."""
+    """The inputs of a request, preceded by rows that are not ready."""
 
     __slots__ = ("_given", "_missing", "_not_ready")
 
     def __init__(self, given: Tensors, missing: int, not_ready: Tensors) -> None:
-        """`missing` rows come first, with these controls and otherwise like the request's own, which the model can take."""
+        """`missing` rows come first, with these controls and otherwise a copy of the request's own row, which the model can
+        take.
+        """
         self._given = given
         self._missing = missing
         self._not_ready = not_ready
@@ -52,9 +54,9 @@ class _Group:
 
     Attributes:
         ready: requests for the next batch, by row.
-        computing: those of the batch that the batcher has.
-        token: part of its requests' bucket. It changes where a request of a batch was cancelled: the next batch could otherwise
-            be joined to what is left of that one.
+        computing: requests of the batch that the batcher holds.
+        token: part of its requests' bucket. It changes if a request of a batch was cancelled: otherwise the next batch could be
+            joined with the rest of that one.
         soon: forms the next batch in this turn of the loop.
         due: forms it when its first request has waited long enough.
     """
@@ -70,10 +72,10 @@ class _Group:
 
 
 class SlotBatches:
-    """Stands before the batcher of a model whose batches have a row for each slot. Takes requests whose `done` is a Step."""
+    """Forms batches with a row per slot, and passes them to a model's batcher. Takes requests whose `done` is a Step."""
 
     def __init__(self, plan: SequencePlan, batcher: Scheduler, statistics: Statistics, *, rows: int) -> None:
-        """`rows` in one batch, at most."""
+        """`rows`: most rows in one batch."""
         self._plan = plan
         self._batcher = batcher
         self._statistics = statistics
@@ -84,11 +86,11 @@ class SlotBatches:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their batch."""
+        """Number of requests that wait for their batch."""
         return sum(len(group.ready) for group in self._groups.values())
 
     def submit(self, request: InferRequest) -> None:
-        """Take the request of a slot that has no other one here; its errors go to `done`."""
+        """Take the request of a slot that has no other request here; its errors are reported to `done`."""
         number, row = self._place(request)
         group = self._groups.get(number)
         if group is None:
@@ -97,7 +99,7 @@ class SlotBatches:
         self._dispatch_soon(group)
 
     def cancel(self, request: InferRequest) -> None:
-        """Drop a request, or its answer: rows of a batch that is under way stay in their places."""
+        """Drop a request, or its answer: the rows of a batch in progress keep their places."""
         request.cancelled = True
         number, row = self._place(request)
         group = self._groups[number]
@@ -109,7 +111,7 @@ class SlotBatches:
             self.computed(request)
 
     def computed(self, request: InferRequest) -> None:
-        """A request has its result: the next batch may go once all of its batch have theirs."""
+        """Note that a request has its result: the next batch may start once all requests of its batch have theirs."""
         group = self._groups[self._place(request)[0]]
         group.computing.discard(request)
         if group.ready:
@@ -122,23 +124,23 @@ class SlotBatches:
             self._dispatch_soon(group)
 
     async def drain(self) -> None:
-        """Stop; every request has its answer."""
+        """Stop, once every request has its answer."""
         await self._batcher.drain()
 
     def _place(self, request: InferRequest) -> tuple[int, int]:
-        """The group of a request's slot, and the row in its batches."""
+        """Return the group of a request's slot, and the row in its batches."""
         step = request.done
         if not isinstance(step, Step) or step.sequence.slot is None:
             raise TypeError("the request is no step of a sequence with a slot")
         return divmod(step.sequence.slot, self._rows)
 
     def _dispatch_soon(self, group: _Group) -> None:
-        """Later in this turn of the loop, so that requests of one turn share a batch."""
+        """Dispatch later in this turn of the loop, so that requests of one turn share a batch."""
         if group.soon is None and not group.computing:
             group.soon = asyncio.get_running_loop().call_soon(self._dispatch, group)
 
     def _dispatch(self, group: _Group) -> None:
-        """Give the batcher the ready requests of one shape, or wait for more."""
+        """Submit the ready requests of one shape to the batcher, or wait for more."""
         if group.due is not None:
             group.due.cancel()
         group.soon = group.due = None
@@ -164,12 +166,12 @@ class SlotBatches:
                 self._batcher.submit(request)
             except InferenceError as error:
                 group.computing.discard(request)
-                request.finish(error)  # its rows are left to the next one
+                request.finish(error)  # its rows go to the next request
             else:
                 before = row
 
     def _wait_s(self, group: _Group) -> float:
-        """Seconds that the next batch may still wait for more rows."""
+        """Return the seconds that the next batch may still wait for more rows."""
         if self._hurries or len(group.ready) >= self._plan.enough_rows or not self._plan.max_delay_s:
             return 0.0
         first_s = min(request.arrived_ns for request in group.ready.values()) / 1e9

@@ -15,7 +15,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 
 def batch_first(runtime: Runtime, declared: DeclaredConfig) -> Runtime:
-    """A runtime that shows states with the batch in the first dimension; the same one where no model can have others."""
+    """Return a runtime that shows states with the batch first; the given one if no model of this configuration can differ."""
     config = declared.message
     if not config.sequence_batching.state or (declared.says_batch_size and not config.max_batch_size):
         return runtime
@@ -32,7 +32,9 @@ class StateLayout:
         self._axes: dict[Path, dict[str, int]] = {}
 
     def describe(self, path: Path) -> ModelInterface:
-        """The interface with states as they are kept: [batch, *dims], where their dims tell which dimension the batch is."""
+        """Return the interface with states in the layout in which they are kept: [batch, *dims]. Their dims identify the batch
+        axis.
+        """
         whole = self._whole[path] = self._runtime.describe(path)
         shapes = {spec.name: spec.shape for spec in (*whole.inputs, *whole.outputs)}
         axes = self._axes[path] = {}
@@ -54,7 +56,9 @@ class StateLayout:
 
 
 def _batch_axis(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
-    """The dimension of any size without which a shape is `dims`; the first one where several are."""
+    """Return the dimension of any size without which a shape equals `dims`; the first one if there are several, 0 if there is
+    none.
+    """
     if len(shape) != len(dims) + 1:
         return 0
     for axis, size in enumerate(shape):

@@ -1,4 +1,4 @@
-"""What a request says about its sequence, and the inputs that the server adds to the client's."""
+"""Reads a request's sequence parameters, and adds the server's inputs to the client's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UINT64: Final = 1 << 64
 
 
 class StepInputs(Mapping[str, Array]):
-    """The client's inputs of a request, with controls and states. The client's are read on the thread that computes."""
+    """The client's inputs of a request, with controls and states added. The client's are read on the thread that computes."""
 
     __slots__ = ("_added", "_given")
 
@@ -42,7 +42,7 @@ class StepInputs(Mapping[str, Array]):
 
 
 class ControlTensors:
-    """The control inputs of one row, made once for each combination."""
+    """The control inputs of one row, made once for each combination of flags."""
 
     def __init__(self, plan: SequencePlan) -> None:
         flags = [(kind, control) for kind in (START, END, READY) if (control := plan.control(kind)) is not None]
@@ -59,14 +59,14 @@ class ControlTensors:
         self._plan = plan
 
     def of(self, key: SequenceId, *, starts: bool, ends: bool) -> dict[str, Array]:
-        """For a row of the sequence `key`, each [1, 1], or in the model's own shape."""
+        """Return the controls for a row of the sequence `key`, each [1, 1], or in the model's own shape."""
         tensors = dict(self._flags[starts, ends])
         if self._corrid is not None:
             tensors[self._corrid.spec.name] = self._id(self._corrid, key)
         return tensors
 
     def not_ready(self) -> dict[str, Array]:
-        """For a row without a request."""
+        """Return the controls for a row without a request."""
         tensors = dict(self._not_ready)
         if self._corrid is not None:
             tensors[self._corrid.spec.name] = _row(self._corrid, b"" if self.takes_text else 0, self._plan)
@@ -78,10 +78,10 @@ class ControlTensors:
         return self._corrid is not None and self._corrid.spec.datatype.itemsize is None
 
     def require_fitting(self, key: SequenceId, model: str) -> None:
-        """Check that the model can be told this id.
+        """Check that the model's control takes an id of this type.
 
         Raises:
-            InvalidArgumentError: it takes numbers and the id is text, or the other way round.
+            InvalidArgumentError: the control takes numbers and the id is text, or the other way round.
         """
         if self._corrid is not None and isinstance(key, str) != self.takes_text:
             given, taken = ("a string", "a number") if isinstance(key, str) else ("a number", "a string")
@@ -91,7 +91,7 @@ class ControlTensors:
         if isinstance(key, str):
             return _row(control, key.encode(), self._plan)
         size = 8 * (control.spec.datatype.itemsize or 8)
-        bits = np.array(key & ((1 << size) - 1), f"<u{size // 8}")  # Triton's: the low bits
+        bits = np.array(key & ((1 << size) - 1), f"<u{size // 8}")  # Triton also passes the low bits
         return _row(control, bits.view(control.spec.datatype.array_dtype), self._plan)
 
 
@@ -102,10 +102,10 @@ def _row(control: Control, value: object, plan: SequencePlan) -> Array:
 
 
 def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bool]:
-    """The sequence that a request belongs to, whether it starts it, and whether it ends it.
+    """Return the sequence that a request belongs to, whether it starts it, and whether it ends it.
 
     Raises:
-        InvalidArgumentError: its parameters are wrong, or it names no sequence; or it has several rows.
+        InvalidArgumentError: its parameters are wrong, it names no sequence, or it has several rows.
     """
     parameters = request.parameters
     key = parameters.get(SEQUENCE_ID, 0)

@@ -1,1 +1,1 @@
-"""Endpoints that take text, for models whose task says so: OpenAI's, Cohere's and text-embeddings-inference's (TEI)."""
+"""Endpoints that take text or pictures, for models whose task says so, in the forms of OpenAI, Cohere and Hugging Face."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,10 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError, UnavailableError
 from halfserve.serve.http.request_body import RequestMemory, answered_or_gone
-from halfserve.serve.http.tasks.text_models import TextModel, TokenRow
 from halfserve.serve.protocol.inference import AnyInference, Cancel
 
+R = TypeVar("R")
+R_contra = TypeVar("R_contra", contravariant=True)
 Vector = NDArray[np.float32]
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
@@ -24,7 +25,13 @@ LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's la
 BYTES_AT_ONCE = 4 * 2**20  # of these rows' messages; at least one row
 
 
-class RowRequests:
+class MessageMaker(Protocol[R_contra]):
+    """Makes the inference request of one row."""
+
+    def message(self, row: R_contra) -> bytes: ...  # a serialized ModelInferRequest
+
+
+class RowRequests(Generic[R]):
     """Queues rows, a bounded number at a time, and gathers their answers in order.
 
     A row's message is made when the row is queued: with its padding it may be a thousand times as large as its text.
@@ -33,8 +40,8 @@ class RowRequests:
     def __init__(
         self,
         entry: AnyInference,
-        text_model: TextModel,
-        rows: Sequence[TokenRow],
+        maker: MessageMaker[R],
+        rows: Sequence[R],
         at_once: int,
         memory: RequestMemory,
         time_left_s: float | None,
@@ -43,7 +50,7 @@ class RowRequests:
 
         Args:
             entry: takes the requests.
-            text_model: makes their messages.
+            maker: makes their messages.
             rows: of the requests.
             at_once: the most to have in the queue.
             memory: counts the messages in the queue and the answers.
@@ -51,7 +58,7 @@ class RowRequests:
         """
         loop = asyncio.get_running_loop()
         self._entry = entry
-        self._text_model = text_model
+        self._maker = maker
         self._rows = rows
         self._at_once = at_once
         self._memory = memory
@@ -75,7 +82,7 @@ class RowRequests:
         self._fill()
         await answered_or_gone(request, self.answered, self._cancel)
         if self.answered.cancelled():
-            self._entry.gone(self._text_model.message(self._rows[0]))
+            self._entry.gone(self._maker.message(self._rows[0]))
             raise ClientDisconnect
         self.answered.result()
         return self._answers
@@ -84,7 +91,7 @@ class RowRequests:
         while self._next < len(self._rows) and self._has_room() and not self.answered.done():
             index = self._next
             left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
-            message = self._text_model.message(self._rows[index])
+            message = self._maker.message(self._rows[index])
             try:
                 self._memory.grow(len(message))
                 cancel = self._entry.infer(message, left_s, _Reply(self, index))
@@ -134,7 +141,7 @@ class RowRequests:
             self._fill()
 
     def _fail(self, index: int, error: InferenceError) -> None:
-        self._entry.failed(self._text_model.message(self._rows[index]), error)
+        self._entry.failed(self._maker.message(self._rows[index]), error)
         self.answered.set_exception(error)
         self._cancel()
 
@@ -149,7 +156,7 @@ class _Reply:
 
     __slots__ = ("_index", "_requests")
 
-    def __init__(self, requests: RowRequests, index: int) -> None:
+    def __init__(self, requests: RowRequests[Any], index: int) -> None:
         self._requests = requests
         self._index = index
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, ModelLoadError, UnsupportedError

@@ -25,7 +25,7 @@ from halfserve.export.onnx_files.model_writer import (
     write_padded,
     write_tensor,
 )
-from halfserve.protos.atomic_files import synced, write_and_sync
+from halfserve.files.atomic_files import synced, write_and_sync
 from tests.export.stored_models import in_one_file, sums, with_a_body, with_data_files
 
 Tree = Callable[[], list[str]]

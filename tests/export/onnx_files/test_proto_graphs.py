@@ -4,7 +4,7 @@ import numpy as np
 from onnx import helper, numpy_helper
 
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 from tests.export.stored_models import sums, with_a_body
 
 

@@ -12,8 +12,8 @@ import typer
 import benchmarks.ceiling
 from benchmarks import serving
 from benchmarks.ceiling.answers import COUNT, save_answers
+from halfserve.files.varint import encoded_varint
 from halfserve.protos import inference_pb2 as pb
-from halfserve.protos.varint import encoded_varint
 from tests.serve.running_server import RunningServer
 
 SOURCE = (Path(benchmarks.ceiling.__file__).parent / "answer_at_once.c").read_text()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from halfserve.serve.engine.errors import (
-    FailedPreconditionError,
     InferenceError,
     InvalidArgumentError,
     NotFoundError,
@@ -141,7 +140,7 @@ async def test_without_a_control_nothing_is_loaded_by_request() -> None:
     core = InferenceCore([version(1)])
     await core.refresh()
     for work in (core.load("m"), core.unload("m")):
-        with pytest.raises(FailedPreconditionError, match="models are not loaded by request here"):
+        with pytest.raises(UnavailableError, match="models are not loaded by request here"):
             await work
     await core.drain()
 

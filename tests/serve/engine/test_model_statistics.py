@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from halfserve.serve.engine.model_statistics import (
     FOLD_REQUESTS,
     STAGES,
     TOGETHER,
+    WINDOW_NS,
     BatchTimes,
     ServerFigures,
     StageHistograms,
@@ -140,3 +142,40 @@ def test_recorded_batches_are_folded() -> None:
     assert len(histograms._arrivals) < FOLD_REQUESTS
     assert histograms.read()["total"].count == FOLD_REQUESTS * 3
     assert histograms.read()["queue"].ns == 11 * FOLD_REQUESTS * 3 // 2
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(1, 10**10), min_size=4, max_size=4).map(sorted),
+        min_size=1,
+        max_size=3 * TOGETHER,
+    )
+)
+def test_quantiles_are_those_of_the_requests_within_two_percent(batches: list[list[int]]) -> None:
+    statistics = Statistics()
+    statistics.keep_latencies()
+    now = time.monotonic_ns()
+    for _, assembled, computed, split in batches:
+        times = BatchTimes(started=now - split, assembled=now - computed, computed=now - assembled, split=now)
+        statistics.batch_done(times, [now - 2 * 10**10], rows=1)
+    shares = (0.0, 0.5, 0.99, 1.0)
+    told = statistics.quantiles(shares)
+    assert list(told) == list(STAGES)
+    for stage, values in {
+        "queue": [2 * 10**10 - split for *_, split in batches],
+        "compute_infer": [computed - assembled for _, assembled, computed, _ in batches],
+        "total": [2 * 10**10 for _ in batches],
+    }.items():
+        ordered = sorted(values)
+        expected = [max(1, ordered[max(1, math.ceil(share * len(ordered))) - 1]) for share in shares]
+        assert told[stage] == pytest.approx(expected, rel=0.02), stage
+
+
+def test_requests_of_more_than_a_minute_ago_have_no_quantiles() -> None:
+    statistics = Statistics()
+    assert statistics.quantiles([0.5]) == {}
+    statistics.keep_latencies()
+    before = time.monotonic_ns() - WINDOW_NS
+    times = BatchTimes(started=before, assembled=before, computed=before, split=before)
+    statistics.batch_done(times, [before], rows=1)
+    assert all(math.isnan(value) for values in statistics.quantiles([0.5]).values() for value in values)

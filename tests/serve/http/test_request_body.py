@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
-from halfserve.serve.http.request_body import accepted_coding, compressed, decompressed
+from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnavailableError, UnsupportedError
+from halfserve.serve.http.request_body import RequestMemory, accepted_coding, compressed, decompressed
+from halfserve.serve.security.memory_budget import MemoryBudget
+
+WAIT_S = 20.0
 
 LARGE = json.dumps({"data": [1] * 40_000}).encode()
 
@@ -40,7 +44,7 @@ def test_what_carries_no_tensors_is_small(http: httpx.Client, path: str) -> None
 
 def test_what_carries_files_may_be_large(http: httpx.Client) -> None:
     answer = http.post("/v2/repository/models/mlp/load", content=LARGE.replace(b'{"data"', b'{"parameters":{},"data"'))
-    assert answer.status_code == 409
+    assert answer.status_code == 503
     assert answer.json()["error"].startswith("models are not loaded by request here")
 
 
@@ -84,3 +88,20 @@ def test_broken_bodies_are_refused() -> None:
 )
 def test_the_client_chooses(accept: str, coding: str | None) -> None:
     assert accepted_coding(accept) == coding
+
+
+def test_a_request_that_is_pressed_again_while_it_is_refused_is_refused_once() -> None:
+    async def scene() -> None:
+        memory = RequestMemory(MemoryBudget(1000))
+        waiting = asyncio.create_task(memory.within(WAIT_S, asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        memory.share.resize(10_000)
+        while not waiting.done():
+            memory.share.press()
+            await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            waiting.result()
+        with pytest.raises(UnavailableError, match="--max-buffered-mib"):
+            memory.check()
+
+    asyncio.run(scene())

@@ -220,7 +220,7 @@ def test_settings_are_read_and_changed(client: Any) -> None:
 
 def test_models_are_not_loaded_by_request_where_that_is_off(client: Any) -> None:
     for name in ("load_model", "unload_model"):
-        with pytest.raises(InferenceServerException, match=r"\[409\] models are not loaded by request here"):
+        with pytest.raises(InferenceServerException, match=r"\[503\] models are not loaded by request here"):
             getattr(client, name)("mlp")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -83,6 +84,15 @@ def metric(name: str, kind: str, value: float, **labels: str) -> Metric:
 def test_metrics_are_added_up_where_that_means_something(name: str, kind: str, merged: float) -> None:
     (found,) = merge_metrics([metric(name, kind, 2, model="m")], [[metric(name, kind, 3, model="m")]])
     assert [sample.value for sample in found.samples] == [merged]
+
+
+def test_the_quantiles_told_are_those_of_the_slowest_member() -> None:
+    own, others = (
+        [metric("nv_inference_queue_summary_us", "summary", value, model="m", quantile="0.5") for value in values]
+        for values in ([math.nan], [3, 2])
+    )
+    (found,) = merge_metrics(own, [[one] for one in others])
+    assert [sample.value for sample in found.samples] == [3]
 
 
 def test_counters_of_models_that_are_not_served_here_are_left_out() -> None:

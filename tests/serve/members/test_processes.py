@@ -11,15 +11,18 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from halfserve import Client, InvalidRequest, RetryPolicy, cli
+from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.connection import Tls
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
@@ -138,6 +141,65 @@ def test_settings_and_shared_memory_hold_everywhere(served: Processes) -> None:
     with served.clients[1].shared_region(X.nbytes):
         assert served.agree(lambda client: len(set(client.shared_regions()) - before)) == 1
     assert served.agree(lambda client: set(client.shared_regions())) == before
+
+
+WAITS = """
+import time
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        Path("FOLDER/begun").touch()
+        while not Path("FOLDER/end").exists():
+            time.sleep(0.01)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+WAITS_CONFIG = """
+backend: "python"
+input { name: "x" data_type: TYPE_FP16 dims: -1 }
+output { name: "y" data_type: TYPE_FP16 dims: -1 }
+"""
+
+
+@pytest.mark.long
+def test_a_region_that_one_process_uses_stays_registered_in_all(tmp_path: Path) -> None:
+    model = tmp_path / "models" / "waits" / "1" / "model.py"
+    model.parent.mkdir(parents=True)
+    model.write_text(WAITS.replace("FOLDER", str(tmp_path)))
+    (model.parent.parent / "config.pbtxt").write_text(WAITS_CONFIG)
+    with processes(tmp_path / "models", "--trust-python-models", "--shared-memory") as served:
+        first = served.clients[0]
+        with first.shared_region(4) as used, first.shared_region(4) as free, ThreadPoolExecutor() as threads:
+            shared = used.array((2,), np.float16)
+            shared[...] = 3
+            answer = threads.submit(first.infer, "waits", {"x": shared})
+            try:
+                while not (tmp_path / "begun").exists():
+                    assert not answer.done(), answer.result()
+                for name in (used.name, ""):
+                    for client in served.clients:
+                        assert unregister(client.address, name) is grpc.StatusCode.INTERNAL
+                        assert used.name in served.agree(lambda one: set(one.shared_regions()))
+                assert free.name not in served.agree(lambda one: set(one.shared_regions()))
+            finally:
+                (tmp_path / "end").touch()
+            np.testing.assert_array_equal(answer.result()["y"], [3, 3])
+            for client in served.clients:
+                np.testing.assert_array_equal(client.infer("waits", {"x": shared})["y"], [3, 3])
+            assert unregister(first.address, used.name) is grpc.StatusCode.OK
+            assert not served.agree(lambda one: set(one.shared_regions()))
+
+
+def unregister(address: str, name: str) -> grpc.StatusCode:
+    """The status of unregistering, over a connection of its own."""
+    with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/SystemSharedMemoryUnregister")
+        try:
+            call(pb.SystemSharedMemoryUnregisterRequest(name=name).SerializeToString(), timeout=WAIT_S)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
 
 
 def test_a_process_that_is_killed_is_replaced_by_one_that_knows_what_it_knew(served: Processes) -> None:

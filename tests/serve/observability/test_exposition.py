@@ -28,11 +28,13 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
+from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
 from halfserve.serve.observability.metrics import number, triton_metrics
 from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.summaries import latency_figures
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.sequences.scene import Scene, play, sum_model
 from tests.serve.engine.sequences.test_slot_batches import telling_model
@@ -397,3 +399,31 @@ def test_a_counter_keeps_the_name_of_its_samples() -> None:
         "# HELP nv_inference_count Rows\n# TYPE nv_inference_count counter\nnv_inference_count 3\n"
         '# HELP halfserve_lost_total Lost\n# TYPE halfserve_lost_total counter\nhalfserve_lost_total{reason="full"} 4\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), LatencyFigures()),
+        (("summary_latencies=true",), LatencyFigures(quantiles=(0.5, 0.9, 0.95, 0.99, 0.999))),
+        (("summary_latencies=true", "summary_quantiles=0.1:0.0.1,0.7"), LatencyFigures(quantiles=(0.1, 0.7))),
+        (("summary_quantiles=0.1:0.01", "counter_latencies=false"), LatencyFigures(has_counters=False)),
+    ],
+    ids=range(4),
+)
+def test_settings_of_metrics_are_read_as_in_triton(settings: tuple[str, ...], expected: LatencyFigures) -> None:
+    assert latency_figures(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("histograms=true", "has the setting 'histograms', expected one of: counter_latencies, summary_latencies, summary_qua"),
+        ("summary_latencies=yes", "summary_latencies is 'yes', expected true or false"),
+        ("summary_quantiles=0.5:0.1,99", "summary_quantiles has '99', expected QUANTILE:ERROR with a quantile of 0 to 1"),
+    ],
+    ids=range(3),
+)
+def test_wrong_settings_of_metrics_are_refused(setting: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}"):
+        latency_figures([setting])

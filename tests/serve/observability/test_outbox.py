@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import re
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 
 from halfserve.serve.engine.errors import FailedPreconditionError
-from halfserve.serve.observability.outbox import MOST, LineFile, Outbox, check_writable
+from halfserve.serve.observability.outbox import MOST, ArrayFile, LineFile, Outbox, check_writable
 
 WAIT_S = 20.0
 
@@ -227,3 +230,36 @@ def test_a_place_is_checked_before_the_first_line(tmp_path: Path, place: str, re
 def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=re.escape("No such file or directory")):
         LineFile(tmp_path / "no" / "access.log").write(["one\n"])
+
+
+def test_an_array_is_whole_after_each_write_and_replaces_an_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "array"
+    path.write_text("older, and longer than what replaces it" * 9)
+    file = ArrayFile(path)
+    for number in range(1, 4):
+        file.write([str(number), '"\u00e9"'])
+        assert json.loads(path.read_text()) == [1, "\u00e9", 2, "\u00e9", 3, "\u00e9"][: 2 * number]
+    path.rename(tmp_path / "moved")
+    file.write(["4"])
+    assert json.loads(path.read_text()) == [4]
+    os.truncate(path, 0)
+    file.write(["5"])
+    file.close()
+    assert json.loads(path.read_text()) == [5]
+    assert len(json.loads((tmp_path / "moved").read_text())) == 6
+
+
+def test_an_array_stays_as_it_is_where_a_write_finds_no_room(tmp_path: Path) -> None:
+    file = ArrayFile(tmp_path / "array")
+    file.write(["1"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            file.write([f'"{"x" * 8192}"'])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert json.loads((tmp_path / "array").read_text()) == [1]
+    file.write(["2"])
+    file.close()
+    assert json.loads((tmp_path / "array").read_text()) == [1, 2]

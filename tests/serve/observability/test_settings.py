@@ -22,6 +22,7 @@ from halfserve.serve.observability.settings import (
     LogSettings,
     ObserveOptions,
     TraceControl,
+    TraceLevel,
     TraceSampler,
     TraceSettings,
     check_can_trace,
@@ -228,6 +229,8 @@ def test_traces_are_off_unless_asked_for() -> None:
     assert settings_at_start(options, asked) == TraceSettings(levels=("TIMESTAMPS",), rate=1)
     assert settings_at_start(options, asked | {"OTEL_SDK_DISABLED": "true"}).levels == ("OFF",)
     assert settings_at_start(to_file, {"OTEL_TRACES_SAMPLER": "always_off"}).levels == ("OFF",)
+    as_triton = ObserveOptions(trace_to="triton:t.json", trace_rate=5)
+    assert settings_at_start(as_triton, {"OTEL_TRACES_SAMPLER": "always_on"}) == settings_at_start(as_triton, {})
 
 
 def test_traces_that_have_nowhere_to_go_cannot_be_turned_on() -> None:
@@ -259,6 +262,25 @@ def test_trace_settings_are_read_and_changed_per_model(serving: Serving, tmp_pat
         assert values(client.get_trace_settings("picky")) == expected
         cleared = client.update_trace_settings(model_name="mlp", settings={"trace_rate": None, "trace_count": []})
         assert values(cleared) == expected
+
+
+def test_traces_in_tritons_format_begin_when_a_client_says_so(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    options = ObserveOptions(trace_to=f"triton:{file}", trace_level=TraceLevel.OFF, trace_rate=1)
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        expected = {
+            "trace_level": ["OFF"],
+            "trace_rate": ["1"],
+            "trace_count": ["-1"],
+            "log_frequency": ["0"],
+            "trace_mode": ["triton"],
+            "trace_file": [str(file)],
+        }
+        assert values(client.get_trace_settings()) == expected
+        client.infer("mlp", row(), request_id="before", client_timeout=CLIENT_TIMEOUT_S)
+        client.update_trace_settings(settings={"trace_level": "TIMESTAMPS"})
+        client.infer("mlp", row(), request_id="traced", client_timeout=CLIENT_TIMEOUT_S)
+    assert [entry["request_id"] for entry in json.loads(file.read_text()) if "model_name" in entry] == ["traced"]
 
 
 def test_log_settings_are_read_and_changed(serving: Serving, tmp_path: Path) -> None:

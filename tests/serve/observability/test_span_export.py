@@ -16,7 +16,17 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.observability.observed_request import TraceContext
-from halfserve.serve.observability.span_export import CHUNK, SCOPE, FileExporter, resource, to_line, to_sdk
+from halfserve.serve.observability.span_export import (
+    CHUNK,
+    SCOPE,
+    FileExporter,
+    OtlpFormat,
+    TritonFormat,
+    make_exporter,
+    resource,
+    to_line,
+    to_sdk,
+)
 from halfserve.serve.observability.tracing import TraceRecord, spans_of
 
 IDS = {"traceId", "spanId", "parentSpanId"}
@@ -35,7 +45,7 @@ def batch_of(requests: int, start: int) -> list[TraceRecord]:
 
 @pytest.mark.parametrize("log_frequency", [0, 3], ids=["one file", "files of three traces"])
 def test_a_batch_is_one_however_many_of_its_requests_are_traced(tmp_path: Path, log_frequency: int) -> None:
-    exporter = FileExporter(tmp_path / "traces", lambda: log_frequency)
+    exporter = FileExporter(tmp_path / "traces", lambda: log_frequency, OtlpFormat())
     sizes = [2, 1, CHUNK, 2, 2 * CHUNK + 1]
     exporter.deliver([one for number, size in enumerate(sizes) for one in batch_of(size, 1000 * number)])
     exporter.close()
@@ -65,6 +75,37 @@ def record(context: TraceContext, batch: BatchTimes | None = TIMES, error: str =
         batch=batch,
         batch_rows=4,
     )
+
+
+def test_tritons_format_tells_when_a_trace_passed_each_stage(tmp_path: Path) -> None:
+    exporter = FileExporter(tmp_path / "traces", lambda: 0, TritonFormat())
+    exporter.deliver([record(TraceContext(5))])
+    refused = record(TraceContext(6), None, "the model failed")
+    refused.request_id, refused.is_rest = "", True
+    exporter.deliver([refused])
+    exporter.close()
+    computed = {"COMPUTE_START": 2_000, "COMPUTE_INPUT_END": 3_000, "COMPUTE_OUTPUT_START": 7_000, "COMPUTE_END": 8_000}
+    about = {"model_name": 'm"1', "model_version": 7}
+    assert json.loads((tmp_path / "traces").read_text()) == [
+        {"id": 1, **about, "request_id": "id"},
+        {"id": 1, "timestamps": stamps("GRPC_WAITREAD", computed, "GRPC_SEND")},
+        {"id": 2, **about},
+        {"id": 2, "timestamps": stamps("HTTP_RECV", {}, "HTTP_SEND")},
+    ]
+
+
+def test_each_of_several_processes_has_an_array_of_its_own(tmp_path: Path) -> None:
+    for process in (1, 2):
+        exporter = make_exporter(f"triton:{tmp_path / 'traces'}", lambda: 0, process=process)
+        exporter.deliver([record(TraceContext(5))])
+        exporter.close()
+    assert [len(json.loads((tmp_path / f"traces-{process}").read_text())) for process in (1, 2)] == [2, 2]
+
+
+def stamps(received: str, computed: dict[str, int], sent: str) -> list[dict[str, Any]]:
+    first = dict.fromkeys([f"{received}_START", f"{received}_END", "REQUEST_START", "QUEUE_START"], 1_000)
+    last = dict.fromkeys(["REQUEST_END", f"{sent}_START", f"{sent}_END"], 9_000)
+    return [{"name": name, "ns": ns} for name, ns in (first | computed | last).items()]
 
 
 def with_hex_ids(value: Any) -> Any:

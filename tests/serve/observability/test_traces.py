@@ -137,6 +137,24 @@ def test_a_file_holds_as_many_traces_as_asked(serving: Serving, tmp_path: Path) 
     assert not file.exists()
 
 
+@pytest.mark.parametrize("log_frequency", [0, 2], ids=["one file", "files of two traces"])
+def test_tritons_own_files_hold_an_array_of_traces(serving: Serving, tmp_path: Path, log_frequency: int) -> None:
+    file = tmp_path / "traces.json"
+    options = ObserveOptions(trace_to=f"triton:{file}", trace_rate=1, trace_count=3, trace_log_frequency=log_frequency)
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        for number in range(4):
+            client.infer("mlp", row(), request_id=str(number), client_timeout=CLIENT_TIMEOUT_S)
+    files = [tmp_path / f"traces.json.{number}" for number in range(2)] if log_frequency else [file]
+    assert sorted(tmp_path.glob("traces*")) == files
+    parts = [[entry["request_id"] for entry in json.loads(one.read_text()) if "model_name" in entry] for one in files]
+    assert parts == ([["0", "1"], ["2"]] if log_frequency else [["0", "1", "2"]])
+    stages = [stamp["name"] for stamp in json.loads(files[0].read_text())[1]["timestamps"]]
+    assert stages[:4] + stages[-3:] == [
+        *("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START", "QUEUE_START"),
+        *("REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"),
+    ]
+
+
 class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]  # (grpcio ships no types)
     """Takes spans as any OTLP collector does."""
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 from halfserve.serve.protocol.messages import (
     MAX_FIELDS,

@@ -17,6 +17,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.observability.settings import ObserveOptions, TraceLevel
 from halfserve.serve.protocol import service as module
 from halfserve.serve.protocol.rpcs import RepositoryRpcs
 from halfserve.serve.protocol.service import SERVICE, LimitedService, Service
@@ -90,6 +91,14 @@ def test_settings_of_a_visible_model_alone_are_changed() -> None:
         log(verbose)
     assert log(pb.LogSettingsRequest()) == whole.unary[f"/{SERVICE}/LogSettings"].answer(pb.LogSettingsRequest())
     assert trace(pb.TraceSettingRequest()) == whole.unary[f"/{SERVICE}/TraceSetting"].answer(pb.TraceSettingRequest())
+
+
+def test_a_view_of_some_models_does_not_name_the_trace_file() -> None:
+    options = ObserveOptions(trace_to="triton:traces.json", trace_level=TraceLevel.OFF)
+    whole = Service(InferenceCore([held_model(HeldBackend(), "ours")]), server_version="1.2", observe=options)
+    limited = LimitedService(whole, lambda name: name == "ours")
+    told = [one.unary[f"/{SERVICE}/TraceSetting"].answer(pb.TraceSettingRequest()) for one in (whole, limited)]
+    assert [dict(one.settings)["trace_file"].value[0] for one in told] == ["traces.json", "file"]  # type: ignore[attr-defined]  # (as above)
 
 
 @on_loop

@@ -62,7 +62,7 @@ def test_calls_without_a_token_are_refused_except_health(asked: Asked) -> None:
     for method, message in ((INFER_PATH, infer_request()), ("ModelMetadata", b""), ("RepositoryIndex", b"")):
         assert asked.refused(method, message) == (
             UNAUTHENTICATED,
-            "this server asks for a token; send 'authorization: Bearer <token>'",
+            "this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file",
         )
     for method in ("ServerLive", "ServerReady", HEALTH):
         assert call(asked.channel, method)

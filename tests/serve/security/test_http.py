@@ -119,7 +119,10 @@ def test_tokens_are_asked_for_but_not_by_health(server: RunningServer, tmp_path:
         assert http.get("/v2/health/ready").status_code == 200
         for path in ("/", "/v2", "/v2/models/held", "/metrics", "/openapi.json", "/ui/state", "/no/such/path"):
             refused = http.get(path)
-            assert status(refused) == (401, "this server asks for a token; send 'authorization: Bearer <token>'")
+            assert status(refused) == (
+                401,
+                "this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file",
+            )
             assert refused.headers["www-authenticate"].startswith('Bearer realm="halfserve", Basic realm="halfserve"')
         assert http.post(INFER, json=REQUEST).status_code == 401
         assert http.post(INFER, json=REQUEST, headers=alice).json()["outputs"][0]["data"] == [2]

@@ -127,7 +127,10 @@ def test_a_known_token_with_the_role_is_admitted(tmp_path: Path) -> None:
 def test_a_missing_token_is_distinguished_from_a_wrong_one(tmp_path: Path, shown: bytes | None) -> None:
     tokens_in(tmp_path / "tokens", alice=Role.INFER)
     tokens = Tokens(tmp_path / "tokens")
-    with pytest.raises(UnauthenticatedError, match="this server asks for a token; send 'authorization: Bearer <token>'"):
+    with pytest.raises(
+        UnauthenticatedError,
+        match="this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file",
+    ):
         tokens.admit(shown, Role.INFER)
     for wrong in (b"Bearer x", b"Bearer \xff", b"Basic eDp5"):
         with pytest.raises(UnauthenticatedError, match="the token is not valid here"):

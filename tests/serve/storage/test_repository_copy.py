@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from halfserve.protos import object_storage
+from halfserve.files import object_storage
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage import file_cache
@@ -234,7 +234,7 @@ def test_two_servers_that_start_together_copy_once(s3: S3Server, open_copy: Open
 
 @pytest.mark.long
 def test_a_copy_that_broke_off_is_resumed(s3: S3Server, open_copy: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfserve.protos.object_storage.TRIES", 1)
+    monkeypatch.setattr("halfserve.files.object_storage.TRIES", 1)
     s3.put("models/m/1/model.onnx", b"first")
     copy = open_copy()
     copy.update()

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.protos import onnx_outline
+from halfserve.files import onnx_outline
 from halfserve.serve.backends.onnx_runtime import onnx_file, onnx_preparation
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared, set_border
 from halfserve.serve.engine.errors import ModelLoadError

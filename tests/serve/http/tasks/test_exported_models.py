@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
+from halfserve.export.sources.picture_preparation import proof_pictures
 from halfserve.export.sources.source import SourceOptions
-from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, sentence_folder
+from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, image_folder, sentence_folder
 from tests.serve.http.tasks.test_text_routes import served
 
 TEXTS = [" ".join(sentence.split()[: 2 + index % 9]) for index, sentence in enumerate(SENTENCES[:40])]
@@ -62,6 +65,21 @@ def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
         answer = client.post("/predict", json={"inputs": [[text] for text in TEXTS]}).json()
     found = np.array([[{entry["label"]: entry["score"] for entry in row}[label] for label in LABELS] for row in answer])
     assert np.abs(found - wanted).max() < 0.01
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_pictures_have_the_classes_of_transformers(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "net")
+    exported(folder, tmp_path / "models")
+    pipeline: Any = transformers.pipeline("image-classification", str(folder))
+    with served(tmp_path / "models") as client:
+        for data in proof_pictures():
+            wanted = pipeline(Image.open(BytesIO(data)))
+            answer = client.post("/v2/models/net/classify", content=data).json()
+            assert answer[0]["label"] == wanted[0]["label"]
+            scores = {entry["label"]: entry["score"] for entry in answer}
+            assert all(abs(scores[entry["label"]] - entry["score"]) < 0.01 for entry in wanted)
 
 
 @pytest.mark.long

@@ -15,8 +15,8 @@ TENSOR = "onnx.TensorProto"
 def all_tensors(message: Message) -> list[Any]:
     """Find each `onnx.TensorProto` below a message, such as a ModelProto, in a stable order.
 
-    The fields to follow come from the message's descriptor, so no place is left out: initializers, both parts of sparse ones,
-    attributes of all kinds, bodies, functions with their defaults, training graphs, and what a later schema adds.
+    The fields to follow come from the message's descriptor, so no tensor is missed: initializers, both parts of sparse ones,
+    attributes of all kinds, bodies, functions with their defaults, training graphs, and additions of later schemas.
     """
     found: list[Any] = []
     _collect(message, found)
@@ -25,7 +25,7 @@ def all_tensors(message: Message) -> list[Any]:
 
 def _collect(message: Message, found: list[Any]) -> None:
     followed = _followed(message.DESCRIPTOR)
-    for field, value in message.ListFields():  # most attributes have few: faster than to ask for each field
+    for field, value in message.ListFields():  # most attributes have few set fields: faster than checking each field
         if field.number in followed:
             items = (value,) if field.has_presence else value
             for item in items:
@@ -43,7 +43,7 @@ def _followed(descriptor: Descriptor) -> frozenset[int]:
 
 
 def _holds_tensors(descriptor: Descriptor, above: frozenset[str]) -> bool:
-    """Whether a message is a tensor or may hold one. `above` are the messages around it: graphs hold graphs."""
+    """Whether a message is a tensor or may contain one. `above` are the messages around it, as graphs can contain graphs."""
     if descriptor.full_name == TENSOR:
         return True
     below = (field.message_type for field in descriptor.fields if field.message_type)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from onnx import AttributeProto, GraphProto, ModelProto, SparseTensorProto, TensorProto
 
-from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.files.onnx_tensors import all_tensors
 
 
 def tensor(name: str) -> TensorProto:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfserve.protos.varint import encoded_varint
+from halfserve.files.varint import encoded_varint
 
 ENCODED = [(0, b"\0"), (127, b"\x7f"), (128, b"\x80\1"), (300, b"\xac\2"), (2**31, b"\x80\x80\x80\x80\x08")]
 

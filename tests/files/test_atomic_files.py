@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfserve.protos.atomic_files import atomic_file, checked_output
+from halfserve.files.atomic_files import atomic_file, checked_output
 
 
 def test_the_new_file_takes_the_old_ones_place_when_it_is_whole(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: a reader, a crash or a full disk never sees half of one."""
+"""Files that are written completely or not at all: a reader, a crash or a full disk never sees a partial file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PERMISSIONS = 0o777
 
 
 class PendingFile:
-    """A file that is written beside `path` and takes that name when it is published.
+    """A file that is written beside `path` and gets that name when it is published.
 
-    A symbolic link keeps pointing to its target, which is replaced. The new file has the old one's permissions. What is no
+    A symbolic link keeps pointing to its target, which is replaced. The new file gets the old one's permissions. Anything but a
     regular file, such as a pipe or /dev/null, cannot be replaced: it is written to directly.
 
     Attributes:
-        file: Open for writing.
+        file: The file, open for writing.
 
     Raises:
         OSError: The folder is missing or cannot be written to, or the disk is full. `filename` is `path`.
@@ -68,7 +68,7 @@ def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
     """Open a file for writing that takes its place when the block ends without an error; see `PendingFile`.
 
     Args:
-        path: Where the file shall be; its folder must exist.
+        path: The path of the file; its folder must exist.
 
     Yields:
         The open temporary file.
@@ -125,7 +125,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def checked_output(path: Path, option: str) -> Path:
-    """Return the path if a file can be written there; to be called before the work whose result it will hold.
+    """Return the path if a file can be written there; call this before the work whose result the file will contain.
 
     Raises:
         OSError: It is a folder, or its folder is missing or not writeable; the text names the option.
@@ -150,7 +150,7 @@ def _is_special(path: Path) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Let an OSError name the file that was asked for, not the temporary one, or none."""
+    """Make an OSError name the requested file instead of the temporary one or none."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""An ONNX file without its large tensors: they stay in the file, and the rest is small enough to hold.
+"""An ONNX file without its large tensors: they stay in the file, and the rest is small enough for memory.
 
 Protobuf cannot parse a message and leave a field of it in the file. This module walks through the file by protobuf's wire
-format (a key, a length, a body) and replaces each large `raw_data` by its place in the file. A model of a gigabyte then opens
-in milliseconds, and its tensors are read one by one.
+format (a key, a length, a body) and replaces each large `raw_data` by its location in the file. A model of a gigabyte then
+opens in milliseconds, and its tensors are read one by one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import BinaryIO, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from halfserve.protos.varint import FIXED32, FIXED64, LENGTH, VARINT, encoded_varint, length_delimited
+from halfserve.files.varint import FIXED32, FIXED64, LENGTH, VARINT, encoded_varint, length_delimited
 
 M = TypeVar("M", bound=Message)
 
 LARGE_BYTES = 4096  # a page of memory: the runtime can map a weight of this size from a file of its own
-MAX_DEPTH = 64  # of bodies within bodies; no tool writes deeper files
-# A walk through this many fields takes a second. No exporter writes as many; protobuf is faster and parses such a file whole.
+MAX_DEPTH = 64  # limit on nested bodies; no tool writes deeper files
+# A walk through this many fields takes a second. No exporter writes so many; protobuf is faster and parses such a file whole.
 MAX_FIELDS = 1 << 18
 WINDOW_BYTES = 1 << 16
 
@@ -29,16 +29,16 @@ _NO_MESSAGE = "it is no protobuf message"
 
 
 class DamagedFileError(ValueError):
-    """The bytes are no protobuf message, or end within one."""
+    """The bytes are not a protobuf message, or end within one."""
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Where a weight's bytes lie in the file.
+    """Location of a weight's bytes in the file.
 
     Attributes:
-        offset: in bytes from the file's start.
-        length: in bytes.
+        offset: offset from the file's start in bytes.
+        length: length in bytes.
     """
 
     offset: int
@@ -51,7 +51,7 @@ class OnnxOutline(Generic[M]):
 
     Attributes:
         model: the ModelProto; large weights lack `raw_data`.
-        left_out: where these bytes lie, by the weight's index among the main graph's initializers.
+        left_out: locations of these bytes, by the weight's index among the main graph's initializers.
     """
 
     model: M
@@ -62,8 +62,8 @@ def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
     """Read a model from a file, without the main graph's large weights.
 
     Args:
-        file: at its beginning, seekable.
-        size: of the file, in bytes.
+        file: the ONNX file, seekable, at its beginning.
+        size: size of the file in bytes.
         model: the class onnx.ModelProto.
 
     Raises:
@@ -81,14 +81,14 @@ def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
 
 
 def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_bytes: int) -> bytes:
-    """Serialize a model with every large tensor, those of bodies included, as external data at `location`.
+    """Serialize a model with every large tensor, also those in bodies, as external data at `location`.
 
     Args:
         file: the ONNX file, seekable.
-        size: of the file, in bytes.
+        size: size of the file in bytes.
         location: the file's path, which the model then refers to.
-        large_bytes: size of `raw_data` in bytes from which a tensor stays in the file. Values in typed fields (`float_data`)
-            stay in the model; hardly any tool writes those for large tensors.
+        large_bytes: smallest size of `raw_data` in bytes that stays in the file. Values in typed fields (`float_data`) stay in
+            the model; hardly any tool writes those for large tensors.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -104,13 +104,13 @@ def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_byt
 
 @dataclass(frozen=True)
 class TopLevelField:
-    """Where a field of a message lies in its file, as offsets in bytes.
+    """Location of a field of a message in its file, as offsets in bytes.
 
     Attributes:
-        number: in the message's definition.
-        start: of its key.
-        body: where the content of a field with a length begins; the end of the key of any other.
-        end: the first byte after it.
+        number: field number in the message's definition.
+        start: offset of its key.
+        body: offset of the content of a length-delimited field; the end of the key of any other field.
+        end: offset after its last byte.
     """
 
     number: int
@@ -120,7 +120,7 @@ class TopLevelField:
 
 
 def top_level_fields(data: FileWindow) -> Iterator[TopLevelField]:
-    """The fields of the message in a file, without those inside them.
+    """The top-level fields of the message in a file.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -170,7 +170,7 @@ class _Message(Enum):
     RAW_DATA = auto()
 
 
-# Where tensors lie, by field number in onnx.proto.
+# Fields that contain tensors, by field number in onnx.proto.
 _DATA_LOCATION, _EXTERNAL_DATA = 14, 13
 _MAIN_GRAPH = {
     _Message.MODEL: {7: _Message.GRAPH},
@@ -192,7 +192,7 @@ class _Walker:
     """Copies a model's message without large tensors.
 
     Attributes:
-        left_out: what was left out of the main graph, by the index of the initializer.
+        left_out: locations of the bytes left out of the main graph, by the index of the initializer.
     """
 
     def __init__(
@@ -246,8 +246,8 @@ class _Walker:
                 raise DamagedFileError("it breaks off")
             child = children.get(key >> 3)
             if child is _Message.RAW_DATA:
-                raw_data = None  # of a field that is there twice, the last one counts
-            # The main graph is walked through even where it is small: its initializers count.
+                raw_data = None  # if a field occurs twice, the last one counts
+            # The main graph is walked even if it is small, because its initializers are counted.
             if child is not None and (length >= self._large_bytes or message is _Message.MODEL):
                 rebuilt += self._data.piece(copied, field)
                 copied = position

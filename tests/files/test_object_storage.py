@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfserve.protos.object_storage import ObjectExistsError, ObjectStore, StorageError, is_url, redacted
+from halfserve.files.object_storage import ObjectExistsError, ObjectStore, StorageError, is_url, redacted
 from tests.s3_server import S3Server, s3_server
 
 

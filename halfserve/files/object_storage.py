@@ -1,7 +1,7 @@
-"""Model repositories in object storage: opened by fsspec, with errors of one line in which no credentials appear.
+"""Model repositories in object storage: opened by fsspec, with one-line errors that contain no credentials.
 
-The layout is that of a folder. A store has no renames, so one object makes a version visible: its model file, which a writer
-puts last. A version folder without it is unfinished, and no reader takes it for a version.
+The layout is that of a folder. A store cannot rename, so a single object makes a version visible: its model file, which a
+writer puts last. A version folder without a model file is unfinished, and readers ignore it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUERY = re.compile(r"(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
 HIDDEN = "***"
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
-# By protocol: the extra that installs what opens it, and where it looks for credentials.
+# By protocol: the extra that installs the package for it, and the usual sources of credentials.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "hf": "hf-hub"}
 CREDENTIALS = {
     "s3": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -32,19 +32,19 @@ CREDENTIALS = {
     "hf-hub": "HF_TOKEN",
 }
 TAGS = ("ETag", "etag", "blob_id", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
-MAX_TEXT = 500  # of a client's error: a proxy may answer with a page
-TRIES = 3  # of reading a range: beyond those of the store's own client, which does not see a body that ends early
-PAUSE_S = 0.2  # before the second try; doubled before the next
-# An unreachable store is an error after seconds: botocore would try 5 times for 60 s each, and s3fs that 5 times over.
+MAX_TEXT = 500  # most characters of a client's error: a proxy may answer with a page
+TRIES = 3  # attempts to read a range, beyond those of the store's own client, which does not notice a body that ends early
+PAUSE_S = 0.2  # pause before the second attempt, in seconds; doubled before the next
+# Report an unreachable store after seconds: botocore would try 5 times for 60 s each, and s3fs that 5 times over.
 S3_CONFIG = {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "max_attempts": 3}}
 
 
 class StorageError(Exception):
-    """An object store that cannot be used as asked; the text is one line, without credentials."""
+    """An object store cannot be used as requested; the text is one line without credentials."""
 
 
 class ObjectExistsError(StorageError):
-    """An object that was to be new is there already."""
+    """An object that must be new exists already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class StoredObject:
     """One object of a store.
 
     Attributes:
-        path: Below the repository's URL, with "/" between its parts.
-        size: In bytes.
-        tag: Differs between two contents of the same path: the ETag, or what the store has in its place.
+        path: Path below the repository's URL, with "/" between its parts.
+        size: Size in bytes.
+        tag: Changes with the content of the path: the ETag, or the store's equivalent.
     """
 
     path: str
@@ -68,12 +68,12 @@ def is_url(text: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text with user, password and query of every URL in it replaced by ***."""
+    """Replace user, password and query of every URL in the text by ***."""
     return QUERY.sub(f"?{HIDDEN}", USER_INFO.sub(f"{HIDDEN}@", text))
 
 
 class ObjectStore:
-    """A folder of an object store, or one file and those beside it whose names begin with its name. Any thread may use it.
+    """A folder of an object store, or one file and the objects beside it whose names begin with its name. Thread-safe.
 
     Attributes:
         url: The URL without credentials, for messages.
@@ -81,14 +81,14 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, file_suffixes: Sequence[str] = ()) -> None:
-        """Open, without asking the store anything. A URL with one of `file_suffixes` is one file.
+        """Open without any request to the store. A URL with one of `file_suffixes` is a single file.
 
         Raises:
             StorageError: The URL is not valid, or the package that opens it is not installed.
         """
         self.url = redacted(url).rstrip("/")
         self._protocol = re.split(r"::|://", url, maxsplit=1)[0].lower()
-        # Errors of the store's client may quote any of these.
+        # Errors of the store's client may quote these secrets.
         found = [found[0].rstrip("@") for found in USER_INFO.finditer(url)] + [found[0][1:] for found in QUERY.finditer(url)]
         parts = [part for text in found for part in (text, text.partition(":")[2], *re.findall(r"=([^&]+)", text))]
         self._secrets = sorted({secret for part in parts for secret in (part, unquote(part)) if len(secret) > 3}, key=len)
@@ -109,7 +109,7 @@ class ObjectStore:
             options["auto_mkdir"] = True
         try:
             if self._extra == "s3":
-                from halfserve.protos.s3_files import S3Files  # noqa: PLC0415  (needs an extra)
+                from halfserve.files.s3_files import S3Files  # noqa: PLC0415  (needs an extra)
 
                 options["config_kwargs"] = {**S3_CONFIG, **config.conf.get("s3", {}).get("config_kwargs", {})}
                 return S3Files.opened(url, options)
@@ -133,7 +133,7 @@ class ObjectStore:
         return f"{self.url}: what opens {self._protocol}:// is not installed; {install}"
 
     def objects(self) -> dict[str, StoredObject]:
-        """Everything in the folder now, by path; for one file it and those beside it.
+        """Everything in the folder now, by path; for a single file, it and the objects beside it.
 
         Raises:
             StorageError: The store cannot be read, or has nothing there.
@@ -154,7 +154,7 @@ class ObjectStore:
         return objects
 
     def paths_below(self, folder: str) -> list[str]:
-        """Paths of the objects in a folder, below it; none where it does not exist.
+        """Paths of the objects in a folder, relative to it; empty if the folder does not exist.
 
         Raises:
             StorageError: The store cannot be read.
@@ -163,20 +163,20 @@ class ObjectStore:
             try:
                 found = self._found(f"{self._root}/{folder}")
             except FileNotFoundError:
-                if self._extra == "s3":  # then it is the bucket that is missing
+                if self._extra == "s3":  # in S3 this means that the bucket is missing
                     raise
                 return []
         return sorted(path.removeprefix(f"{folder}/") for name in found if (path := self._below(name)))
 
     def _found(self, root: str) -> dict[str, dict[str, Any]]:
-        """What lies below a path in the store, by its name there."""
+        """Details of the objects below a path in the store, by the name there."""
         self._fs.invalidate_cache()
         found: dict[str, dict[str, Any]] = self._fs.find(root, detail=True, **({"on_error": "raise"} if self._walks else {}))
         return found
 
     @property
     def _walks(self) -> bool:
-        """Whether the implementation lists folder by folder, and would leave those out that it cannot read."""
+        """Whether the implementation lists folder by folder, and would skip folders that it cannot read."""
         from fsspec.asyn import AsyncFileSystem  # noqa: PLC0415  (an extra)
         from fsspec.spec import AbstractFileSystem  # noqa: PLC0415  (an extra)
 
@@ -186,18 +186,18 @@ class ObjectStore:
         return bool(kind.find is AbstractFileSystem.find)
 
     def _below(self, name: str) -> str:
-        """The path below the root; "" for what is not, and for placeholders of folders."""
+        """The path below the root; "" for names outside of it, and for placeholders of folders."""
         inside = name.startswith(f"{self._root}/") and not name.endswith("/")
         return name[len(self._root) + 1 :] if inside else ""
 
     def read_ranges(self, ranges: Sequence[tuple[StoredObject, int, int]]) -> list[bytes]:
-        """Read several ranges of bytes, at the same time where the implementation can.
+        """Read several ranges of bytes, concurrently if the implementation can.
 
         Args:
-            ranges: Each an object, its first byte, and the byte after the last one.
+            ranges: Object, first byte, and the byte after the last one, for each range.
 
         Raises:
-            StorageError: One cannot be read in full, after several tries.
+            StorageError: A range cannot be read in full after several attempts.
         """
         done: dict[int, bytes] = {}
         failure: tuple[StoredObject, BaseException] | None = None
@@ -228,9 +228,10 @@ class ObjectStore:
         raise StorageError(f"{self.url}/{failure[0].path}: cannot be read: {self._line(failure[1])}")
 
     def is_intact(self, stored: StoredObject, copy: Path) -> bool:
-        """Whether a copy has the content that the object's tag promises; True where it promises none.
+        """Whether a copy has the content that the object's tag promises; True if the tag says nothing about the content.
 
-        S3's ETag is the MD5 of an object that was written in one piece, unless a key of KMS or of the client encrypts it.
+        S3's ETag is the MD5 of an object that was written in one piece, unless the object is encrypted with a KMS or client
+        key.
 
         Raises:
             StorageError: The store cannot be asked.
@@ -244,14 +245,14 @@ class ObjectStore:
         return digest == promised[1] or self._has_other_tag(stored)
 
     def _has_other_tag(self, stored: StoredObject) -> bool:
-        """Whether an object's ETag is no MD5, though it looks like one."""
+        """Whether an object's ETag is not an MD5, although it looks like one."""
         bucket, key, _ = self._fs.split_path(f"{self._root}/{stored.path}")
         with self._told("cannot be read", stored.path):
             head = self._fs.call_s3("head_object", Bucket=bucket, Key=key)
         return "SSECustomerAlgorithm" in head or head.get("ServerSideEncryption", "AES256") != "AES256"
 
     def read(self, path: str) -> bytes:
-        """A small object's content.
+        """Read a small object.
 
         Raises:
             StorageError: It cannot be read.
@@ -261,7 +262,7 @@ class ObjectStore:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO]:
-        """A large object, of which only parts are read.
+        """Open a large object of which only parts are read.
 
         Raises:
             StorageError: It cannot be read.
@@ -270,7 +271,7 @@ class ObjectStore:
             yield file
 
     def put(self, source: Path, path: str, *, new: bool = False) -> None:
-        """Write an object, whole or not at all. `new`: it must not be there yet.
+        """Write an object completely or not at all; with `new`, it must not exist yet.
 
         Raises:
             ObjectExistsError: It is there.
@@ -287,7 +288,7 @@ class ObjectStore:
             except Exception as error:
                 if not new or not _knows_no_conditions(error):
                     raise
-                self._fs.put_file(str(source), target)  # then only the look before it guards against others
+                self._fs.put_file(str(source), target)  # then only the check before guards against other writers
             if exists:
                 raise ObjectExistsError(f"{self.url}/{path}: exists")
 
@@ -302,7 +303,7 @@ class ObjectStore:
 
     @contextmanager
     def _told(self, what: str, path: str = "") -> Iterator[None]:
-        """Turn every error of the implementation into one line."""
+        """Turn every error of the implementation into one line that begins with `what`."""
         try:
             yield
         except StorageError:
@@ -311,7 +312,7 @@ class ObjectStore:
             raise StorageError(f"{self.url}{path and '/'}{path}: {what}: {self._line(error)}") from None
 
     def _line(self, error: BaseException) -> str:
-        """What an error says, in one line and without credentials, and what to do where that is known."""
+        """The text of an error as one line without credentials, with advice if there is any."""
         text = " ".join(str(error).split()) or type(error).__name__
         for secret in reversed(self._secrets):
             text = text.replace(secret, HIDDEN)
@@ -325,7 +326,7 @@ class ObjectStore:
 
 
 def _knows_no_conditions(error: BaseException) -> bool:
-    """Whether a store of S3's interface answers that it cannot write an object only where there is none: 501."""
+    """Whether an S3-compatible store answered (501) that it does not support conditional writes."""
     answer = getattr(error.__cause__ or error, "response", None) or {}
     return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 501)
 

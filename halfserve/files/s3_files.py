@@ -1,6 +1,6 @@
-"""S3 as s3fs opens it, but for what that lets a store do: lead requests to another host, and list for ever.
+"""S3 through s3fs, without two abilities of a store: to redirect requests to another host, and to list without end.
 
-Imported only where s3fs is needed: it is an extra.
+Imported only if s3fs is needed, because it is an extra.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ REDIRECTS = {301, 302, 303, 307, 308}
 
 
 class UnredirectedSession(AIOHTTPSession):  # type: ignore[misc]  # (it ships no types)
-    """Sends requests, and follows no redirect: aiohttp would, to any host, unlike the HTTP client of botocore.
+    """Sends requests without following redirects: aiohttp would follow them to any host, unlike the HTTP client of botocore.
 
-    An answer that names the bucket's region is botocore's to act on: it asks that region's own endpoint of AWS.
+    botocore itself handles an answer that names the bucket's region: it asks that region's own endpoint of AWS.
     """
 
     async def send(self, request: Any) -> Any:
@@ -46,11 +46,11 @@ class _Unredirected:
 
 
 class S3Files(S3FileSystem):  # type: ignore[misc]  # (see above)
-    """A file system of S3's interface."""
+    """File system of an S3-compatible store."""
 
     @classmethod
     def opened(cls, url: str, options: dict[str, Any]) -> tuple[S3Files, str]:
-        """The file system of an s3:// URL, and the path there."""
+        """The file system of an s3:// URL, and the path in it."""
         config = {"http_session_cls": UnredirectedSession, **options.get("config_kwargs", {})}
         files = cls(**cls._get_kwargs_from_urls(url), **options | {"config_kwargs": config})
         files.retries = 1

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from halfserve.protos import onnx_outline
-from halfserve.protos.onnx_outline import (
+from halfserve.files import onnx_outline
+from halfserve.files.onnx_outline import (
     LARGE_BYTES,
     WINDOW_BYTES,
     DamagedFileError,
@@ -21,8 +21,8 @@ from halfserve.protos.onnx_outline import (
     read_outline,
     without_large_tensors,
 )
-from halfserve.protos.onnx_tensors import all_tensors
-from halfserve.protos.varint import encoded_varint, length_delimited
+from halfserve.files.onnx_tensors import all_tensors
+from halfserve.files.varint import encoded_varint, length_delimited
 from tests.export.stored_models import sums, with_a_body
 
 SIZES = st.sampled_from([0, 1, LARGE_BYTES - 40, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 3 * LARGE_BYTES])
