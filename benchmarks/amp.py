@@ -1,9 +1,9 @@
-"""What autocast, its policies, compiled regions, the recorder and GradScaler cost beside torch.amp, on whole training steps.
+"""Cost of autocast, policies, compiled regions, the recorder and GradScaler relative to torch.amp, on whole training steps.
 
     python benchmarks/amp.py [--rounds 31] [--device cpu] [--only regions,steps,compiled,record,scaler]
 
-Models are small on purpose: what the step computes costs little, so that bookkeeping shows. The variants take turns, in a new
-order each round; a figure is the median over the rounds of (variant's time / torch.amp's time in the same round).
+The models are small on purpose: a step computes little, so that overhead shows. The variants take turns, in a new order each
+round; a result is the median over the rounds of (variant's time / torch.amp's time in the same round).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 
 class FloatReLU(nn.Module):
-    """What the policy fp32:relu does, by hand."""
+    """ReLU in float32 without a policy; the equivalent of the policy fp32:relu."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape; float32 out."""
@@ -70,7 +70,7 @@ class FloatReLU(nn.Module):
 
 
 class FloatOutput(nn.Module):
-    """What the policy cuda does in the MLP's step, by hand: its loss takes float32."""
+    """Loss input in float32 without a policy; the equivalent of the policy cuda in the MLP's step, whose loss takes float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape; float32 out."""
@@ -126,7 +126,7 @@ def training_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region,
 
 
 def recorded_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region, device: str) -> Step:
-    """The same, with one step in `RECORD_EVERY` recorded."""
+    """Make a training step of which one in `RECORD_EVERY` is recorded."""
     torch.manual_seed(0)
     model, inputs = build()
     model, inputs = model.to(device), inputs.to(device)
@@ -148,7 +148,7 @@ def recorded_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region,
 
 
 def empty_region(region: Region) -> Step:
-    """Entering and leaving, and nothing in between."""
+    """Enter and leave a region without operations."""
 
     def step() -> None:
         with region():
@@ -158,7 +158,7 @@ def empty_region(region: Region) -> Step:
 
 
 def scaler_step(scaler: Any, optimizer_class: Callable[..., Any], device: str) -> Step:
-    """unscale_, step and update of an optimizer with many small parameters."""
+    """Make a step of unscale_, step and update for an optimizer with many small parameters."""
     parameters = [nn.Parameter(torch.zeros(8, device=device)) for _ in range(SCALER_PARAMETERS)]
     optimizer = optimizer_class(parameters)
     scaler.scale(torch.zeros((), device=device))
@@ -176,10 +176,10 @@ def ratios(variants: dict[str, Step], base: str, rounds: int, *, steps: int | No
     """Time the variants in turns.
 
     Args:
-        variants: What to run, by name.
-        base: The name of the one to compare with.
-        rounds: How often each has its turn.
-        steps: In a turn; by default as many as take the base `ROUND_SECONDS`.
+        variants: The steps to time, by name.
+        base: The name of the variant to compare with.
+        rounds: The number of turns of each variant.
+        steps: The steps of a turn; by default as many as take the base `ROUND_SECONDS`.
 
     Returns:
         By name, median seconds of a step and the median ratio to the base.
@@ -210,7 +210,7 @@ def seconds(step: Step, repeat: int) -> float:
 
 
 def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Every figure, by what is measured and by variant."""
+    """All results, by part and by variant."""
     regions: dict[str, Region] = {
         "torch": lambda: torch.autocast(device, DTYPE),
         "ours": lambda: autocast(device, DTYPE),

@@ -1,9 +1,9 @@
-"""How much of what the model could compute alone is left when it is served: rows a second, served and by bare `session.run`.
+"""Share of the model's own speed that serving keeps: rows per second of the server and of a bare `session.run`.
 
 python -m benchmarks.bare_session resnet.onnx
 
-The bare session runs batches that lie ready, in fp32 on the CPU as the server does, at whatever size is fastest. The server has
-batches of that size, and one load generator beside it. Both are measured in turn, A B A B ...
+The bare session runs prepared batches, in fp32 on the CPU as the server does, at the fastest batch size. The server forms
+batches of that size, and runs beside one load generator. Both are measured in turn, A B A B ...
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from halfserve.serve.engine.backend import DevicePlacement
 
 
 class Bare:
-    """A session of its own."""
+    """A session that only this process uses."""
 
     def __init__(self, model: Path, threads: int) -> None:
         """Open the model as the server would.
 
         Args:
-            model: with a batch dimension and no other of any size.
-            threads: for one operator.
+            model: model file with a batch dimension and no other variable dimension.
+            threads: CPU threads of one operator.
         """
         self._session = SessionOpener(path=model, placement=DevicePlacement(threads=threads)).open().session
         self._inputs = {
@@ -46,7 +46,7 @@ class Bare:
         }
 
     def rows_per_second(self, rows: int, seconds: float) -> float:
-        """Batches of this size, one after the other."""
+        """Run batches of this size one after the other."""
         random = np.random.default_rng(0)
         dtypes = {"tensor(float16)": np.float16, "tensor(float)": np.float32}
         feeds = {
@@ -64,14 +64,14 @@ class Bare:
 def served(
     model: Path, rows: int, threads: int, options: RequestSettings | None = None, flags: Sequence[str] = ()
 ) -> Iterator[LoadTarget]:
-    """`halfserve serve` in a process of its own, and the load for it.
+    """Run `halfserve serve` in a process of its own, with a load target for it.
 
     Args:
-        model: its file.
-        rows: of the largest batch.
-        threads: for one operator on the CPU.
-        options: what requests look like.
-        flags: more of the command's.
+        model: model file.
+        rows: largest batch in rows.
+        threads: CPU threads of one operator.
+        options: contents of the requests.
+        flags: further options of the command.
     """
     command = [sys.executable, "-m", "halfserve", "serve", str(model), "--json", "--grpc-port", "0"]
     command += ["--threads", str(threads), "--max-batch-size", str(rows), *flags]

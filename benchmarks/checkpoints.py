@@ -1,4 +1,4 @@
-"""Trained weights that Python packages ship, from PyTorch to float16: ours beside what others make of the same weights.
+"""Converts trained weights from Python packages from PyTorch to float16, with halfserve and with other tools.
 
     python -m benchmarks.checkpoints WHEELS_DIR [--modelopt-python PATH] [--optimum-python PATH] [--only PART_OF_NAME] [--json]
 
@@ -53,10 +53,10 @@ class Work:
     """A checkpoint that is being compared.
 
     Attributes:
-        checkpoint: Which.
+        checkpoint: The checkpoint.
         float32: The module as torch exports it.
         trials: Held-out inputs with the module's answers.
-        export_seconds: How long torch's export took.
+        export_seconds: The time of torch's export, in seconds.
     """
 
     checkpoint: PackagedCheckpoint
@@ -67,13 +67,13 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What all comparisons share.
+    """Resources that all comparisons share.
 
     Attributes:
-        folder: For files.
+        folder: The folder for files.
         pythons: The interpreters of converters that have an environment of their own.
-        converting: Converts in a child process.
-        judging: Judges in a child process.
+        converting: Child processes that convert.
+        judging: Child processes that judge.
     """
 
     folder: Path
@@ -151,7 +151,7 @@ def _exported(module: nn.Module, example: dict[str, Any], checkpoint: PackagedCh
     """The module as torch's exporter writes it, float32, sizes dynamic."""
     sizes = {name: {0: "batch", **checkpoint.dynamic.get(name, {})} for name in example}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about itself
+        warnings.simplefilter("ignore")  # torch's warnings about itself
         torch.onnx.export(
             module,
             kwargs={name: torch.from_numpy(array) for name, array in example.items()},
@@ -177,7 +177,7 @@ def _outcome(name: str, work: Work, bench: Bench) -> RealOutcome:
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         outcome = RealOutcome(problem=f"convert: {str(error).strip()[:300]}")
     else:
-        keeps = None if name in (OURS, OPTIMUM) else True  # which have names of their own
+        keeps = None if name in (OURS, OPTIMUM) else True  # these two choose their own names
         try:
             outcome = _only(bench.judging.map([(work.float32, content, work.trials, keeps)]))
         except RuntimeError as error:
@@ -189,7 +189,7 @@ def _outcome(name: str, work: Work, bench: Bench) -> RealOutcome:
 
 
 def _ours(checkpoint: PackagedCheckpoint, folder: Path) -> tuple[bytes, float]:
-    """The model that the command writes, and its time, with the import of torch, verification and search."""
+    """The model that the command writes, and the command's time, including the import of torch, verification and search."""
     samples, repository = folder / "samples.npz", folder / checkpoint.name.replace(" ", "-")
     feeds = checkpoint.feeds(folder / "unpacked", SAMPLES, checkpoint.sizes[0], 0)
     np.savez(samples, **feeds)  # type: ignore[arg-type]  # (the arrays' names are free)
@@ -222,10 +222,10 @@ def _run(command: list[str], environment: dict[str, str]) -> float:
 
 
 def _only(results: Iterator[Result | Crash]) -> Result:
-    """The one result of a child.
+    """The single result of a child process.
 
     Raises:
-        RuntimeError: It crashed, or the function raised.
+        RuntimeError: The child crashed, or the function raised.
     """
     done = next(results)
     if isinstance(done, Crash):

@@ -1,4 +1,4 @@
-"""What a cluster costs on its way, how fast it grows, and what clients notice of faults.
+"""Measures a cluster: overhead on the data path, speed of scaling, and the effect of faults on clients.
 
     python -m benchmarks.cluster data-path
     python -m benchmarks.cluster scaling
@@ -6,17 +6,17 @@
     python -m benchmarks.cluster faults --only "machine cut off" --only "head restarted"
     python -m benchmarks.cluster models
 
-Ray runs on this machine, as several machines where that matters; all share its cores, with the clients too. The data path: a
-standalone server and a member of a cluster are loaded in turn, A B A B ..., and beside them the same model in Ray Serve's own
-ways at its fastest settings: gRPC and HTTP to the replica itself, without a proxy between, and handles. Shown are medians, and
-of the ratio within a round. Faults: clients ask one thing after the other, check each answer, and retry as
-`Client("cluster://...")` does; the time is until as many members serve as before. Machines are cut off where network namespaces
-can be made (as root), and the head is started again where redis-server is installed. Models: 100 of them, of which a member
-holds 40, and for which clients ask by Zipf's law. Their favourites change in the middle; then a client asks a single member.
+Ray runs on this machine, as several machines where needed; all share its cores with the clients. Data path: a standalone
+server and a cluster member are loaded in turn, A B A B ..., and beside them the same model in Ray Serve at its fastest
+settings: gRPC and HTTP to the replica itself without a proxy, and handles. The results are medians, also of the ratio within a
+round. Faults: each client sends one request after the other, checks each answer, and retries as `Client("cluster://...")` does;
+the time is until as many members serve as before. Machines are cut off where network namespaces can be made (as root), and the
+head is restarted where redis-server is installed. Models: 100 of them, of which a member holds 40; the clients choose by Zipf's
+law. Their favourites change halfway; then a client uses a single member.
 
-At the end ModelStatistics are compared with what the clients have counted. Exits with 1 when a client saw an error or a wrong
-answer, or when the counts differ by more than what cannot be known: answers that a server has given and that have not come, and
-what a lost machine has not reported.
+At the end, ModelStatistics is compared with the clients' counts. Exits with 1 if a client saw an error or a wrong answer, or if
+the counts differ by more than the unavoidable uncertainty: answers that were sent but not received, and counts that a lost
+machine had not reported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def data_path(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         save_models(Path(folder))
         found = stack.enter_context(machines([2], THROUGHPUT_OPTIMIZED))
-        # First: it starts Ray Serve's ports, we do not.
+        # first, because this starts Ray Serve's ports
         peer = stack.enter_context(_peer(found, Path(folder, "affine", "1", "model.onnx")))
         printed = found.done("run", folder, "--detach", "--first-port", "0", "--", "--lame-duck-seconds", "0")
         standalone = stack.enter_context(server_process(Path(folder)))
@@ -112,7 +112,7 @@ def data_path(
 def scaling(
     clients: Annotated[int, typer.Option(min=1, help="That keep one member busy.")] = 8, as_json: AsJson = False
 ) -> None:
-    """Double the load, and take it away."""
+    """Double the load, and remove it again."""
     with tempfile.TemporaryDirectory() as folder, cluster_under_load(Path(folder), clients=1) as cluster:
         up_s, down_s = scale_up(cluster, clients)
     _print({"up_s": round(up_s, 1), "down_s": round(down_s, 1)}, cluster.tally, as_json=as_json)
@@ -126,14 +126,14 @@ def faults(
     only: Annotated[list[str] | None, typer.Option(help=f"Of these: {', '.join(FAULTS)}.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Do everything to a cluster under load, time after time; then compare what clients and the cluster have counted.
+    """Cause every fault on a cluster under load, repeatedly; then compare the counts of the clients and the cluster.
 
-    What was measured until then is printed too when something fails.
+    If something fails, the results until then are still printed.
     """
     for name in only or ():
         if name not in FAULTS:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(FAULTS)}", param_hint="--only")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` too leaves nothing behind, and has what was measured
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` also cleans up, and keeps the results so far
     say = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder, idle_cluster(Path(folder)) as cluster:
         cannot = left_out(cluster)
@@ -170,7 +170,7 @@ def models(
     clients: Annotated[int, typer.Option(min=1, help="That ask one thing after the other.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Serve more models than a member holds, and ask for few of them most of the time, later for few others."""
+    """Serve more models than a member holds; most requests are for few of them, later for few others."""
     with tempfile.TemporaryDirectory() as folder:
         figures = many_models(
             Path(folder), models=models, members=members, most=models_per_member, seconds=seconds, clients=clients
@@ -210,18 +210,18 @@ class _Halfserve(LoadTarget):
 
 
 class _Peer:
-    """Ray Serve, as it computes the same model."""
+    """Ray Serve with the same model."""
 
     def __init__(self, process: subprocess.Popen[str], ways: Ways) -> None:
         self._process = process
         self._ways = ways
 
     def grpc(self, seconds: float) -> Rate:
-        """Ask the replica itself, in gRPC's own way: raw bytes in the smallest message."""
+        """Call the replica itself by gRPC: raw bytes in the smallest message."""
         return self._rate(seconds, lambda: asyncio.run(ask_grpc(self._ways.grpc, seconds)))
 
     def handle(self, seconds: float) -> Rate:
-        """Ask by a handle in another process, as a deployment that calls another one does."""
+        """Call through a handle in another process, as a deployment that calls another one does."""
 
         def ask() -> list[float]:
             print(seconds, file=self._process.stdin, flush=True)
@@ -231,7 +231,7 @@ class _Peer:
         return self._rate(seconds, ask)
 
     def http(self, seconds: float) -> Rate:
-        """Ask the replica itself over HTTP, with connections that stay open and raw bytes: no time goes into JSON."""
+        """Call the replica itself over HTTP, with persistent connections and raw bytes, so that no time goes into JSON."""
         return self._rate(seconds, partial(self._ask_http, seconds))
 
     def _rate(self, seconds: float, ask: Callable[[], list[float]]) -> Rate:

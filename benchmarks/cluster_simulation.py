@@ -1,4 +1,4 @@
-"""What cannot be had in a room: a day's load, a hundred models, a thousand members. In virtual time, and always the same.
+"""Simulates a day's load, a hundred models, or a thousand members, in deterministic virtual time.
 
     python -m benchmarks.cluster_simulation day         (our autoscaling policy and Ray Serve's default on the same day)
     python -m benchmarks.cluster_simulation placement   (100 models over 4 members by the real controller, Zipf load)
@@ -66,15 +66,15 @@ def day(
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Of the placement's scene.
+    """Results of one phase of the placement scenario.
 
     Attributes:
-        name: what happens.
-        answered, lost: requests in it.
-        longest_s: until a member was found for a request.
-        loads: of models, at all members.
-        largest: bytes of models at the member with the most, at any time.
-        counted: whether ModelStatistics has exactly what was answered so far, of each model.
+        name: event of the phase.
+        answered, lost: numbers of answered and lost requests.
+        longest_s: longest time until a member was found for a request, in seconds.
+        loads: number of model loads, at all members.
+        largest: largest total size of models at any member so far, in bytes.
+        counted: whether ModelStatistics equals the number of answered requests so far, for each model.
     """
 
     name: str
@@ -87,9 +87,9 @@ class Phase:
 
 
 def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0) -> list[Phase]:
-    """Many models over four members, through the real controller, while members come and go and load moves.
+    """Place many models on four members, through the real controller, while members come and go and the load moves.
 
-    A model takes 50 MiB, and a member has the memory for one more than `per_member`.
+    A model takes 50 MiB, and a member has memory for one more than `per_member`.
     """
     names = [f"model-{i:03}" for i in range(models)]
     sizes = dict.fromkeys(names, 50 * MIB)
@@ -175,15 +175,15 @@ def placement() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of a controller with so many members.
+    """Cost of a controller for a number of members.
 
     Attributes:
-        members: how many.
+        members: number of members.
         calm: processor seconds per second while nothing changes.
-        changing: the same while one member a second is replaced.
-        start: processor seconds until all members that start at once know each other.
-        directory: bytes of one directory.
-        statistics: processor seconds of one ModelStatistics.
+        changing: processor seconds per second while one member a second is replaced.
+        start: processor seconds until all members, started at once, know each other.
+        directory: size of one directory in bytes.
+        statistics: processor seconds of one ModelStatistics call.
         policy: processor seconds of one decision on the number of members.
     """
 
@@ -197,12 +197,12 @@ class Cost:
 
 
 def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: int = 0) -> Cost:
-    """The real controller's processor time, that of the simulated members subtracted.
+    """Measure the real controller's processor time, without that of the simulated members.
 
     Args:
-        count: of members.
-        models: in the repository.
-        seconds: of virtual time for each measured phase.
+        count: number of members.
+        models: number of models in the repository.
+        seconds: virtual time of each measured phase, in seconds.
         per_member: models that one member serves; 0 for all.
     """
     sizes = {f"model-{i:03}": MIB for i in range(models)}
@@ -250,7 +250,7 @@ def size(
     models: Annotated[int, typer.Option(help="In the repository.")] = 10,
     per_member: Annotated[int, typer.Option(help="Models that one member serves; 0 for all.")] = 0,
 ) -> None:
-    """Show what members cost the controller."""
+    """Show the controller's cost by number of members."""
     table = Table(
         "members",
         "calm, ms/s",

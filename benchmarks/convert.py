@@ -1,4 +1,4 @@
-"""Our float16 converter beside the others: how much is clean, how much is float16, how fast, how large.
+"""Compares our float16 converter with others: share of clean conversions, share of float16 nodes, speed, and size.
 
     python -m benchmarks.convert [--modelopt-python PATH] [--kinds node,...] [--converters ours,...] [--rounds 5] [--json]
 

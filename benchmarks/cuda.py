@@ -1,15 +1,15 @@
-"""What is promised of serving on a GPU, measured on one: a ResNet-50, a BERT-base and a MiniLM, random, in fp32 and fp16.
+"""Measures serving on a GPU: a ResNet-50, a BERT-base and a MiniLM with random weights, in fp32 and fp16.
 
     python -m benchmarks.cuda                      # on the first CUDA device; prints tables for docs/explanation/benchmarks.md
     python -m benchmarks.cuda --device cpu --tiny  # the same program on little, anywhere
 
-`make gpu` runs it with the tests and the training benchmarks. What cannot be measured is told on standard error, with exit code
-1 in the end; the rest is measured. `--only` takes some of the tables, where a command may not take the time of all.
+`make gpu` runs it with the tests and the training benchmarks. Failed measurements are reported on standard error, with exit
+code 1 at the end; the others are still made. `--only` selects some of the tables if the time does not suffice for all.
 
-Answers are compared with those of the fp32 model on the CPU; "predicted" is what verification's simulation, which rounds after
-every node, says on the CPU of the fp16 model. "Alone" is the backend with batches that lie ready, copies to the device and back
-included; "in process" has the engine's queue before it and requests of one row; the other ways are `halfserve serve` with one
-load generator beside it. Options of the CUDA provider are set one at a time. "predictions" runs ONNX's own test models.
+Answers are compared with those of the fp32 model on the CPU; "predicted" is the fp16 model's error in verification's simulation
+on the CPU, which rounds after every node. "Alone" is the backend with prepared batches, including copies to the device and
+back; "in process" adds the engine's queue and requests of one row; the other ways are `halfserve serve` with one load generator
+beside it. Options of the CUDA provider are set one at a time. "predictions" runs ONNX's own test models.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.observability.exposition import find_nvml
 
-# Of https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, such as may pay, each beside the default.
+# From https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html: options that may pay, against the default.
 OPTIONS = (
     ("cudnn_conv_algo_search", "EXHAUSTIVE"),
     ("cudnn_conv_algo_search", "DEFAULT"),
@@ -64,22 +64,22 @@ OPTIONS = (
     ("do_copy_in_default_stream", "0"),
 )
 REASON_LENGTH = 120
-BOUNDS_MS = {"resnet": 15.0, "minilm": 15.0, "bert": 130.0}  # of the p99
+BOUNDS_MS = {"resnet": 15.0, "minilm": 15.0, "bert": 130.0}  # latency limits on the p99
 WARM_UP_S = 0.5
-MIXES = ("50", "short", "tail")  # of lengths
-WORST = 5  # models with the largest errors beside what was predicted
+MIXES = ("50", "short", "tail")  # distributions of lengths
+WORST = 5  # models with the largest ratios of found to predicted error
 Cells = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to measure.
+    """Settings of the measurements.
 
     Attributes:
-        placement: where.
-        seconds: of one measurement.
-        sizes: of batches.
-        in_flight: requests at a time, as a multiple of the batch size.
+        placement: device and threads.
+        seconds: duration of one measurement.
+        sizes: batch sizes.
+        in_flight: concurrent requests, as a multiple of the batch size.
     """
 
     placement: DevicePlacement
@@ -89,12 +89,12 @@ class Plan:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether that is a CUDA device."""
+        """Whether the device is a CUDA device."""
         return self.placement.use_gpu
 
 
 def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
-    """Errors of the fp32 and of the fp16 model on the device, and what was predicted of the latter."""
+    """Errors of the fp32 and the fp16 model on the device, and the predicted error of the latter."""
     feeds = {precision: network.feeds(precision, 16) for precision in (FP32, FP16)}
     feeds[FP16] = {name: array.astype(feeds[FP16][name].dtype) for name, array in feeds[FP32].items()}
     on_cpu = DevicePlacement(use_gpu=False, threads=plan.placement.threads)
@@ -141,7 +141,7 @@ def options(network: Network, plan: Plan) -> Iterator[Cells]:
 
 
 def memory(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The same batches in pageable and in locked memory."""
+    """Time of the same batches in pageable and in locked memory."""
     for precision in (FP32, FP16):
         copy = Alone(network.path(precision), plan.placement)
         for size in plan.sizes:
@@ -174,7 +174,7 @@ def serving(network: Network, plan: Plan) -> Iterator[Cells]:
 
 
 def limits(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The highest rate of requests whose p99 keeps the bound, each way."""
+    """The highest rate of requests whose p99 stays within the limit, for each way."""
     how, goal = Measurement(seconds=plan.seconds, warmup_s=WARM_UP_S), Goal(percent=99, max_ms=BOUNDS_MS[network.name])
     best, alone = _fastest(network, FP16, plan)
     for way, bench in each_way(network, FP16, plan.placement, best):
@@ -187,7 +187,7 @@ def limits(network: Network, plan: Plan) -> Iterator[Cells]:
 
 
 def predictions(kind: str, plan: Plan) -> Iterator[Cells]:
-    """How the errors on the device compare with what the simulation predicted, over ONNX's test models of a kind."""
+    """Compare the errors on the device with the simulation's predictions, over ONNX's test models of a kind."""
     ratios: dict[str, float] = {}
     failed = []
     for name, errors in errors_of(kind, CUDA if plan.on_gpu else "CPUExecutionProvider"):
@@ -211,7 +211,7 @@ def lengths(model: Path, plan: Plan) -> Iterator[Cells]:
 
 
 def _fastest(network: Network, precision: str, plan: Plan) -> tuple[int, float]:
-    """The batch size with the most rows a second alone, and how many that are."""
+    """The batch size with the most rows a second alone, and that rate."""
     copy = Alone(network.path(precision), plan.placement)
     rates = {size: size / copy.milliseconds(network.feeds(precision, size), plan.seconds) * 1e3 for size in plan.sizes}
     best = max(rates, key=lambda size: rates[size])
@@ -246,7 +246,7 @@ def main(
     *,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models in a size for tests.")] = False,
 ) -> None:
-    """Measure, and print Markdown tables as they are ready."""
+    """Measure, and print each Markdown table as soon as it is complete."""
     for given, there_are in ((only, TABLES), (models, BOUNDS_MS)):
         if unknown := set(given.split(",")) - there_are.keys():
             raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; expected some of {','.join(there_are)}")
@@ -270,10 +270,10 @@ def main(
 
 
 def _show(part: str, subjects: Iterable[Any], plan: Plan) -> bool:
-    """Print a table, as far as it can be measured; whether that was all of it. A device's time is dear: the rest goes on."""
+    """Print a table as far as it can be measured; returns whether it is complete. After a failure the other tables go on."""
     headings, rows = TABLES[part]
     if part == "options" and not plan.on_gpu:
-        return True  # they are the CUDA provider's
+        return True  # these options belong to the CUDA provider
     print(f"\n| {headings} |\n|{'---|' * len(headings.split('|'))}")
     is_whole = True
     for subject in subjects:

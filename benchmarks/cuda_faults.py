@@ -1,11 +1,11 @@
-"""What a server does when a CUDA device runs out of memory, is lost, or is shared by two processes.
+"""Behaviour of a server when a CUDA device runs out of memory, is lost, or is shared by two processes.
 
     python -m benchmarks.cuda_faults                 # on the first CUDA device
     python -m benchmarks.cuda_faults --device cpu    # the same program anywhere; nothing is lost there
 
-Each fault is one request, while clients ask another model of the same server. Prints what the request was answered with, how
-many others failed meanwhile, and when both models answered right again. Exits with 1 if they did not within a minute, or if any
-answer was wrong.
+Each fault is one request, while clients use another model of the same server. Prints the answer to the request, the number of
+other failed requests, and the time until both models answered right again. Exits with 1 if they did not within a minute, or if
+any answer was wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from halfserve.serve.engine.tensors import Array
 
 PATIENCE_S = 60.0
 TOO_MANY = 1 << 44  # float32 numbers: 64 TiB
-# The size of what it makes is the request's.
+# The request determines the size of its output.
 GREEDY = """<ir_version: 9, opset_import: ["": 18]> greedy (int64[1] count) => (float[1] sum) {
     ones = ConstantOfShape <value = float[1] {1.0}> (count)
     axes = Constant <value = int64[1] {0}> ()
@@ -54,10 +54,10 @@ class Asserting(nn.Module):
 
 @dataclass
 class Bystanders:
-    """Clients that ask another model all the time.
+    """Clients that use another model continuously.
 
     Attributes:
-        answers: by status; "OK", "wrong" or the error's.
+        answers: number of answers by status; "OK", "wrong" or the error's status.
     """
 
     address: str
@@ -65,19 +65,19 @@ class Bystanders:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> None:
-        """Ask until `end`."""
+        """Send requests until `end`."""
         x = np.arange(4, dtype=np.float32)[None]
         with Client(self.address) as client:
             while not self._over.is_set():
                 self.answers[asked(client, "bystander", {"x": x}, 2 * x)] += 1
 
     def end(self) -> None:
-        """Let them stop."""
+        """Stop the clients."""
         self._over.set()
 
 
 def asked(client: Client, model: str, inputs: dict[str, Array], wanted: Array) -> str:
-    """What a request is answered with: "OK", "wrong", or the error's status."""
+    """Result of a request: "OK", "wrong", or the error's status."""
     try:
         (answer,) = client.infer(model, inputs).values()
     except ClientError as error:
@@ -100,7 +100,7 @@ def write_models(repository: Path) -> None:
 
 
 def commit(fault: str, server: ServerProcess) -> bool:
-    """Cause a fault and print what came of it; whether the server came back, and gave no wrong answer."""
+    """Cause a fault and print its effects; returns whether the server recovered and gave no wrong answer."""
     model, name, bad, good = FAULTS[fault]
     bystanders = Bystanders(server.address)
     threads = [threading.Thread(target=bystanders.ask) for _ in range(4)]

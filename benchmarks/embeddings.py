@@ -1,4 +1,4 @@
-"""Text to embedding: ours beside LitServe with transformers, and beside Triton, on texts of mixed lengths.
+"""Text to embedding on texts of mixed lengths: halfserve compared with LitServe plus transformers, and with Triton.
 
     python -m benchmarks.embeddings WHEEL_OR_FOLDER [--litserve-python PATH] [--triton COMMAND] [--json]
 
@@ -117,7 +117,7 @@ def _tails(choice: random.Random) -> int:
 
 
 def _texts(folder: Path, length: Any) -> list[str]:
-    """Made-up sentences of whole words, `length` tokens each with the special ones."""
+    """Random sentences of whole words, with `length` tokens each, including the special ones."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     words = sorted(word for word in vocabulary if word.isascii() and word.isalpha() and word.islower() and len(word) > 2)
     choice = random.Random(0)  # noqa: S311  (no secret)
@@ -133,7 +133,7 @@ def _folder(model: Path, scratch: Path) -> Path:
 
 
 def _least_cosine(target: Target, folder: Path, texts: Sequence[str]) -> float:
-    """The least cosine of a served vector to transformers' mean of tokens in float32."""
+    """The smallest cosine of a served vector to transformers' mean of tokens in float32."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     network: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     cosines = []
@@ -159,7 +159,7 @@ def _compared(targets: Sequence[Target], mix: str, texts: Sequence[str], many: i
 
 @contextlib.contextmanager
 def _served(repository: Path, *options: str) -> Iterator[int]:
-    """The port of our server's REST."""
+    """Run our server; yields its REST port."""
     port, grpc_port = _free_port(), _free_port()
     serve = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--grpc-port", str(grpc_port), *options]
     with _running([*serve, "--http-port", str(port), "--metrics-port", "-1"], port, "/v2/health/ready"):
@@ -216,7 +216,7 @@ def _free_port() -> int:
 
 
 def _print(result: Json, targets: Sequence[Target]) -> None:
-    """Requests a second; in brackets how many times as many the first answers."""
+    """Print requests a second; in brackets, the first target's rate relative to each."""
     table = Table("texts", "in flight", *(target.name for target in targets), title="requests/s")
     for row in result["rates"]:
         rates = row["requests_per_s"]

@@ -1,9 +1,9 @@
-"""How long the first hour's commands take on a fresh clone of this checkout's last commit: wall time, and processor time.
+"""Duration of the first hour's commands on a fresh clone of this checkout's last commit: wall time and processor time.
 
 python -m benchmarks.first_hour
 
-The packages come from where pip is set to take them, and from uv's cache where they lie there: `--cold` starts with an empty
-cache. Wall time counts on an idle machine only; processor seconds (user and system, all cores) hold on a busy one too.
+The packages come from pip's configured index, and from uv's cache if they are in it: `--cold` starts with an empty cache. Wall
+time is only meaningful on an idle machine; processor seconds (user and system, all cores) also on a busy one.
 """
 
 from __future__ import annotations

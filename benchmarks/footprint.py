@@ -1,4 +1,4 @@
-"""What `halfserve serve` costs before the first request: time until it takes requests, memory, and that of idle connections.
+"""Cost of `halfserve serve` before the first request: time until it takes requests, memory, and memory of idle connections.
 
 python -m benchmarks.footprint model.onnx
 """
@@ -19,7 +19,7 @@ from typing import IO, Annotated, cast
 
 import typer
 
-# What an HTTP/2 client says first: the preface and an empty SETTINGS frame (RFC 9113, section 3.4).
+# The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame (RFC 9113, section 3.4).
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 
 
@@ -28,9 +28,9 @@ class Start:
     """One start of the server.
 
     Attributes:
-        ready_ms: from the start of the process to the line that says it takes requests.
-        resident_mb: at that moment.
-        connections_mb: that the idle connections added.
+        ready_ms: time from the start of the process to the ready line, in milliseconds.
+        resident_mb: resident memory at that time, in MB.
+        connections_mb: additional memory of the idle connections, in MB.
     """
 
     ready_ms: float
@@ -39,14 +39,14 @@ class Start:
 
 
 def resident_kb(pid: int) -> int:
-    """Resident memory of a process."""
+    """Resident memory of a process, in kB."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
 @contextmanager
 def idle_connections(port: int, count: int) -> Iterator[None]:
-    """Clients that have greeted the server, got its greeting, and say nothing more."""
+    """Open connections that exchange HTTP/2's first frames with the server and then stay silent."""
     with ExitStack() as stack:
         for _ in range(count):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -57,7 +57,7 @@ def idle_connections(port: int, count: int) -> Iterator[None]:
 
 
 def start(model: Path, connections: int) -> Start:
-    """Start a server on a free port, look at it, and stop it."""
+    """Start a server on a free port, measure it, and stop it."""
     command = [sys.executable, "-m", "halfserve", "serve", str(model), "--grpc-port", "0", "--json"]
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -77,7 +77,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     connections: Annotated[int, typer.Option(min=0, help="Idle clients to connect.")] = 1000,
 ) -> None:
-    """Start the server again and again and print the medians."""
+    """Start the server repeatedly and print the medians."""
     start(model, 0)  # fills the file cache
     starts = [start(model, connections) for _ in range(rounds)]
     ready_ms = statistics.median(run.ready_ms for run in starts)

@@ -1,13 +1,14 @@
-"""What the precision guard costs: processor time per request of one model under several guards, loaded in turn.
+"""Cost of the precision guard: processor time per request of one model under several guards, loaded in turn.
 
     python -m benchmarks.guard measure --rounds 60
     python -m benchmarks.guard batches
 
-`measure` needs h2load (Debian's package nghttp2-client). One server has the same fp16 network under several names, with other
-settings each. The names are loaded in turn, the unguarded one before each of the others. Told is the server's processor time,
-in the quietest quarter of the loads and the shadow's included: on a machine that others use, that is what repeats.
+`measure` needs h2load (Debian's package nghttp2-client). One server has the same fp16 network under several names with
+different settings. The names are loaded in turn, the unguarded one before each of the others. The result is the server's
+processor time, including the shadow model's, in the quietest quarter of the loads: on a machine with other users, only that is
+reproducible.
 
-`batches` needs no server: it runs single batches with a guard that counts and without it, in turn, and tells the difference.
+`batches` needs no server: it runs single batches with and without a counting guard, in turn, and prints the difference.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from halfserve.serve.server import ServerOptions, serve
 OFF = "off"
 GUARDS: dict[str, dict[str, str]] = {
     OFF: {"precision_guard": "off"},
-    "off_again": {"precision_guard": "off"},  # how far two that are the same come out apart
+    "off_again": {"precision_guard": "off"},  # a copy of "off", to show the noise between equal settings
     "count": {"shadow_rate": "0"},
     "count_and_shadow": {},
     "fallback_and_shadow": {"precision_guard": "fallback"},
@@ -62,11 +63,11 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 @dataclass(frozen=True)
 class Load:
-    """One load.
+    """Results of one load.
 
     Attributes:
-        cpu_us: of the server, per request.
-        per_second: requests.
+        cpu_us: processor time of the server per request, in microseconds.
+        per_second: requests a second.
     """
 
     cpu_us: float
@@ -74,7 +75,7 @@ class Load:
 
 
 def write_network(path: Path, sizes: list[int], dtype: type[np.float16 | np.float32]) -> None:
-    """Matrix products with ReLUs between them; the last one makes the output."""
+    """Write matrix products with ReLUs between them; the last one makes the output."""
     random = np.random.default_rng(0)
     layers = list(pairwise(sizes))
     weights = [(random.standard_normal(shape) / np.sqrt(shape[0])).astype(dtype) for shape in layers]
@@ -98,7 +99,7 @@ def write_network(path: Path, sizes: list[int], dtype: type[np.float16 | np.floa
 
 
 def write_repository(root: Path, sizes: list[int]) -> None:
-    """The network once per guard, with its fp32 twin."""
+    """Write the network once per guard, with its fp32 twin."""
     for name, settings in GUARDS.items():
         write_network(root / name / "1" / "model.onnx", sizes, np.float16)
         write_network(root / name / "1" / "fp32" / "model.onnx", sizes, np.float32)
@@ -108,7 +109,7 @@ def write_repository(root: Path, sizes: list[int]) -> None:
 
 @contextmanager
 def serving(root: Path) -> Iterator[tuple[int, str]]:
-    """A server on the repository: its process and address."""
+    """Run a server on the repository; yields its process id and address."""
     command = [sys.executable, "-m", "benchmarks.guard", "serve-one", str(root)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -121,14 +122,14 @@ def serving(root: Path) -> Iterator[tuple[int, str]]:
 
 @app.command(hidden=True)
 def serve_one(root: Path) -> None:
-    """Serve over gRPC alone, and print the port."""
+    """Serve only gRPC, and print the port."""
     options = ServerOptions(path=root, grpc_port=0, placement=DevicePlacement(use_gpu=False, threads=1), http=None)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(options, OnnxRuntime(), lambda ready: print(ready.grpc_port, flush=True)))
 
 
 def cpu_ns(pid: int) -> int:
-    """Processor time of all threads of a process."""
+    """Processor time of all threads of a process, in nanoseconds."""
     return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
@@ -147,7 +148,7 @@ def load(pid: int, address: str, body: Path, requests: int, streams: int) -> Loa
 
 
 def write_request(path: Path, model: str, columns: int) -> Path:
-    """One framed request of one row."""
+    """Write one framed request of one row."""
     request = ModelInferRequest(model_name=model)
     request.inputs.add(name="x", datatype="FP16", shape=[1, columns])
     request.raw_input_contents.append(np.random.default_rng(1).standard_normal(columns).astype(np.float16).tobytes())

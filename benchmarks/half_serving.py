@@ -1,4 +1,4 @@
-"""What half precision gains when a CPU serves it: one float32 model, served in float32 and in bfloat16, beside peers.
+"""Speed of half precision on a CPU: one float32 model, served in float32 and in bfloat16, compared with peers.
 
     python -m benchmarks.half_serving write bert-base FOLDER
     python -m benchmarks.half_serving compare FOLDER/bert-base.onnx [--peer triton=127.0.0.1:18001/bert-base]
@@ -49,7 +49,7 @@ from tests.export.architectures import images, natural_weights, sentences
 
 TOKENS = 50
 MODELS = ("minilm", "bert-base", "resnet50")
-ROWS = 16  # of the largest batch
+ROWS = 16  # rows in the largest batch
 FLOAT32, HALF = "ours, float32", "ours, bfloat16"
 Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
 app = typer.Typer(help="Serve one model in float32 and in bfloat16, and compare.")
@@ -158,7 +158,7 @@ def compare(
 
 
 def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Path:
-    """The half model's file in a new repository."""
+    """Convert the model to a new repository; returns the half model's file."""
     command = [sys.executable, "-m", "halfserve", "convert", str(model), "--dtype", "bfloat16", "--upgrade-opset"]
     command += ["--repository", str(repository), "--name", model.stem, "--max-batch-size", str(ROWS)]
     command += ["--samples", str(model.with_suffix(".npz"))]
@@ -170,7 +170,7 @@ def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Pa
 
 @contextmanager
 def _served(repository: Path, precision: str) -> Iterator[str]:
-    """The address of a server of its own."""
+    """Run a server; yields its address."""
     command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--json", "--grpc-port", "0", "--no-http"]
     command += ["--threads", "1", "--max-batch-size", str(ROWS), "--cpu-precision", precision]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -184,7 +184,7 @@ def _served(repository: Path, precision: str) -> Iterator[str]:
 
 
 def _told(servers: Mapping[str, str], model: str) -> None:
-    """Say in which precision each server really computes."""
+    """Print the precision in which each server really computes."""
     for name, address in servers.items():
         with Client(address) as client:
             parameters = client.model_config(model).parameters
@@ -199,10 +199,10 @@ def _answers(address: str, model: str, samples: Arrays) -> Arrays:
 
 
 class _Alone:
-    """The half model in OpenVINO, without a server."""
+    """The half model in OpenVINO without a server."""
 
     def __init__(self, half: Path, samples: Arrays, rows: int) -> None:
-        """Ready to compute batches of so many rows, with one thread."""
+        """Prepare batches of `rows` rows, computed with one thread."""
         settings = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "dynamic"}
         self._request = openvino.Core().compile_model(str(half), "CPU", settings).create_infer_request()
         self._feeds = {name: np.resize(array, (rows, *array.shape[1:])) for name, array in samples.items()}

@@ -1,4 +1,4 @@
-"""What float16 and bfloat16 cost in digits: the architectures that users bring, converted to both, simulated and judged.
+"""Accuracy of float16 and bfloat16: common architectures converted to both, simulated and judged.
 
     python -m benchmarks.half_types [--only PART_OF_NAME] [--openvino] [--json]
 
@@ -45,7 +45,7 @@ NO_LIMIT = Budget(max_scaled_error=1e30, min_agreement=0.0, max_non_finite=10**9
 
 
 class FirstOutput(nn.Module):
-    """The first output alone of a Hugging Face model that takes keywords."""
+    """Wraps a Hugging Face model that takes keywords; returns only its first output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Convert every model to both types and show the errors."""
-    warnings.simplefilter("ignore")  # the architectures' own
+    warnings.simplefilter("ignore")  # warnings of the architectures
     found: dict[str, dict[str, Cost]] = {}
     for name, model in MODELS.items():
         if only in name:

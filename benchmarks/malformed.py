@@ -1,12 +1,12 @@
-"""What a server does with malformed messages: each must get the status that the protocol's rules give it, and none may do harm.
+"""Sends malformed messages to a server: each must get the status that the protocol's rules demand, and none may do harm.
 
     python -m benchmarks.malformed --count 100000
 
 A server in a process of its own gets, over gRPC, HTTP/2 by hand and REST: requests with bytes changed, cut off or made up;
 wrong models, datatypes, shapes, byte counts, parameters and contents; broken gRPC frames, compression flags and headers; frames
-that break HTTP/2; bodies that are no requests. What is right is worked out from the message itself, never asked of the
-server; changed bytes that happen to be a good request must get their answer, checked by its values. Good requests go on
-meanwhile over a connection of their own. Exits with 1 when anything was wrong, or the server took harm.
+that break HTTP/2; bodies that are no requests. The right answer is derived from the message itself, without the server;
+changed bytes that happen to be a valid request must get the right values. Good requests continue meanwhile over a connection
+of their own. Exits with 1 if an answer was wrong, or the server was harmed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from benchmarks.soaking.process_watch import Sample, look
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from halfserve.serve.benchmark.load.connection import ConnectionLostError
 
-WARM_UP_PART = 10  # of the count; what a server takes at first is no growth
+WARM_UP_PART = 10  # growth is measured after 1/10 of the count, as a server allocates at first
 SPARE_DESCRIPTORS, SPARE_THREADS = 2, 4
 MAX_GROWN_MB = 16.0
 STOP_S = 60.0
-SETTLE_S = 5.0  # in which the server notices that its clients have gone
+SETTLE_S = 5.0  # time for the server to notice that its clients have gone
 
 
 def main(
@@ -41,7 +41,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the random choices; the same one sends the same messages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send them and judge what comes back."""
+    """Send the messages and judge the answers."""
     counts, good = Counts(), Counts()
     with tempfile.TemporaryDirectory() as folder:
         save_interfaces(Path(folder))
@@ -65,7 +65,7 @@ def main(
 
 
 def _settled(pid: int, before: list[Sample]) -> Sample:
-    """A look at the server, once no more descriptors are open than before, or after a while."""
+    """Sample the server once it has no more open descriptors than before, or after a time limit."""
     ends = time.monotonic() + SETTLE_S
     while True:
         sample = look(pid)
@@ -75,7 +75,7 @@ def _settled(pid: int, before: list[Sample]) -> Sample:
 
 
 def _end(server: ServerProcess, counts: Counts) -> None:
-    """End the server, and note what it says of itself."""
+    """End the server, and check its exit code and log."""
     server.process.terminate()
     code = server.process.wait(STOP_S)
     if code != 0:

@@ -1,10 +1,10 @@
-"""Whether a server's memory grows with the number of requests that it has answered.
+"""Checks whether a server's memory grows with the number of requests that it has answered.
 
     python -m benchmarks.million
 
 A million requests in fp16, of several shapes, over several connections, each with an id of its own and each answer checked.
-A line is fitted to resident memory over the last 90 % of them. Exits with 1 when an answer is wrong or missing, when memory
-surely goes up by more than a megabyte per million requests, or when files or threads are left over.
+A line is fitted to resident memory over the last 90 % of them. Exits with 1 if an answer is wrong or missing, if memory grows
+significantly by more than a megabyte per million requests, or if open files or threads remain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from halfserve.serve.benchmark.load.connection import ConnectionLostError
 MILLION = 1_000_000
 MAX_MB_PER_MILLION = 1.0
 SAMPLES = 400
-SETTLED_AFTER = 0.1  # of the requests: by then every kind of batch has been run
+SETTLED_AFTER = 0.1  # fraction of the requests; by then every kind of batch has been run
 SPARE_DESCRIPTORS, SPARE_THREADS = 2, 2
 LISTED = 5
 Tag = tuple[int, Known]
@@ -41,13 +41,13 @@ Tag = tuple[int, Known]
 
 @dataclass
 class Run:
-    """What has come so far.
+    """Answers so far.
 
     Attributes:
         right: answers by kind of request.
-        wrong: what was not as it must be, the first few in words.
-        wrongs: how many there were.
-        samples: (answers so far, a look at the process).
+        wrong: descriptions of the first few wrong answers.
+        wrongs: number of wrong answers.
+        samples: (answers so far, sample of the process).
     """
 
     right: Counter[str] = field(default_factory=Counter)
@@ -57,11 +57,11 @@ class Run:
 
     @property
     def answers(self) -> int:
-        """All that came, right or wrong."""
+        """Number of all answers, right or wrong."""
         return self.right.total() + self.wrongs
 
     def take(self, tag: Tag, answer: Answer) -> None:
-        """Check one."""
+        """Check one answer."""
         number, known = tag
         if answer.code == 0 and known.is_right(number, answer.body):
             self.right[known.kind] += 1
@@ -79,7 +79,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the contents.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send them and watch the server's memory."""
+    """Send the requests and watch the server's memory."""
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
         with server_process(Path(folder)) as server:
@@ -94,14 +94,14 @@ def main(
 
 
 def _sequence(seed: int, large_every: int) -> Iterator[Known]:
-    """Requests without end."""
+    """An endless sequence of requests."""
     small, large = itertools.cycle(known_requests(seed)), itertools.cycle(large_requests(seed))
     for number in itertools.count(1):
         yield next(large) if large_every and number % large_every == 0 else next(small)
 
 
 def _send(server: ServerProcess, run: Run, count: int, connections: int, in_flight: int, requests: Iterator[Known]) -> None:
-    """Keep so many in flight until all are answered, or the server is gone."""
+    """Keep `in_flight` requests in flight on each connection until all are answered, or the server is gone."""
     headers = call_headers(INFER_PATH)
     exchanges: list[Exchange[Tag]] = [Exchange(server.address) for _ in range(connections)]
     numbers, every = itertools.islice(enumerate(requests), count), max(1, count // SAMPLES)

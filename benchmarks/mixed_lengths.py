@@ -1,11 +1,11 @@
-"""Requests of mixed lengths, with padding and without: requests a second of one text model, both ways in turn.
+"""Requests of mixed lengths, with and without padding: requests a second of one text model, in turn.
 
     halfserve export all-MiniLM-L6-v2 --task embeddings --repository models
     python -m benchmarks.mixed_lengths models/all-MiniLM-L6-v2 --in-flight 16,64
 
-The model's folder is served twice by one server process, once as it is and once without `halfserve.padding`. Each is loaded by
-a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed falls on both. Both get the
-same lengths in the same order. The server's CPU time for a request tells the same on a machine that is busy otherwise.
+The model's folder is served twice by one server process, once unchanged and once without `halfserve.padding`. Each is loaded by
+a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed affects both. Both get the
+same lengths in the same order. The server's CPU time per request shows the difference even on a busy machine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
 WAYS = ("padded", "unpadded")
 Device: TypeAlias = Literal["cuda", "cpu"]
 COLUMNS = "{:<8} {:>9} {:>12} {:>12} {:>13} {:>15} {:>24}"
-TOKENS = 1000  # of the vocabulary that requests use
+TOKENS = 1000  # number of tokens in the vocabulary of the requests
 REQUESTS = 4096  # prepared lengths, repeated
 
 app = typer.Typer(add_completion=False)
 
 
 def lengths_of(mix: str, random: np.random.Generator) -> list[int]:
-    """Tokens of each request: "short" 5 to 20, all alike often; "tail" 5 to 200, after Zipf; a number: all of that length."""
+    """Tokens of each request: "short" 5 to 20, uniform; "tail" 5 to 200, by Zipf's law; a number: all of that length."""
     if mix == "short":
         return [int(length) for length in random.integers(SHORT[0], SHORT[1] + 1, REQUESTS)]
     if mix == "tail":
@@ -58,7 +58,7 @@ def lengths_of(mix: str, random: np.random.Generator) -> list[int]:
 
 
 def write_ways(model: Path, repository: Path) -> PaddingRule:
-    """The model's folder under both names, its versions as links, and its padding."""
+    """Write the model's folder under both names, with links to its versions; returns its padding."""
     if not (model / "config.pbtxt").is_file():
         raise typer.BadParameter(f"{model} has no config.pbtxt; expected a model's folder of a repository")
     config = text_format.Parse((model / "config.pbtxt").read_text(), ModelConfig())
@@ -91,7 +91,7 @@ def longest_inputs(rule: PaddingRule) -> dict[str, Array]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
+    """CPU time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -99,7 +99,7 @@ def cpu_s(pid: int) -> float:
 async def rate(
     client: AsyncClient, way: str, longest: dict[str, Array], lengths: list[int], in_flight: int, seconds: float
 ) -> tuple[int, float]:
-    """Requests of a closed loop that sends for this time, and the seconds until all are answered."""
+    """Number of requests that a closed loop sends in this time, and the seconds until all are answered."""
     left = iter(range(1 << 60))
     answered, began = 0, time.perf_counter()
 
@@ -116,13 +116,13 @@ async def rate(
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Both ways with one mix and so many requests in flight; a figure for each round, by way.
+    """Results of both ways for one mix and number of requests in flight; one value for each round, by way.
 
     Attributes:
-        mix: of lengths.
-        in_flight: requests at a time.
+        mix: distribution of the lengths.
+        in_flight: number of concurrent requests.
         rates: requests a second.
-        costs: milliseconds of the server's processor time for a request.
+        costs: processor time of the server per request, in milliseconds.
     """
 
     mix: str
@@ -132,7 +132,7 @@ class Compared:
 
     @property
     def ratio(self) -> str:
-        """Of the rates, padded to unpadded: the median, the least and the most."""
+        """Ratio of the rates, padded to unpadded: median, smallest and largest."""
         ratios = [one / other for one, other in zip(*self.rates.values(), strict=True)]
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -140,18 +140,18 @@ class Compared:
 def compared(
     model: Path, mixes: Sequence[str], levels: Sequence[int], *, rounds: int, seconds: float, device: Device
 ) -> Iterator[Compared]:
-    """Both ways in turn, for each mix and level.
+    """Compare both ways in turn, for each mix and level.
 
     Args:
         model: a folder of a repository, with halfserve.padding in its config.pbtxt.
-        mixes: of lengths.
-        levels: requests at a time.
-        rounds: of each.
-        seconds: of one measurement.
-        device: where the model runs.
+        mixes: distributions of the lengths.
+        levels: numbers of concurrent requests.
+        rounds: rounds of each.
+        seconds: duration of one measurement.
+        device: device that the model runs on.
 
     Raises:
-        BadParameter: the model has no padding, or a mix is none.
+        BadParameter: the model has no padding, or a mix is unknown.
     """
     with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
         longest = longest_inputs(write_ways(model, Path(folder)))
@@ -168,7 +168,7 @@ async def _compared(
     lengths = lengths_of(mix, np.random.default_rng(0))
     async with AsyncClient(server.address) as client:
         for way in WAYS:
-            await rate(client, way, longest, lengths, in_flight, seconds / 2)  # what is learned is learned
+            await rate(client, way, longest, lengths, in_flight, seconds / 2)  # warm-up
         for number in range(rounds):
             for way in WAYS if number % 2 else WAYS[::-1]:
                 before = cpu_s(server.process.pid)

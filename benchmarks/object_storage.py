@@ -1,9 +1,9 @@
-"""What a repository in object storage costs: copying a model, starting again, and a poll that finds nothing new.
+"""Cost of a repository in object storage: copying a model, restarting, and polling without changes.
 
     python -m benchmarks.object_storage
 
-The store is moto's S3 server in a process of its own on this machine, which answers from memory: the times are those of this
-side and of that server's Python, and a network comes on top.
+The store is moto's S3 server in a separate process on this machine, which answers from memory: the times are those of this
+side and of that server's Python, without a network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _serve(port: Any, requests: Any) -> None:
 
 @contextmanager
 def _store() -> Iterator[Any]:
-    """A store that AWS_ENDPOINT_URL names; yields the number of its requests."""
+    """Run a store and set AWS_ENDPOINT_URL; yields the number of its requests."""
     context = multiprocessing.get_context("spawn")
     port, requests = context.Value("i", 0), context.Value("i", 0)
     child = context.Process(target=_serve, args=(port, requests), daemon=True)
@@ -78,14 +78,14 @@ def _fill(url: str, models: int, size: int) -> None:
 
 
 def _timed(copy: RepositoryCopy) -> tuple[float, float]:
-    """Seconds, and seconds of this process's processor time, of one update."""
+    """Wall seconds of one update, and processor seconds of this process."""
     began, computed = time.perf_counter(), time.process_time()
     copy.update()
     return time.perf_counter() - began, time.process_time() - computed
 
 
 def main(mib: int = 100, models: int = 100, rounds: int = 7) -> None:
-    """Measure a model of so many MiB, and a repository of so many small models."""
+    """Measure a model of `mib` MiB, and a repository of `models` small models."""
     with _store() as requests, tempfile.TemporaryDirectory() as folder:
         import s3fs  # noqa: PLC0415  (reads the environment)
 

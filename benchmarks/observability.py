@@ -1,13 +1,13 @@
-"""What it costs to be observed: processor time per request of one server, observed and not, in turn.
+"""Cost of observability: processor time per request of one server, observed and not, in turn.
 
     python -m benchmarks.observability model.onnx
 
 Needs h2load (Debian's package nghttp2-client). Processes of one program differ by up to a fifth from start to start, and loads
-of one process by some percent: more than what is looked for. So a server under one long load switches what observes it on for
-90 ms and off for 30, again and again: log and traces as LogSettings and TraceSetting do, the latency histograms as operators
-cannot, and its metrics are asked for only while it is observed. What its event loop spends is told apart that way; what its
-other threads spend, which write log and traces later on, counts as spent on being observed, all of it. Told are differences of
-the sums, with 95 % intervals from resampling the pairs of windows. "nothing" compares two ways that are the same.
+of one process by some percent: more than the effect. So a server under one long load repeatedly switches observability on for
+90 ms and off for 30: log and traces as LogSettings and TraceSetting do, the latency histograms in a way that operators cannot,
+and its metrics are scraped only while it is observed. This separates the time of its event loop; the time of its other threads,
+which write log and traces later, counts entirely as cost of observability. The results are differences of the sums, with 95 %
+intervals from resampling the pairs of windows. "nothing" compares two equal settings.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 @dataclass(frozen=True)
 class Spent:
-    """Windows in pairs, not observed and observed.
+    """Pairs of windows, not observed and observed.
 
     Attributes:
-        requests: (pairs, 2).
-        loop_us: (pairs, 2), processor time of the event loop's thread.
-        wall_us: (pairs, 2).
-        threads_us: (pairs, 1), processor time of the other threads, spread over the pairs.
+        requests: numbers of requests, shape (pairs, 2).
+        loop_us: processor time of the event loop's thread in microseconds, shape (pairs, 2).
+        wall_us: wall time in microseconds, shape (pairs, 2).
+        threads_us: processor time of the other threads in microseconds, spread over the pairs, shape (pairs, 1).
     """
 
     requests: np.ndarray[Any, Any]
@@ -64,7 +64,7 @@ class Spent:
     threads_us: np.ndarray[Any, Any]
 
     def costs(self, pairs: slice | np.ndarray[Any, Any] = slice(None)) -> tuple[float, float, float]:
-        """Processor microseconds of a request that is not observed, what observing adds to them in percent, and to the rate."""
+        """Processor microseconds of an unobserved request, and observing's effect on them and on the rate, in percent."""
         requests = self.requests[pairs].sum(axis=0)
         plain, observed = self.loop_us[pairs].sum(axis=0) / requests
         observed += self.threads_us[pairs].sum() / requests[1]
@@ -73,7 +73,7 @@ class Spent:
 
 
 def spent(model: Path, watching: Watching, seconds: int, streams: int) -> Spent:
-    """Start a server and load it for so long."""
+    """Start a server and load it for `seconds` seconds."""
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "benchmarks.watched_server", str(model), name, json.dumps(asdict(watching))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -112,8 +112,8 @@ def _load(address: str, body: Path, seconds: int, streams: int) -> None:
 
 
 def pairs_of(account: dict[str, Any]) -> Spent:
-    """The pairs of windows in which the load was on."""
-    count = min(len(account["plain"]), len(account["observed"]))  # it may have ended between the two of a pair
+    """The pairs of windows during the load."""
+    count = min(len(account["plain"]), len(account["observed"]))  # the load may have ended between the two windows of a pair
     windows = [account[kind][:count] for kind in ("plain", "observed")]
     requests, loop, wall = (
         np.array([[window[name] for window in kind] for kind in windows], np.float64).T
@@ -130,7 +130,7 @@ def _together(parts: Sequence[Spent]) -> Spent:
 
 
 def told(all_spent: Spent) -> dict[str, Any]:
-    """Figures with their intervals, in microseconds and percent."""
+    """Results with their intervals, in microseconds and percent."""
     generator = np.random.default_rng(0)
     count = len(all_spent.requests)
     drawn = np.array([all_spent.costs(generator.integers(0, count, count)) for _ in range(RESAMPLES)])

@@ -1,10 +1,11 @@
-"""What a server still answers in time when more comes than it can do: peak first, then open loops below and above it.
+"""Timely answers of a server under overload: the peak rate first, then open loops below and above it.
 
     python -m benchmarks.overload
 
-Every request has a deadline, and counts as good when its answer is there before it: the load generator gives up at the deadline
-as a client would. Requests come at random (Poisson) and are timed from when they were to be sent. The model is compute-bound
-and leaves a core of two to the load generator. The peak is the best of several closed loops with the same deadline.
+Every request has a deadline, and counts as good if its answer arrives before it: the load generator gives up at the deadline
+like a client. Requests arrive at random (Poisson), and their latency counts from the intended sending time. The model is
+compute-bound and leaves one of two cores to the load generator. The peak is the best of several closed loops with the same
+deadline.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ Errors = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What became of the requests of one load.
+    """Results of one load.
 
     Attributes:
         offered: requests a second that were sent.
         good: requests a second that were answered before their deadline.
-        of_peak: the same, as a part of the peak.
-        p50_ms: of those, from when they were to be sent.
-        p99_ms: likewise.
-        errors: of the others, by status.
-        resident_mb: memory of the server afterwards.
+        of_peak: good requests a second, relative to the peak.
+        p50_ms: median latency of good requests from the intended sending time, in milliseconds.
+        p99_ms: 99th percentile of that latency, in milliseconds.
+        errors: other requests by status.
+        resident_mb: memory of the server afterwards, in MB.
     """
 
     offered: float
@@ -62,7 +63,7 @@ class Load:
 
 @contextmanager
 def server(folder: Path, target_ms: float | None, threads: int) -> Iterator[tuple[int, int]]:
-    """Serve the model; gives the port and the process."""
+    """Serve the model; yields the port and the process id."""
     model = folder / "resnet"
     (model / "1").mkdir(parents=True)
     onnx.save(resnet(), model / "1" / "model.onnx")
@@ -87,12 +88,12 @@ def request() -> bytes:
 
 
 def good_per_second(tally: LoadStatistics, deadline_s: float) -> float:
-    """Answers that came before the deadline."""
+    """Answers a second that came before the deadline."""
     return tally.latency.within(deadline_s * 1e3) / tally.seconds
 
 
 def measure(generator: LoadGenerator, order: LoadSpec, pid: int, peak: float) -> Load:
-    """One open loop."""
+    """Measure one open loop."""
     tally = generator.run(order).tally
     good = good_per_second(tally, order.timeout_s)
     p50_ms, p99_ms = tally.latency.percentiles_ms([50.0, 99.0])
@@ -108,7 +109,7 @@ def measure(generator: LoadGenerator, order: LoadSpec, pid: int, peak: float) ->
 
 
 def table(peak: float, loads: list[tuple[float, Load]], deadline_ms: float) -> Table:
-    """The loads, one a line."""
+    """A table with one load per line."""
     shown = Table(
         *("load", "offered/s", "good/s", "of the peak", "p50 ms", "p99 ms", "the others", "server MB"),
         title=f"peak {peak:.0f} requests/s, deadline {deadline_ms:g} ms",
@@ -129,7 +130,7 @@ def main(
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Start a server, find its peak, load it below and above, and print what became of the requests."""
+    """Start a server, find its peak, load it below and above, and print the results."""
     factors = [float(text) for text in loads.split(",")]
     results = []
     with tempfile.TemporaryDirectory() as name, server(Path(name), target_ms, threads) as (port, pid):

@@ -1,15 +1,15 @@
-"""What several server processes behind one port cost, against one: processor time of a request, memory, and what they share.
+"""Cost of several server processes behind one port, compared with one: processor time of a request, and memory.
 
     python -m benchmarks.processes model.onnx --counts 1,2
     python -m benchmarks.processes model.onnx --counts 1,2 --each --rate 800
     python -m benchmarks.processes small.onnx --counts 1,2,16 --rounds 3
 
 All servers are started, and loaded in turn, A B A B ..., over several connections. Processor time is that of all threads of
-a server's processes, the supervisor included, and not of the load generator; the number of requests is the server's own.
+a server's processes, including the supervisor but not the load generator; the number of requests is counted by the server.
 Memory is proportional (PSS): pages that processes share are counted once. With the same load, each of two processes sees half
-of it, and makes batches of half the size, which cost more a request; with --each, each sees what one process did. More
-processes than cores show what the shared parts cost; for that the model should be next to nothing. Shown are medians, of the
-ratio within a round too.
+of it and forms batches of half the size, which cost more per request; with --each, each process gets the load of a single one.
+More processes than cores show the cost of the shared parts; for that the model should compute almost nothing. The results are
+medians, also of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ QUERIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One server under load.
+    """Results of one server under load.
 
     Attributes:
         request_us: processor time of all its processes for one request, in microseconds.
-        per_second: requests.
-        p99_ms: latency.
-        rows: of a batch: each process makes its own batches.
-        busiest_share: of the processor time, that of the process which took the most; a half is even with two.
-        memory_mib: PSS of all processes.
-        statistics_ms: for the answer to ModelStatistics.
-        metrics_ms: for the answer to a scrape.
+        per_second: requests a second.
+        p99_ms: 99th percentile of the latency, in milliseconds.
+        rows: mean rows of a batch; each process forms its own batches.
+        busiest_share: fraction of the processor time used by the busiest process; a half is even with two.
+        memory_mib: PSS of all processes, in MiB.
+        statistics_ms: time of a ModelStatistics call, in milliseconds.
+        metrics_ms: time of a scrape of the metrics, in milliseconds.
     """
 
     request_us: float
@@ -76,7 +76,7 @@ def main(
     each: Annotated[bool, typer.Option("--each", help="So many requests and connections for each process.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure servers of so many processes in turn, and print medians."""
+    """Measure servers with these numbers of processes in turn, and print medians."""
     numbers = [int(number) for number in counts.split(",")]
     runs: dict[int, list[Run]] = {number: [] for number in numbers}
     for _ in track(range(starts), description="measuring", console=Console(stderr=True)):
@@ -127,7 +127,7 @@ def main(
 
 
 class Server:
-    """A server of so many processes, and a load generator that is connected to it."""
+    """A server of `number` processes, and a load generator that is connected to it."""
 
     def __init__(self, model: Path, number: int) -> None:
         self._model = model
@@ -149,7 +149,7 @@ class Server:
         self._stack.close()
 
     def run(self, load: Load, how: Measurement) -> Run:
-        """Load the server once."""
+        """Load the server once and return the results."""
         before, answered = [processor_us(pid) for pid in self._pids], self._answered()
         level = measure(self._target.bench, load, how)
         spent = [after - earlier for after, earlier in zip(map(processor_us, self._pids), before, strict=True)]
@@ -169,19 +169,19 @@ class Server:
 
 
 def processes(pid: int) -> list[int]:
-    """A process, and those that it has started."""
+    """Ids of a process and of all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
     return [pid, *(found for child in children for found in processes(int(child)))]
 
 
 def processor_us(pid: int) -> float:
-    """Processor time of a process, to the nanosecond; that of threads that have ended is left out."""
+    """Processor time of a process's living threads, in microseconds."""
     spent = [path.read_text(encoding="ascii").split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(map(int, spent)) / 1e3
 
 
 def proportional_kib(pid: int) -> int:
-    """Memory of a process, with its part of the pages that it shares."""
+    """Proportional memory of a process (PSS), in KiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 

@@ -1,9 +1,9 @@
-"""What a step in Python costs: a request to a model.py that returns its input, and the same to a backend that does nothing.
+"""Cost of a step in Python: a request to a model.py that returns its input, compared with a backend that does nothing.
 
 python -m benchmarks.python_step
 
-No sockets: each request enters the engine in process, one at a time, on an event loop that does nothing else. The backend that
-does nothing runs on a thread like the model.py, by the same batcher: the difference is the way to the process and back.
+No sockets are used: each request enters the engine in process, one at a time, on an otherwise idle event loop. The backend that
+does nothing runs on a thread like the model.py, with the same batcher: the difference is the transfer to the process and back.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ async def _measure(folder: Path, sizes: list[int], count: int, rounds: int) -> N
     runtimes.connect(ModelCalls(core))
     for elements in sizes:
         taken: dict[str, list[float]] = {name: [] for name in models}
-        for _ in range(rounds):  # in turns: the machine's speed drifts
+        for _ in range(rounds):  # in turn, as the machine's speed drifts
             for name, model in models.items():
                 taken[name] += await _seconds(core, model, elements, count)
-        for what, share in (("median", 0.5), ("fastest tenth", 0.1)):  # the latter is what a busy machine leaves alone
+        for what, share in (("median", 0.5), ("fastest tenth", 0.1)):  # the latter is hardly affected by other load
             us = {name: sorted(seconds)[int(share * len(seconds))] * 1e6 for name, seconds in taken.items()}
             told = ", ".join(f"{name} {value:.0f} us" for name, value in us.items())
             print(f"{elements * 4:>9} bytes, {what}: {told}; a step costs {us['process'] - us['nothing']:.0f} us more")
@@ -107,7 +107,7 @@ def main(
     count: Annotated[int, typer.Option(help="Requests in a row.")] = 500,
     rounds: Annotated[int, typer.Option(help="Times that both models take turns.")] = 5,
 ) -> None:
-    """Measure."""
+    """Measure and print both."""
     print(f"hot path {build_in_use()}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step" / "1" / "model.py"

@@ -1,4 +1,4 @@
-"""Float16 conversions of models that Python packages ship, ours beside the others'.
+"""Float16 conversions of models from Python packages, by halfserve and by other converters.
 
     python -m benchmarks.real_models WHEELS_DIR [--modelopt-python PATH] [--converters ours,...] [--only PART_OF_NAME] [--json]
 

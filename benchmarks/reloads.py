@@ -1,13 +1,13 @@
-"""What clients notice of a model that is replaced while they use it: windows with a reload beside quiet ones of the same run.
+"""Effect on clients when a model is replaced: windows with a reload, compared with quiet ones of the same run.
 
     python -m benchmarks.reloads
     python -m benchmarks.reloads --model wide
 
-`halfserve serve` in a process of its own, and requests that come at random at a constant rate, timed from when they were to be
-sent: a server that stalls does not keep them from coming. Every reload brings a version whose file the server has not seen: it
-is tried out in a child process, loaded, run in every batch size and switched to. Quiet windows and those with one reload follow
-each other as A B A B. p99 is taken of each window by itself and compared within each pair; the median over all pairs is given
-with its 95 % confidence interval (of the sign test). Exits with 1 when a request failed.
+`halfserve serve` runs in a process of its own, and requests arrive at random at a constant rate; latency counts from the
+intended sending time, so a stalled server does not hold them back. Every reload brings a version whose file the server has not
+seen: it is tried out in a child process, loaded, run in every batch size and switched to. Quiet windows and windows with one
+reload alternate (A B A B). The p99 of each window is compared within each pair; the result is the median over all pairs with
+its 95 % confidence interval (of the sign test). Exits with 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 SERVICE = "/inference.GRPCInferenceService"
 WARM_UP_S = 2.0
 LOAD_TIMEOUT_S = 120.0
-# For a p99 of a window to have ten slower requests above it.
+# The p99 of a window needs ten slower requests above it.
 FEWEST_REQUESTS = 1000
 
 

@@ -1,14 +1,14 @@
-"""Where a request's microseconds go inside of the server: no sockets, but an HTTP/2 client in the same process, taking turns.
+"""Time of a request by part of the server: without sockets, with an HTTP/2 client in the same process.
 
 python -m benchmarks.request_cost mlp.onnx --in-flight 16
 
-The total is measured first, without a profiler. The shares are cProfile's, which makes every call of Python more expensive:
-places with many small calls look somewhat larger than they are. It does not see compiled calls, so shares are the sources':
+The total is measured first, without a profiler. The shares are cProfile's, which makes every Python call more expensive: parts
+with many small calls look somewhat larger than they are. It does not see compiled calls, so measure shares with the sources:
 HALFSERVE_COMPILED=0 python -m benchmarks.request_cost mlp.onnx
 
 python -m benchmarks.request_cost --ensemble
 
-asks two tiny models, and an ensemble of the two, in turn: what the second step adds to a request.
+loads two tiny models, and an ensemble of the two, in turn: the cost that the second step adds to a request.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ HEADERS = [
     (b"content-type", b"application/grpc"),
     (b"te", b"trailers"),
 ]
-WINDOW_BYTES = 2**22  # gRPC's own clients open as much
-# By the path below serve/, the first that fits.
+WINDOW_BYTES = 2**22  # as large as that of gRPC's own clients
+# Room by path below serve/; the first match counts.
 ROOMS = {
     "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
     "protocol/": "request and response messages",
@@ -74,25 +74,25 @@ STEPS = ("first", "second")
 
 
 class Wire:
-    """A socket that keeps what is written to it."""
+    """A transport that collects the written bytes."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        """Keep it."""
+        """Collect the data."""
         self.written.append(data)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as there is no connection."""
 
     def get_extra_info(self, name: str) -> Any:
-        """There is no other side."""
+        """Return None, as there is no peer."""
         del name
 
 
 class Client:
-    """Sends requests to a connection of the server and waits for all of the answers."""
+    """Sends requests to a connection of the server and waits for all answers."""
 
     def __init__(self, connection: GrpcConnection, request: bytes) -> None:
         self._connection = connection
@@ -106,7 +106,7 @@ class Client:
         self._read()
 
     async def round(self, in_flight: int, profile: cProfile.Profile | None = None) -> float:
-        """Seconds that the server takes from the bytes of so many requests to the bytes of their answers."""
+        """Seconds of the server from the bytes of `in_flight` requests to the bytes of their answers."""
         for _ in range(in_flight):
             stream = self._http2.send_request(HEADERS)
             self._http2.send_data(stream, self._request, end_stream=True)
@@ -149,7 +149,7 @@ def one_row(model: Model) -> bytes:
 
 
 def shares(profile: cProfile.Profile) -> Counter[str]:
-    """Profiled seconds by room; what is not ours counts for whoever called it."""
+    """Profiled seconds by room; time in other code counts for its caller."""
     seconds: Counter[str] = Counter()
     stats = cast("dict[Any, Any]", pstats.Stats(profile).stats)  # type: ignore[attr-defined]  # (not in typeshed)
     for (path, _, name), (_, _, own, _, callers) in stats.items():
@@ -172,7 +172,7 @@ def _room(path: str) -> str | None:
 
 
 def write_ensemble(repository: Path) -> None:
-    """Two models that add a number to 64, and the ensemble of the two, which is called `pipeline`."""
+    """Write two models that add a number to 64 values, and their ensemble, which is called `pipeline`."""
     for name in STEPS:
         tensor = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64]) for name in "xy"]
         one = helper.make_tensor("one", TensorProto.FLOAT, [1], [1.0])
@@ -193,7 +193,7 @@ def write_ensemble(repository: Path) -> None:
 
 
 async def _measure_ensemble(in_flight: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a request, by model."""
+    """Microseconds per request, by model."""
     core = InferenceCore([])
     loader = VersionLoader(
         runtime=OnnxRuntime(),
@@ -252,7 +252,7 @@ def main(
     in_flight: Annotated[int, typer.Option(min=1, help="Requests that arrive together.")] = 16,
     rounds: Annotated[int, typer.Option(min=4)] = 3000,
 ) -> None:
-    """Print the microseconds of a request, and of each part of its way."""
+    """Print the microseconds of a request, and of each part of the server."""
     import uvloop  # noqa: PLC0415  (has no wheel for Windows)
 
     if ensemble is (model is not None):

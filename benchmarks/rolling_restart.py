@@ -1,11 +1,11 @@
-"""What retrying clients notice of servers that are restarted under them: nothing, if all is well.
+"""Effect of server restarts on retrying clients, which should see no errors.
 
     python -m benchmarks.rolling_restart
     python -m benchmarks.rolling_restart --kill
 
-Two servers on fixed ports, and clients that know both. In turn, one of them is asked to end (SIGTERM; with --kill it is not
-asked) and started anew, while the other serves. Every answer is checked. Exits with 1 when a client saw an error or a wrong
-answer, or a server that was asked to end did not end with code 0.
+Two servers run on fixed ports, and clients know both. In turn, one of them is ended (SIGTERM; with --kill SIGKILL) and
+restarted, while the other serves. Every answer is checked. Exits with 1 if a client saw an error or a wrong answer, or if a
+server ended by SIGTERM did not exit with code 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RETRIES = RetryPolicy(retries=5, wait_for_server=True)
 
 
 class Replica:
-    """A server that comes back on the same port."""
+    """A server that restarts on the same port."""
 
     def __init__(self, repository: Path, port: int) -> None:
         self._repository = repository
@@ -47,13 +47,13 @@ class Replica:
         self.address = f"127.0.0.1:{port}"
 
     def start(self) -> float:
-        """Start it; seconds until it takes requests."""
+        """Start the server; returns the seconds until it takes requests."""
         began = time.monotonic()
         self._server = self._life.enter_context(server_process(self._repository, grpc_port=self._port))
         return time.monotonic() - began
 
     def end(self, how: signal.Signals) -> int:
-        """Send it a signal and wait for its end; the process's exit code."""
+        """Send a signal and wait for the end; returns the process's exit code."""
         if self._server is None:
             return 0
         self._server.process.send_signal(how)
@@ -62,7 +62,7 @@ class Replica:
         return code
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End the server in any state."""
         self._life.close()
 
 
@@ -72,7 +72,7 @@ def main(
     kill: Annotated[bool, typer.Option("--kill", help="SIGKILL in place of SIGTERM.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Restart servers under load and count what clients see."""
+    """Restart servers under load and count errors of the clients."""
     tally, stop = Tally(), threading.Event()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         save_models(Path(folder))
@@ -123,7 +123,7 @@ def _roll(replicas: list[Replica], restarts: int, how: signal.Signals, tally: Ta
 
 
 def _wait_for_answers(tally: Tally, count: int = 100) -> None:
-    """Until clients have got so many more answers: only what is in use is worth restarting."""
+    """Wait until clients have received `count` more answers, so that a restart happens under load."""
     enough = sum(tally.counted().answered.values()) + count
     until = time.monotonic() + ENDS_S
     while sum(tally.counted().answered.values()) < enough:
@@ -133,7 +133,7 @@ def _wait_for_answers(tally: Tally, count: int = 100) -> None:
 
 
 def _ask(addresses: list[str], seed: int, stop: threading.Event, tally: Tally) -> None:
-    """Ask the first server that answers, or (every other client) all in turn."""
+    """Send requests to the first server that answers, or (every other client) to all in turn."""
     random = np.random.default_rng(seed)
     balancing: Balancing = "round_robin" if seed % 2 else "pick_first"
     with Client(addresses, timeout_s=TIMEOUT_S, retries=RETRIES, balancing=balancing) as client:
@@ -145,7 +145,7 @@ def _ask(addresses: list[str], seed: int, stop: threading.Event, tally: Tally) -
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on just now."""
+    """Find free ports."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]

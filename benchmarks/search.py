@@ -1,7 +1,7 @@
-"""How small a float32 set each way of searching finds, and in how many runs: `python benchmarks/search.py`.
+"""Size of the float32 sets that different searches find, and the number of runs they need: `python benchmarks/search.py`.
 
-Networks of 20 to 500 nodes with 1, 3 or 10 plants that float16 breaks. Compared are this project's search, the shortest run of
-nodes in topological order from either end (bisection, as other tools do it), and all nodes of the operators that are at fault.
+Networks of 20 to 500 nodes with 1, 3 or 10 places that float16 breaks. The compared searches are this project's, the shortest
+run of nodes in topological order from either end (bisection, as in other tools), and all nodes of the failing operators.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def bisected(searched: SearchedModel) -> tuple[int, int]:
-    """The shortest run of nodes that passes, cut from the end first, then from the front: its length, and the runs it took."""
+    """Length of the shortest run of nodes that passes, cut from the end first, then from the front; and the number of runs."""
     names = list(searched.nodes)
     with Sandbox() as children:
         trials = Trials(
@@ -69,7 +69,7 @@ def bisected(searched: SearchedModel) -> tuple[int, int]:
 
 
 def smallest(limit: int, passes: Callable[[int], bool]) -> int:
-    """The smallest number up to a limit that passes."""
+    """The smallest number up to a limit for which `passes` is true."""
     low, high = -1, limit
     while high - low > 1:
         middle = (low + high) // 2
@@ -81,7 +81,7 @@ def smallest(limit: int, passes: Callable[[int], bool]) -> int:
 
 
 def nodes_of(model: onnx.ModelProto) -> int:
-    """How many nodes a model has."""
+    """Number of nodes of a model."""
     return len(model.graph.node)
 
 

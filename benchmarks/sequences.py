@@ -1,4 +1,4 @@
-"""Many audio streams through silero-vad at once: is every answer what the same audio gets alone, and how many come a second?
+"""Many concurrent audio streams through silero-vad: compares each answer with that for the audio alone, and measures the rate.
 
     pip download --no-deps -d WHEELS_DIR silero-vad
     python -m benchmarks.sequences WHEELS_DIR --sequences 1000 --steps 20
@@ -30,7 +30,7 @@ from benchmarks.soaking.server_process import server_process
 from halfserve.protos import inference_pb2 as pb
 
 MODEL = "silero_vad/silero_vad.onnx"
-TOLERANCE = 1e-5  # of a probability
+TOLERANCE = 1e-5  # acceptable difference of a probability
 SAMPLES, CONTEXT, RATE_HZ = 512, 64, 16_000
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STATISTICS = "/inference.GRPCInferenceService/ModelStatistics"
@@ -48,18 +48,18 @@ parameters {{ key: "halfserve.constant_inputs" value {{ string_value: "sr={rate}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run.
+    """Results of one run.
 
     Attributes:
         batch: max_batch_size.
-        answers: received.
-        equal: of them, bit for bit what ONNX Runtime gives for the audio alone.
-        largest_difference: of an answer from the expected one.
+        answers: number of answers received.
+        equal: number of answers that equal ONNX Runtime's for the audio alone, bit for bit.
+        largest_difference: largest difference of an answer from the expected one.
         per_second: answers a second, with the client on the same machine.
-        rows: of a batch on average.
-        cpu_us: processor time of the server for each answer.
-        p50_ms: of one request, at the client.
-        p99_ms: likewise.
+        rows: mean rows of a batch.
+        cpu_us: processor time of the server per answer, in microseconds.
+        p50_ms: median latency of a request at the client, in milliseconds.
+        p99_ms: 99th percentile of that latency, in milliseconds.
     """
 
     batch: int
@@ -105,7 +105,7 @@ def main(
 
 
 def pieces_of_audio(sequences: int, steps: int, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Tones that come and go in noise, each stream another: [sequences, steps, CONTEXT + SAMPLES], overlapping by CONTEXT."""
+    """Intermittent tones in noise, different for each stream: [sequences, steps, CONTEXT + SAMPLES], overlapping by CONTEXT."""
     random = np.random.default_rng(seed)
     times = np.arange(steps * SAMPLES) / RATE_HZ
     pitch, rhythm = random.uniform(80, 400, (sequences, 1)), random.uniform(1, 6, (sequences, 1))
@@ -156,7 +156,7 @@ def _run(content: bytes, audio: np.ndarray[Any, Any], expected: np.ndarray[Any, 
 
 
 async def _ask(address: str, audio: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], list[float], float, float]:
-    """The answers to all streams at once, seconds of each request and in all, and rows in a batch."""
+    """Answers to all concurrent streams, seconds of each request and in total, and mean rows of a batch."""
     answers, latencies_s = np.full(audio.shape[:2], np.nan, np.float32), []
     async with grpc.aio.insecure_channel(address) as channel:
         infer = channel.unary_unary(INFER, response_deserializer=pb.ModelInferResponse.FromString)

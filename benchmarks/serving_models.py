@@ -1,4 +1,4 @@
-"""The models that servers are compared on, with random weights.
+"""The models used to compare servers, with random weights.
 
 python -m benchmarks.serving_models FOLDER
 """
@@ -18,7 +18,7 @@ Shape = list[int | str]
 
 
 class Net:
-    """An fp16 graph in the making, from input "x" to output "y"."""
+    """Builds an fp16 graph from input "x" to output "y"."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -35,19 +35,19 @@ class Net:
         return name
 
     def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """Append a node; its output is the new end."""
+        """Append a node, whose output becomes the current end."""
         output = f"v{len(self._nodes)}"
         self._nodes.append(helper.make_node(operator, list(inputs), [output], **attributes))
         self.end = output
         return output
 
     def convolution(self, channels: int, kept: int, stride: int = 1) -> None:
-        """3x3, with padding, then Relu."""
+        """Add a 3x3 convolution with padding, then Relu."""
         self.add("Conv", self.end, self.weight(channels, kept, 3, 3), pads=[1, 1, 1, 1], strides=[stride, stride])
         self.add("Relu", self.end)
 
     def linear(self, inputs: int, outputs: int) -> None:
-        """A matrix product."""
+        """Add a matrix product."""
         self.add("Gemm", self.end, self.weight(outputs, inputs), transB=1)
 
     def model(self, input_shape: Shape, output_shape: Shape) -> onnx.ModelProto:
@@ -67,7 +67,7 @@ class Net:
 
 
 def mlp() -> onnx.ModelProto:
-    """64-256-10: hardly any work, so that the server itself is what is measured."""
+    """64-256-10: so little compute that the server itself is measured."""
     net = Net()
     net.linear(64, 256)
     net.add("Relu", net.end)
@@ -85,7 +85,7 @@ def image() -> onnx.ModelProto:
 
 
 def resnet() -> onnx.ModelProto:
-    """3x32x32 through ten convolutions with shortcuts: nearly all of the time is the model's."""
+    """3x32x32 through ten convolutions with shortcuts: nearly all of the time is spent in the model."""
     net = Net()
     net.convolution(64, 3)
     for _ in range(3):
@@ -114,7 +114,7 @@ MODELS = {"mlp": mlp, "image": image, "resnet": resnet, "lengths": lengths}
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Where <name>.onnx are written.")]) -> None:
-    """Write all of them."""
+    """Write all models."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, build in MODELS.items():
         onnx.save(build(), folder / f"{name}.onnx")

@@ -1,11 +1,11 @@
-"""Whether a server stays as it was: load, reloads, bad input and faults for as long as asked, every answer checked.
+"""Checks that a server stays stable: load, reloads, bad input and faults for a given time, with every answer checked.
 
     python -m benchmarks.soak --seconds 120
     python -m benchmarks.soak --seconds 120 --think 0.05 --pause 1    (beside other work: a third of a core)
 
-A server in a process of its own; clients that ask for single answers, over streams and through shared memory; and one that
-reloads models, sends bad and mangled messages, hangs up in the middle, stops the process for a moment and makes a model hang.
-Exits with 1 when an answer was wrong or missing, an error unclear, or memory, files or threads went up.
+The server runs in a process of its own. Clients send single requests, streams, and requests through shared memory; one client
+reloads models, sends bad and mangled messages, disconnects early, stops the process for a moment and makes a model hang. Exits
+with 1 if an answer was wrong or missing, an error unclear, or if memory, files or threads increased.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(
 
 @dataclass(frozen=True)
 class _Load:
-    """How much is done to the server; see the options of `main`."""
+    """Amount of load and faults; see the options of `main`."""
 
     clients: int
     think_s: float

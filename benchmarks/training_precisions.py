@@ -35,13 +35,13 @@ Batch = Callable[[int], tuple[Tensor, Tensor]]  # inputs and targets of a step, 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned.
+    """A training task.
 
     Attributes:
         network: Makes the network; its weights depend on torch's random state.
         batch: Makes inputs and targets.
-        loss: Of outputs and targets.
-        learning_rate: Of Adam.
+        loss: Computes the loss from outputs and targets.
+        learning_rate: Learning rate of Adam.
     """
 
     network: Callable[[], nn.Module]
@@ -144,7 +144,7 @@ class Trained:
 
 
 def trained(task: Task, steps: int) -> dict[str, Trained]:
-    """The task's variants after that many steps each, by "dtype, whose autocast", float32 first."""
+    """Train the task's variants for that many steps each; by "dtype, whose autocast", float32 first."""
     variants: dict[str, Trained] = {}
     for name, dtype in DTYPES.items():
         if dtype is None:

@@ -1,9 +1,9 @@
-"""A server that switches what observes it on and off while it is loaded, and keeps account of what it spends either way.
+"""A server that switches observability on and off under load, and measures the time it spends either way.
 
     python -m benchmarks.watched_server MODEL.onnx FOLDER '{"log": 100, "traces": 1000}'
 
-Started by benchmarks.observability. Prints its ports as JSON, then "scrape" whenever its metrics should be asked for, and, when
-its input has ended, an account of the time it has spent.
+Started by benchmarks.observability. Prints its ports as JSON, then "scrape" whenever its metrics should be read, and, when its
+input has ended, the measured times.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from halfserve.serve.protocol.service import Service
 from halfserve.serve.server import start_http
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 
-PLAIN_S, OBSERVED_S = 0.03, 0.09  # of a window; what happens once in so many seconds is to be shared by most of them
-WARM_UP_S = 1.0  # of load
+PLAIN_S, OBSERVED_S = 0.03, 0.09  # lengths of the windows; periodic work must be spread over many of them
+WARM_UP_S = 1.0  # time under load before the first window
 REQUEST = "request.bin"  # one framed request, beside the log and the traces
 SCRAPE_EVERY_S = 5.0  # Prometheus asks every 15 to 60
 
@@ -42,13 +42,13 @@ keep_histogram = StageHistograms.add
 
 @dataclass(frozen=True)
 class Watching:
-    """What observes a server.
+    """Kinds of observability of a server.
 
     Attributes:
-        histograms: of latency, by stage.
-        scraped: its metrics are asked for.
-        log: one answer in so many gets a line in the access log; 0 none.
-        traces: one request in so many is traced; 0 none.
+        histograms: whether latency histograms by stage are kept.
+        scraped: whether its metrics are scraped.
+        log: one answer in `log` gets a line in the access log; 0 for none.
+        traces: one request in `traces` is traced; 0 for none.
     """
 
     histograms: bool = False
@@ -59,12 +59,12 @@ class Watching:
 
 @dataclass(frozen=True)
 class Window:
-    """A short while in which nothing is switched.
+    """A short time in which nothing is switched.
 
     Attributes:
-        requests: answered.
-        loop_ns: processor time of the event loop's thread.
-        wall_ns: how long it was.
+        requests: number of answered requests.
+        loop_ns: processor time of the event loop's thread, in nanoseconds.
+        wall_ns: length in nanoseconds.
     """
 
     requests: int
@@ -74,12 +74,12 @@ class Window:
 
 @dataclass
 class Account:
-    """What was spent.
+    """Measured times.
 
     Attributes:
-        plain: windows in which nothing observed the server; each is next to the one at the same place of `observed`.
-        observed: windows in which all of it did.
-        threads_ns: processor time of all other threads.
+        plain: windows without observability; each is next to the window at the same index of `observed`.
+        observed: windows with all of it.
+        threads_ns: processor time of all other threads, in nanoseconds.
     """
 
     plain: list[Window] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Account:
 
 
 def switch(observability: Observability, watching: Watching) -> None:
-    """Observe in these ways from now on, and in no other."""
+    """Switch to exactly these kinds of observability."""
     setattr(StageHistograms, "add", keep_histogram if watching.histograms else _keep_nothing)  # noqa: B010  (mypy minds "=")
     log = AccessLog.ALL if watching.log == 1 else AccessLog.SAMPLED if watching.log else AccessLog.OFF
     observability.update_logs({"access_log": log.value, "access_log_every": max(1, watching.log)})
@@ -97,11 +97,11 @@ def switch(observability: Observability, watching: Watching) -> None:
 
 
 def _keep_nothing(histograms: StageHistograms, done: object) -> None:
-    """In place of StageHistograms.add."""
+    """Replaces StageHistograms.add, and does nothing."""
 
 
 class Turns:
-    """Observed and not, in turn."""
+    """Alternates windows with and without observability."""
 
     def __init__(self, model: Model, observability: Observability, watching: Watching) -> None:
         self._model = model

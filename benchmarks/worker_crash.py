@@ -1,13 +1,13 @@
-"""What clients notice of a supervised server whose worker is killed under load, and how soon it answers again.
+"""Effect on clients when a supervised server's worker is killed under load, and the time until it answers again.
 
     python -m benchmarks.worker_crash
     python -m benchmarks.worker_crash --processes 2
 
-`halfserve serve --supervise`, clients that ask one thing after the other, and SIGKILL for the worker, again and again. Half of
-the clients retry and wait for the server; they should see no error. The others see each error, which should be UNAVAILABLE.
-Every answer is checked. A recovery is counted from the kill to the first right answer to a request that was sent after the
-worker had ended, without the back-off that the supervisor announces, since no server should crash so often. Exits with 1 when
-something else happened, or a recovery took two seconds longer than loading the models does.
+Clients send one request after the other to `halfserve serve --supervise`, and its worker is repeatedly killed by SIGKILL. Half
+of the clients retry and wait for the server; they should see no error. The others see each error, which should be UNAVAILABLE.
+Every answer is checked. A recovery lasts from the kill to the first right answer to a request that was sent after the worker
+had ended, without the supervisor's announced back-off, since no server should crash so often. Exits with 1 if anything else
+happened, or if a recovery took two seconds longer than loading the models.
 
 With --processes, one of several processes is killed while the others serve, and the server's own count of answers is compared
 with the clients': each right answer counts once, and beyond them only requests whose answer was lost with their process.
@@ -38,24 +38,24 @@ from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 
-KILLS_PER_SERVER = 5  # with more of them, waiting for the supervisor's back-off is all that the program does
-ALLOWED_S = 2.0  # beyond the time that loading takes
+KILLS_PER_SERVER = 5  # with more kills, most of the time would be spent in the supervisor's back-off
+ALLOWED_S = 2.0  # allowed time beyond that of loading
 PATIENCE_S = 60.0
-LOOK_S = 0.05  # the time that is found does not depend on it
-REFUSED_S = 0.05  # until a client that was refused asks again
+LOOK_S = 0.05  # interval of checks, which does not affect the measured time
+REFUSED_S = 0.05  # delay before a refused client retries
 PATIENT = RetryPolicy(retries=5, initial_backoff_s=0.05, max_backoff_s=0.2, wait_for_server=True)
 NO_RETRIES = RetryPolicy(retries=0)
 
 
 @dataclass
 class Seen:
-    """What the clients saw.
+    """Results of the clients.
 
     Attributes:
-        tally: answers, right and wrong.
-        errors: of clients that do not retry, by status.
-        retried_errors: texts of errors of those that do.
-        counted: answers, by the servers' statistics.
+        tally: right and wrong answers.
+        errors: errors of clients that do not retry, by status.
+        retried_errors: texts of errors of clients that retry.
+        counted: number of answers in the servers' statistics.
     """
 
     tally: Tally = field(default_factory=Tally)
@@ -73,7 +73,7 @@ def main(
     spell_s: Annotated[float, typer.Option("--spell", min=0.05, help="Seconds of service before each kill.")] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Kill the worker of a supervised server under load and measure how soon it is back."""
+    """Kill the worker of a supervised server under load and measure the time until it answers again."""
     seen, recoveries_s, log = Seen(), list[float](), ""
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
@@ -99,14 +99,14 @@ def main(
 
 
 def _plain_start(repository: Path) -> float:
-    """Seconds from calling the command, without a supervisor, until it takes requests."""
+    """Seconds from starting the command without a supervisor until it takes requests."""
     began = time.monotonic()
     with server_process(repository):
         return time.monotonic() - began
 
 
 def _kills(server: ServerProcess, processes: int, kills: int, clients: int, spell_s: float, seen: Seen) -> list[float]:
-    """Kill a server's worker so often, under load; seconds until it answered again, for each time."""
+    """Kill a server's worker `kills` times under load; returns the seconds until it answered again, for each."""
     stop = threading.Event()
     threads = [threading.Thread(target=_ask, args=(server.address, number, stop, seen)) for number in range(clients)]
     for thread in threads:
@@ -134,7 +134,7 @@ def _ask(address: str, seed: int, stop: threading.Event, seen: Seen) -> None:
 
 
 def _until_all_serve(server: ServerProcess, processes: int) -> None:
-    """Wait until none of several processes is missing."""
+    """Wait until all processes serve."""
     while processes > 1:
         with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=PATIENCE_S) as answer:
             if f"halfserve_processes {processes}\n" in answer.read().decode():
@@ -143,7 +143,7 @@ def _until_all_serve(server: ServerProcess, processes: int) -> None:
 
 
 def _kill(server: ServerProcess, processes: int, spell_s: float, tally: Tally) -> float:
-    """Kill the worker; seconds until the first right answer of the next one."""
+    """Kill the worker; returns the seconds until the next one's first right answer."""
     _until_all_serve(server, processes)
     time.sleep(spell_s)
     worker = _worker(server)
@@ -161,7 +161,7 @@ def _kill(server: ServerProcess, processes: int, spell_s: float, tally: Tally) -
 
 
 def _worker(server: ServerProcess) -> int:
-    """A process that the supervisor has just now: of several, the one that has served longest."""
+    """Id of a current worker; of several, the one that has served longest."""
     pid = server.process.pid
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(found[0])
@@ -178,7 +178,7 @@ def _figures(seen: Seen, recoveries_s: list[float], start_s: float, log: str, *,
     counted = seen.tally.counted()
     loads_s = [float(seconds) for seconds in re.findall(r"serving again, ready in ([\d.]+) s", log)]
     waits_s = [float(seconds or 0) for seconds in re.findall(r"the next one starts (?:now|in ([\d.]+) s)", log)]
-    if alone:  # else nobody waits
+    if alone:  # with several processes, clients do not wait for the back-off
         recoveries_s = [whole - wait for whole, wait in zip(recoveries_s, waits_s, strict=True)]
     is_late = any(took > load + ALLOWED_S for took, load in zip(recoveries_s, loads_s, strict=True))
     is_good = not (counted.wrongs or seen.retried_errors or set(seen.errors) - {"UNAVAILABLE"} or is_late)

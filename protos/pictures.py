@@ -26,10 +26,10 @@ PREPROCESSING: Final = "preprocessing.json"
 DECODING_BYTES: Final = {"JPEG": 9, "MPO": 9, "PNG": 9, "WEBP": 17}
 PROGRESSIVE_BYTES: Final = 4
 FORMATS: Final = ("JPEG", "PNG", "WEBP")
-MAX_PIXELS: Final = 2**26  # of a picture as it is sent, and as it is scaled
+MAX_PIXELS: Final = 2**26  # limit on a picture as sent, and as scaled
 MAX_EDGE: Final = 16_384
-PIXEL_BYTES: Final = 4  # of Pillow's images in colour
-FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
+PIXEL_BYTES: Final = 4  # bytes per pixel of Pillow's colour images
+FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's numbers
 FLOOR, EVEN = "floor", "even"
 
 
@@ -39,12 +39,12 @@ class PictureError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PicturePreparation:
-    """How a picture is scaled and cut, after it is turned upright and made RGB.
+    """Scaling and cropping of a picture that is upright and RGB.
 
     Attributes:
-        height: Of the result.
-        width: Of the result.
-        resize: The height and width that the picture is scaled to; or the length of its shorter edge, with its ratio kept.
+        height: The height of the result in pixels.
+        width: The width of the result in pixels.
+        resize: The height and width to scale to; or the new length of the shorter edge, with the aspect ratio kept.
         resample: The name of Pillow's filter.
         crop: How half a pixel before the middle part is rounded: "floor", or "even" for Python's `round`.
     """

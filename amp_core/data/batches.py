@@ -58,7 +58,7 @@ class BatchLoader:
         try:
             if self._workers:
                 _check_open_files(self._workers)
-                multiprocessing.Lock()  # without shared memory, torch would also complain about its incomplete iterator
+                multiprocessing.Lock()  # where no lock can be made, torch would also complain about its incomplete iterator
             with _no_errors_from_signals():
                 self._running = iter(self._torch)
         except OSError as error:

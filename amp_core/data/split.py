@@ -53,8 +53,8 @@ class Split:
         """Whether this rank makes a batch of a round.
 
         Args:
-            number: number of the round, from 0.
-            items: number of items that this round has over all ranks.
+            number: The number of the round, from 0.
+            items: The number of items in the round; fewer than `round_size` in the last one only.
         """
         if items == self.round_size:
             return True

@@ -1,1 +1,1 @@
-"""How much of a comparison is the load generator's own limit."""
+"""Measures the load generator's own limit in a comparison."""

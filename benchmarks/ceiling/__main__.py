@@ -1,4 +1,4 @@
-"""The most that a load generator can reach here: a server in C that answers like a running one and computes nothing.
+"""Upper limit of a load generator on this machine: a server in C that replays a running server's answers without computing.
 
     python -m benchmarks.ceiling 127.0.0.1:8001/mlp --port 18100
 

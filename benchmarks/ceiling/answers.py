@@ -1,4 +1,4 @@
-"""What a running server answers, as files for `answer_at_once`."""
+"""Answers of a running server, as files for `answer_at_once`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WAIT_S = 10.0
 
 
 def save_answers(channel: grpc.Channel, model: str, folder: Path) -> None:
-    """Ask a server for all that a load generator will ask, and keep its answers.
+    """Send all requests that a load generator sends, and save the answers.
 
     Args:
-        channel: to the server.
-        model: its name; of sizes that vary, answers are for 1.
-        folder: gets a file per method: the answer with gRPC's length prefix.
+        channel: channel to the server.
+        model: name of the model; variable sizes are 1 in the answers.
+        folder: folder for one file per method: the answer with gRPC's length prefix.
 
     Raises:
         grpc.RpcError: the server does not answer.
@@ -45,7 +45,7 @@ def save_answers(channel: grpc.Channel, model: str, folder: Path) -> None:
         for tensor in metadata.inputs
     }
     ask("ModelInfer", infer_request(metadata, ones).SerializeToString())
-    for method in ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"):  # whose answers are empty
+    for method in ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"):  # their answers are empty
         (folder / method).write_bytes(frame(b""))
     (folder / "ModelStatistics").write_bytes(frame(_statistics(metadata).SerializeToString()))
 

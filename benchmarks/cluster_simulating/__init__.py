@@ -1,1 +1,1 @@
-"""Parts of `benchmarks.cluster_simulation`: virtual time, and members that are not there."""
+"""Parts of `benchmarks.cluster_simulation`: virtual time and simulated members."""

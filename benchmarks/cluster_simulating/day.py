@@ -13,25 +13,25 @@ from halfserve.serve.cluster.autoscaling import MemberLoad, ScalingOptions, want
 from halfserve.serve.cluster.server_load import LOAD_S
 
 STEP_S = 0.5
-COMPUTE_S = 0.02  # of one request
-SLOTS = 2  # requests that one member computes at once
+COMPUTE_S = 0.02  # compute time of one request
+SLOTS = 2  # requests that one member computes concurrently
 RATE = SLOTS / COMPUTE_S  # requests a second that a member can answer
-DEADLINE_S = 0.1  # of a request, in the queue
-BOUND_S = 1.0  # a queue longer than that takes no more
-START_S = 8.0  # of a member, its models included
+DEADLINE_S = 0.1  # longest acceptable queue time of a request
+BOUND_S = 1.0  # a longer queue refuses requests
+START_S = 8.0  # start time of a member, including its models
 MOST = 40
 
 
 @dataclass(kw_only=True)
 class Sight:
-    """What a policy may know.
+    """Inputs that a policy may use.
 
     Attributes:
-        now: virtual seconds.
-        serving: members that serve.
-        target: members that there shall be.
-        load: of each member, as it measures it.
-        ongoing: requests in the cluster, computed or waiting: exact.
+        now: virtual time in seconds.
+        serving: number of members that serve.
+        target: number of members requested.
+        load: mean load of a member, as members measure it.
+        ongoing: exact number of requests in the cluster, computing or waiting.
     """
 
     now: float
@@ -46,16 +46,15 @@ Policy = Callable[[Sight], int]
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of a day.
+    """Results of a day.
 
     Attributes:
-        member_hours: paid for, starting members included.
-        requests: that came.
-        missed: that were refused, or waited longer than their deadline.
-        changes: how often the number of members was changed.
-        largest: the most members.
-        rise_s: for each burst, seconds from its begin until the last half second in which one request of a hundred missed its
-            deadline.
+        member_hours: hours of all members, including the time while they start.
+        requests: number of requests.
+        missed: number of requests that were refused, or waited longer than their deadline.
+        changes: number of changes of the number of members.
+        largest: largest number of members.
+        rise_s: seconds from each burst's start to the last half second in which one percent of requests missed the deadline.
     """
 
     member_hours: float = 0.0
@@ -79,12 +78,12 @@ def day(hours: float, seed: int) -> Iterator[float]:
 
 
 def bursts(hours: float) -> tuple[float, float]:
-    """When the bursts begin, in seconds of the day: at a third of it, and towards its end."""
+    """Start times of the bursts, in seconds of the day: after a third of it, and near its end."""
     return hours * 3600 * 0.4, hours * 3600 * 0.9
 
 
 def simulate(policy: Policy, *, hours: float = 24.0, seed: int = 1) -> Outcome:
-    """Play a day. Members share the load evenly; a queue is answered in the order of arrival."""
+    """Simulate a day. Members share the load evenly; a queue is answered in the order of arrival."""
     chance = random.Random(seed + 1)  # noqa: S311  (no secret)
     outcome, queue = Outcome(), 0.0
     starting, serving = deque[float](), 3
@@ -141,7 +140,7 @@ def simulate(policy: Policy, *, hours: float = 24.0, seed: int = 1) -> Outcome:
 
 
 def ours(busy: float = 0.7) -> Policy:
-    """The policy of `halfserve cluster`, asked once a second; `busy`: share of time in which models shall compute."""
+    """The policy of `halfserve cluster`, called once a second; `busy` is the target share of time in which models compute."""
     options = ScalingOptions(most=MOST, queue_s=DEADLINE_S / 2, busy=busy)
     state: dict[str, Any] = {}
 
@@ -156,7 +155,7 @@ def ours(busy: float = 0.7) -> Policy:
 
 
 def rays(target_ongoing: float = 2.0) -> Policy:
-    """Ray Serve's default policy, with perfect request counts in place of what it would gather.
+    """Ray Serve's default policy, with exact request counts instead of those that it would collect.
 
     `target_ongoing`: requests per replica.
     """
@@ -190,7 +189,7 @@ def rays(target_ongoing: float = 2.0) -> Policy:
             current_time=sight.now,
             config=config,
         )
-        # What Serve wraps around every policy, with the virtual clock in place of the wall's.
+        # Serve's wrapper around every policy, with the virtual clock instead of the wall clock.
         desired, _ = autoscaling_policy.default_autoscaling_policy(context)
         scaled = autoscaling_policy._apply_scaling_factors(desired, sight.serving, config)  # noqa: SLF001  (see above)
         wanted, state = autoscaling_policy._apply_delay_logic(max(0, scaled), sight.target, config, state, sight.now)  # noqa: SLF001  (see above)
@@ -200,7 +199,7 @@ def rays(target_ongoing: float = 2.0) -> Policy:
 
 
 def _mean_wait(rate: float, members: int) -> float:
-    """Mean time in the queue by chance alone, by Sakasegawa's formula for M/D/c."""
+    """Mean queue time due to random arrivals alone, by Sakasegawa's formula for M/D/c."""
     slots = members * SLOTS
     use = min(rate * COMPUTE_S / slots, 0.99)
     waits: float = use ** (math.sqrt(2 * (slots + 1)) - 1)
@@ -208,7 +207,7 @@ def _mean_wait(rate: float, members: int) -> float:
 
 
 def _late_share(wait_s: float, rate: float, members: int) -> float:
-    """Share of requests that wait longer than their deadline: the queue ahead of them, and chance."""
+    """Share of requests that wait longer than their deadline, because of the queue ahead of them and of chance."""
     if wait_s > DEADLINE_S:
         return 1.0
     slots = members * SLOTS

@@ -1,4 +1,4 @@
-"""Members that are not there: they load after some virtual time, count what they are asked, and report like an agent."""
+"""Simulated members: they load models after a virtual delay, count requests, and report like an agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETRY_S = 0.25
 
 @dataclass(kw_only=True)
 class Refusal:
-    """Why a simulated model does not load."""
+    """Reason why a simulated model does not load."""
 
     status: str
     text: str
@@ -26,7 +26,7 @@ class Refusal:
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a simulated member counts of one model."""
+    """Counters of a simulated member for one model."""
 
     requests: int = 0
     failures: int = 0
@@ -37,7 +37,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class SimulatedModel:
-    """A model at one member; `is_served` once it was loaded."""
+    """A model at one member; `is_served` once it is loaded."""
 
     generation: int = 0
     is_served: bool = False
@@ -47,18 +47,18 @@ class SimulatedModel:
 
 
 class SimulatedMember:
-    """One server with its agent, without either.
+    """Simulates one server with its agent.
 
     Attributes:
-        sizes: of the models of the repository, in bytes.
+        sizes: sizes of the repository's models in bytes, by name.
         refused: models that it refuses to load from now on.
-        models: what it has, by name.
-        directory: the last one that it was told.
-        settings: of logs and traces that it was told last.
-        largest: the most bytes of models that it has served at once.
-        moves: how many loads it has begun.
-        mute: it does not report, as if its network were cut.
-        answered: the number of the last question for figures that it has answered.
+        models: models that it has, by name.
+        directory: the last directory received.
+        settings: the last log and trace settings received.
+        largest: largest total size of models served at a time, in bytes.
+        moves: number of loads begun.
+        mute: whether it does not report, as if its network were cut.
+        answered: number of the last request for figures that it answered.
         answers_figures: whether it reports figures when asked.
     """
 
@@ -92,7 +92,7 @@ class SimulatedMember:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def kill(self) -> None:
-        """End without a word."""
+        """End without a last report."""
         tasks = [one.loading for one in self.models.values() if one.loading is not None]
         for task in [*tasks, self._task]:
             if task is not None:
@@ -109,7 +109,7 @@ class SimulatedMember:
         return name in self.models and self.models[name].is_served
 
     def count(self, name: str, requests: int = 1, *, compute_s: float = 0.0, queue_s: float = 0.0, refusals: int = 0) -> None:
-        """Answer requests for a model that it serves."""
+        """Count requests for a model that it serves as answered."""
         counts = self.models[name].counts
         counts.requests += requests
         counts.refusals += refusals

@@ -18,10 +18,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class Meter:
-    """Counts the processor time of a part of this process, which never waits.
+    """Measures the processor time of a part of this process that never waits.
 
-    It reads the wall's clock, as the processor's may take 0.1 ms to read, and scales to the share of a processor that the whole
-    process had meanwhile.
+    It reads the wall clock, as reading the processor's clock may take 0.1 ms, and scales by the process's share of a processor
+    in that time.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Meter:
 
 
 class MeteredLoop(VirtualLoop):
-    """Meters the controller's timers, and what it has a thread do."""
+    """Meters the controller's timers, and its work on threads."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class MeteredLoop(VirtualLoop):
 
 
 class MeteredLink:
-    """A controller whose every step is metered."""
+    """A link to a controller with every step metered."""
 
     def __init__(self, controller: Controller, meter: Meter) -> None:
         self._controller = controller

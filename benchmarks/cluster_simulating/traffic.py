@@ -1,4 +1,4 @@
-"""Clients of a simulated cluster: load by Zipf's law over many models, sent where the last directory says."""
+"""Clients of a simulated cluster: load by Zipf's law over many models, sent to the members in the last directory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from benchmarks.cluster_simulating.members import SimulatedMember
 
 STEP_S = 0.1
-COMPUTE_S = 0.002  # of one request
-PATIENCE_S = 10.0  # of a client
+COMPUTE_S = 0.002  # compute time of one request
+PATIENCE_S = 10.0  # time for which a client retries
 
 
 def zipf(models: Sequence[str], requests_s: float, exponent: float = 1.0) -> dict[str, float]:
-    """Requests a second of each model, the first one's being the most."""
+    """Requests a second of each model; the first model has the most."""
     weights = [1 / rank**exponent for rank in range(1, len(models) + 1)]
     return {model: requests_s * weight / sum(weights) for model, weight in zip(models, weights, strict=True)}
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What clients saw.
+    """Results of the clients' requests.
 
     Attributes:
-        answered: requests.
-        lost: requests for which no member was found within their time.
-        longest_s: the longest time until a member was found.
+        answered: number of answered requests.
+        lost: number of requests for which no member was found in time.
+        longest_s: longest time until a member was found, in seconds.
     """
 
     answered: int = 0
@@ -36,10 +36,10 @@ class Tally:
 
 
 class Traffic:
-    """Requests at random times. A client looks for the model in the directory of any member, and tries again, as ours do."""
+    """Requests at random times. A client looks for the model in the directory of any member, and retries like real clients."""
 
     def __init__(self, members: Mapping[str, SimulatedMember], rates: Mapping[str, float], seed: int = 1) -> None:
-        """Traffic to members, which may come and go; `rates`: requests a second of each model, which may change."""
+        """Send traffic to members, which may come and go; `rates` has each model's requests a second, and may change."""
         self.members = members
         self.rates = rates
         self.tally = Tally()
@@ -59,7 +59,7 @@ class Traffic:
             await asyncio.sleep(STEP_S)
 
     def _send(self, model: str, count: int, waited_s: float) -> bool:
-        """Returns whether it is over: answered or lost."""
+        """Send requests; returns whether they are finished, that is, answered or lost."""
         knows = self._chance.choice(list(self.members.values()))
         listed = [one.id for one in knows.directory.members if model in one.models]
         serving = [self.members[one] for one in listed if one in self.members and self.members[one].serves(model)]

@@ -1,4 +1,4 @@
-"""An event loop whose time does not pass while there is work, and jumps to the next timer when there is none."""
+"""An event loop in virtual time, which stands still while there is work, and jumps to the next timer otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Deterministic: tasks run in the order of their timers, and what would run on a thread runs at once."""
+    """A deterministic loop: tasks run in the order of their timers, and work for threads runs immediately."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,7 +33,7 @@ class _Selector(selectors.SelectSelector):
         if timeout is None:
             raise RuntimeError("everything waits, and no timer runs")
         self._loop.now += max(0.0, timeout)
-        return []  # nothing in virtual time comes from outside
+        return []  # in virtual time there are no external events
 
 
 class _AtOnce(ThreadPoolExecutor):
@@ -49,7 +49,7 @@ class _AtOnce(ThreadPoolExecutor):
 def run_virtually(
     main: Callable[[Callable[[], float]], Coroutine[Any, Any, T]], make: Callable[[], VirtualLoop] = VirtualLoop
 ) -> T:
-    """Run a coroutine in virtual time; it gets the clock."""
+    """Run a coroutine in virtual time; it gets the clock as its argument."""
     with asyncio.Runner(loop_factory=make) as runner:
         loop = runner.get_loop()
         return runner.run(main(loop.time))

@@ -1,4 +1,4 @@
-"""What is done to a cluster under load, and how long it takes until all is as before."""
+"""Faults of a cluster under load, and the time until it is restored."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ from halfserve import Client, ClientError, RetryPolicy
 from halfserve.serve.client.errors import Repeat
 
 MEMBERS = 2
-COUNTED = 30_000  # steps of the counting model: some 30 ms
-ANSWERS = 200  # that clients get between two faults
-WORKS: dict[str, Work] = {"affine": ask_affine, "flip": ask_flip}  # by model; clients take them in turn
+COUNTED = 30_000  # steps of the counting model, which take about 30 ms
+ANSWERS = 200  # answers that clients receive between two faults
+WORKS: dict[str, Work] = {"affine": ask_affine, "flip": ask_flip}  # request makers by model; clients use them in turn
 RETRIES = RetryPolicy(retries=8, wait_for_server=True)
 OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
-UNREPORTED_S = 1.0  # what a member has counted before that is in a report: there is one each half second
+UNREPORTED_S = 1.0  # age after which a member's counts are in a report, as there is one each half second
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedRetries(RetryPolicy):
-    """Notes the model of each request that a server may have answered, and whose answer has not come."""
+    """Records the model of each request that a server may have answered, but whose answer did not arrive."""
 
     model: str
     not_come: list[str]
 
     def spends(self, error: ClientError) -> int:
-        if error.repeat is not Repeat.SAFE:  # else it was not computed
+        if error.repeat is not Repeat.SAFE:  # a safe request was not computed
             self.not_come.append(self.model)
         return super().spends(error)
 
 
 @dataclass
 class Restored:
-    """How long it took until all was as before."""
+    """Time until the cluster was restored, in seconds."""
 
     seconds: float = 0.0
 
 
 @dataclass
 class Cluster:
-    """A cluster with room for one member a machine, and clients that never stop asking.
+    """A cluster with room for one member per machine, and clients that send requests continuously.
 
     Attributes:
-        machines: the first one is Ray's head, and has no room for a member.
-        repository: of the models that `benchmarks.soaking.models` describes.
-        tally: what became of the requests, by model.
-        not_come: models of requests that a server may have answered, and whose answer has not come.
-        known: addresses of members, those that were seen last first.
-        isolated: a machine that may have an old directory; it is not asked.
-        upgrades: how often all members were replaced.
-        unreported: right answers, by model, in the UNREPORTED_S before a machine was lost with what its member had counted.
+        machines: machines, of which the first is Ray's head and has no room for a member.
+        repository: repository of the models in `benchmarks.soaking.models`.
+        tally: results of the requests, by model.
+        not_come: models of requests that a server may have answered, but whose answer did not arrive.
+        known: addresses of members, the most recently seen first.
+        isolated: machine that may have an old directory and is not asked.
+        upgrades: number of times that all members were replaced.
+        unreported: right answers by model in the UNREPORTED_S before a machine was lost with its member's counts.
     """
 
     machines: Machines
@@ -86,32 +86,32 @@ class Cluster:
     unreported: Counter[str] = field(default_factory=Counter)
 
     def serving(self) -> dict[str, str]:
-        """The members that serve: address by id."""
+        """Addresses of the members that serve, by id."""
         found = serving([address for address in self.known if self.isolated is None or not self.isolated.has(address)])
         self.known = [*found.values(), *(address for address in self.known if address not in found.values())]
         return found
 
     def run(self, *options: str) -> None:
-        """Deploy it, or change how it is deployed."""
+        """Deploy the cluster, or change its deployment."""
         printed = self.machines.done("run", str(self.repository), "--detach", "--first-port", "0", *options)
         self.known += printed.strip().rpartition("cluster://")[2].split(",")
 
     @contextmanager
     def restored(self) -> Iterator[Restored]:
-        """Wait after the block until there are as many members as before it, one of them new."""
+        """Wait after the block until there are as many members as before it, at least one of them new."""
         before, restored, began_s = self.serving(), Restored(), time.monotonic()
         yield restored
         until(lambda: len(found := self.serving()) == len(before) and set(found) - set(before), "new member")
         restored.seconds = time.monotonic() - began_s
 
     def wait_for_answers(self) -> None:
-        """Only what is in use is worth a fault."""
+        """Wait until the clients have received answers, so that the cluster is in use at the next fault."""
         enough = self.tally.answered().total() + ANSWERS
         until(lambda: self.tally.answered().total() >= enough, "answers")
 
     @contextmanager
     def clients(self, count: int) -> Iterator[None]:
-        """Clients that ask one thing after the other, check every answer, and have ended after the block."""
+        """Clients that send one request after the other and check every answer; they end with the block."""
         stop = threading.Event()
         address = f"cluster://{','.join(self.known)}"
         threads = [threading.Thread(target=_ask, args=(address, seed, stop, self)) for seed in range(count)]
@@ -129,7 +129,7 @@ class Cluster:
 
 @contextmanager
 def idle_cluster(folder: Path) -> Iterator[Cluster]:
-    """Members that serve, with room for one more; where it can be done here, each on a machine that can be cut off."""
+    """Start a cluster with room for one more member; where possible, each machine can be cut off from the network."""
     save_models(folder)
     with machines([0, *[1] * (MEMBERS + 1)], apart=True, redis=True) as found:
         cluster = Cluster(found, folder)
@@ -139,7 +139,7 @@ def idle_cluster(folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def cluster_under_load(folder: Path, clients: int = 4) -> Iterator[Cluster]:
-    """The same, with clients."""
+    """Start a cluster like `idle_cluster`, with clients."""
     with idle_cluster(folder) as cluster, cluster.clients(clients):
         yield cluster
 
@@ -157,21 +157,21 @@ def _ask(address: str, seed: int, stop: threading.Event, cluster: Cluster) -> No
 
 
 def kill_server(cluster: Cluster) -> float:
-    """SIGKILL of one server's process."""
+    """Send SIGKILL to one server's process."""
     with cluster.restored() as restored:
         cluster.machines.kill(SERVER)
     return restored.seconds
 
 
 def kill_replica(cluster: Cluster) -> float:
-    """SIGKILL of one of Ray Serve's replicas, which takes its server along."""
+    """Send SIGKILL to one of Ray Serve's replicas, which ends its server too."""
     with cluster.restored() as restored:
         cluster.machines.kill(REPLICA)
     return restored.seconds
 
 
 def kill_machine(cluster: Cluster) -> float:
-    """All processes of a machine at once, which never comes back; then another machine joins."""
+    """Kill all processes of a machine at once, for good; then another machine joins."""
     before = cluster.tally.answered()
     time.sleep(UNREPORTED_S)
     with cluster.restored() as restored:
@@ -182,20 +182,20 @@ def kill_machine(cluster: Cluster) -> float:
 
 
 def cut_off(cluster: Cluster) -> float:
-    """A machine that nothing reaches, until its member is replaced."""
+    """Cut a machine off completely, until its member is replaced."""
     return _isolate(cluster, _network(cluster).cut)
 
 
 def cut_off_from_machines(cluster: Cluster) -> float:
-    """A machine that clients reach, but neither Ray's head nor another machine, until its member is replaced."""
+    """Cut a machine off from Ray's head and other machines, but not from clients, until its member is replaced."""
     return _isolate(cluster, _network(cluster).cut_from_machines, serves=True)
 
 
 def _isolate(cluster: Cluster, cut: Callable[[Host], AbstractContextManager[None]], *, serves: bool = False) -> float:
-    """Cut a machine off until its member is replaced; then nothing that ran on it may go on, and Ray is started there again."""
+    """Cut a machine off until its member is replaced; then check that its processes have ended, and restart Ray there."""
     found, serve = cluster.machines, cluster.serving().values()
     members = {mark: address for mark in found.nodes for address in serve if found.host(mark).has(address)}
-    controller = found.place(CONTROLLER)[1]  # it goes on there, alone, beside the one that takes its place
+    controller = found.place(CONTROLLER)[1]  # it continues there alone, beside its replacement
     mark = controller if controller in members else next(iter(members))
     address, host = members[mark], found.host(mark)
     with ExitStack() as isolated:
@@ -206,7 +206,7 @@ def _isolate(cluster: Cluster, cut: Callable[[Host], AbstractContextManager[None
             with Client(address, timeout_s=TIMEOUT_S) as client:
                 ask_affine(client, np.random.default_rng(), cluster.tally)
     until(lambda: not [*processes_of(mark, SERVER), *processes_of(mark, RAYLET)], "end of what was cut off")
-    kill_all(mark)  # programs of Ray that notice nothing
+    kill_all(mark)  # some programs of Ray do not notice the loss
     cluster.isolated = None
     found.start(1, mark)
     until(
@@ -217,7 +217,7 @@ def _isolate(cluster: Cluster, cut: Callable[[Host], AbstractContextManager[None
 
 
 def restart_head(cluster: Cluster) -> float:
-    """All processes of Ray's head at once, and the same head again; it is back when it knows all members."""
+    """Kill all processes of Ray's head at once, and restart it; it is restored when it knows all members."""
     head, began_s = cluster.machines.nodes[0], time.monotonic()
     kill_all(head)
     cluster.machines.start(0, head)
@@ -238,7 +238,7 @@ def _network(cluster: Cluster) -> Network:
 
 
 def kill_controller(cluster: Cluster) -> float:
-    """SIGKILL of the controller; it is back when a member answers for the whole cluster."""
+    """Send SIGKILL to the controller; it is restored when a member answers for the whole cluster."""
     cluster.machines.kill(CONTROLLER)
     began_s = time.monotonic()
 
@@ -254,14 +254,14 @@ def kill_controller(cluster: Cluster) -> float:
 
 
 def reload_models(cluster: Cluster) -> float:
-    """All models again, at one member first."""
+    """Reload all models, at one member first."""
     began_s = time.monotonic()
     cluster.machines.done("reload")
     return time.monotonic() - began_s
 
 
 def replace_members(cluster: Cluster) -> float:
-    """Members with other options, each of which starts before an old one leaves."""
+    """Replace members by ones with other options, each of which starts before an old one leaves."""
     before, began_s = set(cluster.serving()), time.monotonic()
     cluster.upgrades += 1
     cluster.run("--replicas", str(MEMBERS), "--", *OPTIONS, "--max-queue-size", str(1000 + cluster.upgrades))
@@ -283,7 +283,7 @@ FAULTS: dict[str, Callable[[Cluster], float]] = {
 
 
 def left_out(cluster: Cluster) -> dict[str, str]:
-    """What cannot be done here: why, by fault."""
+    """Faults that cannot be caused on this machine, with the reason."""
     found = {}
     if cluster.machines.network is None:
         found = dict.fromkeys(("machine cut off", "machine cut off from machines"), f"network namespaces need {missing()}")
@@ -294,13 +294,13 @@ def left_out(cluster: Cluster) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sums:
-    """How many answers one model has given, as clients and as the cluster have counted them.
+    """Counts of one model's answers by the clients and by the cluster.
 
     Attributes:
-        clients: right answers that have come.
+        clients: right answers received.
         cluster: successes in ModelStatistics.
-        not_come: answers that may have been given, and have not come: each may be one more of the cluster.
-        lost: answers just before machines were lost, which their members may not have reported: each may be one less.
+        not_come: answers that may have been sent but did not arrive; the cluster may count each of them in addition.
+        lost: answers just before machines were lost; the cluster may lack each of them.
     """
 
     clients: int
@@ -310,19 +310,19 @@ class Sums:
 
     @property
     def difference(self) -> int:
-        """How many more the cluster has counted."""
+        """Excess of the cluster's count."""
         return self.cluster - self.clients
 
     @property
     def is_explained(self) -> bool:
-        """Whether the two agree but for what must be unknown."""
+        """Whether the counts agree within the uncertainty."""
         return -self.lost <= self.difference <= self.not_come
 
 
 def sums(cluster: Cluster) -> dict[str, Sums]:
-    """Compare by model, while no client asks.
+    """Compare the counts by model while no client sends requests.
 
-    A member on each machine first: it finds what a server there has counted and, killed with its replica, not reported.
+    First a member is started on each machine: it finds the counts of servers that were killed there with their replicas.
     """
     cluster.machines.done("scale", str(MEMBERS + 1))
     until(lambda: len(cluster.serving()) == MEMBERS + 1, "a member on each machine")
@@ -335,10 +335,10 @@ def sums(cluster: Cluster) -> dict[str, Sums]:
 
 
 def scale_up(cluster: Cluster, clients: int = 8) -> tuple[float, float]:
-    """Load that one member cannot carry, until there are two; then none, until there is one again.
+    """Apply load that one member cannot carry until there are two; then none until there is one again.
 
     Returns:
-        Seconds until a second member serves, and until it has left.
+        Seconds until a second member serves, and seconds until it has left.
     """
     cluster.run("--replicas", f"1:{MEMBERS}", "--scale-down-seconds", "10", "--", *OPTIONS)
     until(lambda: len(cluster.serving()) == 1, "a single member")

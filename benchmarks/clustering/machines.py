@@ -1,4 +1,4 @@
-"""Ray on this machine as if it were several, and `halfserve cluster` on it."""
+"""Ray on this machine as if on several machines, and `halfserve cluster` on it."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from benchmarks.clustering.network import Host, Network, missing, network
 from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
 
 T = TypeVar("T")
-WAIT_S = 240.0  # on a busy machine of two cores; what takes less returns at once
-MARK = "BENCHMARK_MACHINE"  # the variable that each process of a machine inherits
+WAIT_S = 240.0  # on a busy machine with two cores; faster operations return at once
+MARK = "BENCHMARK_MACHINE"  # environment variable that each process of a machine inherits
 REDIS = "redis-server"
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-# Python processes that nothing here asks for: they would take longer to start than all else.
+# Excludes Python processes that are not needed here and would take longest to start.
 WITHOUT = ["--include-log-monitor=false"]
 HEAD_WITHOUT = ["--include-dashboard=false", "--no-monitor"]
-# Ray's own notice of a dead machine, in seconds instead of a quarter of a minute.
+# Ray reports a dead machine within seconds, instead of a quarter of a minute.
 FAST = {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500"}
 FAST |= {"RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
-# A busy machine takes its time to start Ray, and its head again, for which the others would wait for 60 s.
+# A busy machine may start Ray and its head slowly; by default the others would wait only 60 s for it.
 FAST |= dict.fromkeys(("RAY_raylet_start_wait_time_s", "RAY_gcs_rpc_server_reconnect_timeout_s"), f"{WAIT_S:.0f}")
-FAST |= {"RAY_worker_niceness": "0"}  # of the servers too, where Ray's default is 15
-FAST |= {"RAY_worker_register_timeout_seconds": str(int(WAIT_S))}  # 60 by default: then a slow start would begin again
+FAST |= {"RAY_worker_niceness": "0"}  # priority of workers, and so of the servers; Ray's default is 15
+FAST |= {"RAY_worker_register_timeout_seconds": str(int(WAIT_S))}  # 60 by default, after which a slow start would begin again
 SERVER, REPLICA, CONTROLLER = ("halfserve", "serve"), ("ray::ServeReplica",), ("ray::ControllerActor",)
 RAYLET = ("raylet/raylet",)
 
 
 class NotInTimeError(Exception):
-    """Something that was waited for has not come."""
+    """An awaited condition did not become true in time."""
 
 
 def until(holds: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
-    """The first true value.
+    """Wait for the first true value.
 
     Raises:
-        NotInTimeError: there is none in time.
+        NotInTimeError: the value is not true in time.
     """
     ends_s = time.monotonic() + limit_s
     while not (found := holds()):
@@ -64,7 +64,7 @@ def processes_of(mark: str, words: Sequence[str] = ()) -> list[int]:
     """The living processes of one machine whose command has these words."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it is gone, or another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             is_there = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if is_there and command and " ".join(words) in command:
@@ -73,7 +73,7 @@ def processes_of(mark: str, words: Sequence[str] = ()) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """End a machine as a loss of power does: all of its processes at once."""
+    """End a machine as a power loss does: all of its processes at once."""
 
     def is_gone() -> bool:
         pids = processes_of(mark)
@@ -86,19 +86,19 @@ def kill_all(mark: str) -> None:
 
 
 class Machines:
-    """A Ray cluster of several machines that are this one.
+    """A Ray cluster of several simulated machines on this one.
 
     Attributes:
-        address: of Ray's head; "" before it is started.
-        nodes: marks of the machines that were started, the head first.
-        network: in which each machine has an address of its own; None: all have this machine's.
-        redis: HOST:PORT, where the head keeps what it knows; "" for nowhere: it cannot be started again.
+        address: address of Ray's head; "" before it is started.
+        nodes: marks of the started machines, the head first.
+        network: network with an address for each machine; None if all use this machine's address.
+        redis: HOST:PORT of the head's storage; "" for none, in which case the head cannot be restarted.
     """
 
     def __init__(
         self, folder: Path, variables: Mapping[str, str] = MappingProxyType({}), network: Network | None = None, redis: str = ""
     ) -> None:
-        """No machine yet; their processes inherit these variables."""
+        """Start without machines; their processes will inherit these variables."""
         self._folder = folder
         self._variables = variables
         self._current = folder / "ray" / "ray_current_cluster"
@@ -109,7 +109,7 @@ class Machines:
         self.redis = redis
 
     def mark(self) -> str:
-        """The mark of another machine, which has a folder for temporary files to itself."""
+        """Make the mark of a further machine, which has its own folder for temporary files."""
         mark = uuid.uuid4().hex
         self.nodes.append(mark)
         (self._folder / mark[:8]).mkdir()
@@ -122,7 +122,7 @@ class Machines:
         return self._hosts[mark]
 
     def environment(self, mark: str) -> dict[str, str]:
-        """What processes of a machine inherit."""
+        """Environment variables of a machine's processes."""
         own = {"RAY_TMPDIR": str(self._folder), "TMPDIR": str(self._folder / mark[:8]), MARK: mark}
         own |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         if self.redis and mark == self.nodes[0]:
@@ -131,16 +131,16 @@ class Machines:
         return cleaned | own | FAST | dict(self._variables)
 
     def start(self, cpus: int, mark: str = "") -> str:
-        """Start a machine, the first one as Ray's head, or one that has ended again. Returns its mark.
+        """Start a machine, the first one as Ray's head, or restart one that has ended. Returns its mark.
 
         Raises:
-            SystemExit: Ray does not start; with what it says.
+            SystemExit: Ray does not start; the text has its output.
         """
         mark = mark or self.mark()
         role = [f"--address={self.address}"]
         if mark == self.nodes[0]:
             role = ["--head", f"--port={self.address.rpartition(':')[2] or 0}", *HEAD_WITHOUT]
-            # A head that has ended leaves it behind, and Ray would take raylets of other machines here for that head.
+            # A head that has ended leaves this file behind, and Ray would take raylets of other machines here for that head.
             self._current.unlink(missing_ok=True)
         host = self._hosts.get(mark)
         if host is not None:
@@ -154,10 +154,10 @@ class Machines:
         return mark
 
     def place(self, words: Sequence[str]) -> tuple[int, str]:
-        """A process whose command has these words, and the mark of its machine.
+        """Find a process whose command has these words; returns its id and the mark of its machine.
 
         Raises:
-            NotInTimeError: there is none.
+            NotInTimeError: there is no such process.
         """
 
         def found() -> list[tuple[int, str]]:
@@ -179,10 +179,10 @@ class Machines:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     def done(self, *arguments: str) -> str:
-        """What `halfserve cluster ...` prints.
+        """Run `halfserve cluster ...` and return its output.
 
         Raises:
-            SystemExit: it fails; with what it says.
+            SystemExit: it fails; the text has its error output.
         """
         done = self.run(*arguments)
         if done.returncode:
@@ -194,7 +194,7 @@ class Machines:
         return status
 
     def _enter(self, mark: str) -> list[str]:
-        """What stands before a command of a machine."""
+        """Start of a command that runs on a machine."""
         return self._hosts[mark].enter if mark in self._hosts else []
 
 
@@ -206,13 +206,13 @@ def machines(
     apart: bool = False,
     redis: bool = False,
 ) -> Iterator[Machines]:
-    """Ray on as many machines as there are numbers of cores; nothing of it is left after the block.
+    """Run Ray on one machine per number of cores; everything is removed after the block.
 
     Args:
         cpus: cores of each machine, the head first.
-        variables: of the environment, for all of their processes.
-        apart: give each an address of its own, where that can be done here.
-        redis: have the head keep what it knows in Redis, where that is installed.
+        variables: environment variables for all of their processes.
+        apart: give each machine its own address, if that is possible here.
+        redis: have the head store its state in Redis, if that is installed.
     """
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
@@ -231,11 +231,11 @@ def machines(
 
 @contextmanager
 def _redis(host: str) -> Iterator[str]:
-    """Redis that keeps nothing on disk; its HOST:PORT."""
+    """Run Redis without persistence; yields its HOST:PORT."""
     with socket.socket() as free:
         free.bind((host, 0))
         port = str(free.getsockname()[1])
-    # Ray writes to a socket of this machine, or of a bridge that has no way out.
+    # Ray writes to a socket of this machine, or of a bridge without a way out.
     command = [REDIS, "--bind", host, "--port", port, "--protected-mode", "no", "--save", "", "--appendonly", "no"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
@@ -245,7 +245,7 @@ def _redis(host: str) -> Iterator[str]:
 
 
 def serving(addresses: Sequence[str]) -> dict[str, str]:
-    """The members that serve, as the first of these that answers says: address by id; empty if none answers."""
+    """Addresses of the members that serve, by id, as reported by the first of `addresses` that answers; empty if none does."""
     for address in addresses:
         with grpc.insecure_channel(address) as channel:
             watch = channel.unary_stream(

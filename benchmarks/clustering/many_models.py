@@ -1,4 +1,4 @@
-"""More models than a member holds, and clients that ask for few of them most of the time, later for few others."""
+"""More models than a member holds; most requests are for few of them, later for few others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from halfserve import Client, ClientError, RetryPolicy
 from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.client.cluster.directory import DirectoryWatch
 
-HIDDEN = 4096  # values a row: weights of 1 MiB in fp16, and twice that in memory on the CPU
+HIDDEN = 4096  # values per row: 1 MiB of weights in fp16, and twice that in memory on the CPU
 FORWARDED = re.compile(r"^halfserve_requests_forwarded_total (\S+)$", re.MULTILINE)
 OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
 RETRIES = RetryPolicy(retries=8, wait_for_server=True)
@@ -35,22 +35,22 @@ Array = np.ndarray[Any, Any]
 
 
 class Placement:
-    """Which members serve which models, as one of them tells; and how often that has changed.
+    """Assignment of models to members, as one member reports it, and the number of changes.
 
     Attributes:
-        members: those that there are now.
-        loads: of models at members, since the start.
-        unloads: likewise.
+        members: current members by id, as cluster.proto messages.
+        loads: model loads since the start, over all members.
+        unloads: model unloads since the start, over all members.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self.members: dict[str, Any] = {}  # by id; of cluster.proto
+        self.members: dict[str, Any] = {}  # cluster.proto messages by id
         self.loads = self.unloads = 0
         self._watch = DirectoryWatch(addresses, grpc.insecure_channel, lambda: (), self._take)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the members within the block."""
+        """Follow the directory within the block."""
         self._watch.start()
         try:
             yield
@@ -70,21 +70,21 @@ class Placement:
 
 
 class Favourites:
-    """Models whose shares of the requests are Zipf's: the first is asked for twice as often as the second.
+    """Models with requests by Zipf's law: the first gets twice as many as the second.
 
     Attributes:
-        order: of the models; may be replaced by another one.
+        order: order of the models; may be replaced.
     """
 
     def __init__(self, shifts: Mapping[str, int]) -> None:
-        """All models, with what each adds to an answer."""
+        """All models, with the number that each adds to its input."""
         self._shifts = shifts
         self.order = list(shifts)
         shares = 1 / np.arange(1, len(shifts) + 1)
         self._shares = shares / shares.sum()
 
     def question(self, random: np.random.Generator) -> tuple[str, Array, Array]:
-        """A model, rows for it, and the answer to them."""
+        """A model, rows for it, and the expected answer."""
         name = self.order[random.choice(len(self.order), p=self._shares)]
         x = random.integers(-500, 500, (int(random.integers(1, 5)), 64)).astype(np.float16)
         return name, x, 2 * x + np.float16(self._shifts[name])
@@ -103,7 +103,7 @@ def _ask(address: str, seed: int, favourites: Favourites, stop: threading.Event,
 
 
 def _ask_one_member(address: str, seed: int, favourites: Favourites, stop: threading.Event, tally: Tally) -> None:
-    """As a client that knows of no cluster."""
+    """Send requests like a client that knows of no cluster."""
     random = np.random.default_rng(seed)
     with triton.InferenceServerClient(address) as client:
         while not stop.is_set():
@@ -127,7 +127,7 @@ def _check(name: str, answer: Array, expected: Array, began_s: float, tally: Tal
 
 @contextmanager
 def _asked(*asks: partial[None]) -> Iterator[None]:
-    """Clients that ask one thing after the other, within the block."""
+    """Run clients that send one request after the other, within the block."""
     stop = threading.Event()
     threads = [threading.Thread(target=ask, kwargs={"stop": stop}) for ask in asks]
     for thread in threads:
@@ -141,7 +141,7 @@ def _asked(*asks: partial[None]) -> Iterator[None]:
 
 
 def _forwarded(http_address: str) -> int:
-    """Inference requests that members have passed on to others, in the whole cluster."""
+    """Inference requests that members have forwarded to others, in the whole cluster."""
     with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=TIMEOUT_S) as answer:
         found = FORWARDED.search(answer.read().decode())
     return int(float(found[1])) if found else 0
@@ -149,12 +149,12 @@ def _forwarded(http_address: str) -> int:
 
 @dataclass
 class Load:
-    """What clients of the whole cluster and a client of one member have seen, and what that cost.
+    """Results of clients of the whole cluster and of a client of one member, and the cost of serving them.
 
     Attributes:
-        ours: of `cluster://` clients.
-        foreign: of the client of one member.
-        forwarded: requests of each that one member passed on to another.
+        ours: results of `cluster://` clients.
+        foreign: results of the client of one member.
+        forwarded: requests of each that one member forwarded to another.
         moves: loads and unloads of models, before and after the favourites changed.
     """
 
@@ -168,7 +168,7 @@ class Load:
 
 
 def _load(placement: Placement, favourites: Favourites, seconds: float, clients: int) -> Load:
-    """Ask through all members, then with other favourites, then through one member, for a third of the time each."""
+    """Send requests to all members, then with other favourites, then to one member, for a third of the time each."""
     load, members = Load(), list(placement.members.values())
     address = f"cluster://{','.join(member.grpc_address for member in members)}"
     with _asked(*(partial(_ask, address, seed, favourites, tally=load.ours) for seed in range(clients))):
@@ -185,19 +185,19 @@ def _load(placement: Placement, favourites: Favourites, seconds: float, clients:
 
 
 def many_models(folder: Path, *, models: int, members: int, most: int, seconds: float, clients: int) -> dict[str, Any]:
-    """Run a cluster in which no member has all models, and count.
+    """Run a cluster in which no member has all models, and collect the results.
 
     Args:
-        folder: for the models.
-        models: how many.
-        members: servers.
-        most: models that one of them may hold.
-        seconds: of load.
-        clients: that ask one thing after the other.
+        folder: folder for the models.
+        models: number of models.
+        members: number of servers.
+        most: most models per server.
+        seconds: time of load in seconds.
+        clients: number of clients, each of which sends one request after the other.
 
     Returns:
-        Figures by name. "wrong_or_lost" and "counted_otherwise", the models for which the cluster's statistics are not what
-        the clients have counted, shall be empty.
+        Results by name. "wrong_or_lost" must be empty, and so must "counted_otherwise", the models for which the cluster's
+        statistics differ from the clients' counts.
     """
     shifts = {f"model-{number:03}": number for number in range(models)}
     for name, shift in shifts.items():
@@ -232,7 +232,7 @@ def many_models(folder: Path, *, models: int, members: int, most: int, seconds: 
 
 
 def _resident_mib(folder: Path, shifts: Mapping[str, int]) -> int:
-    """A server that holds all models, each of which it was asked for."""
+    """Memory of a server that holds all models, after a request for each, in MiB."""
     with server_process(folder, "--warm-up-seconds", "0") as server, Client(server.address, timeout_s=TIMEOUT_S) as client:
         for name in shifts:
             client.infer(name, {"x": np.ones((4, 64), np.float16)})

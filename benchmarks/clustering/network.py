@@ -1,4 +1,4 @@
-"""Machines with addresses of their own on this one: a network namespace each, joined by a bridge. Links can be cut."""
+"""Machines with addresses of their own on this one: network namespaces, joined by a bridge. Links can be cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-# Of 198.18.0.0/15, which RFC 2544 sets aside for benchmarks. This machine, with the clients, is 198.18.N.1.
+# From 198.18.0.0/15, which RFC 2544 reserves for benchmarks. This machine, with the clients, is 198.18.N.1.
 NETWORK = "198.18.{number}.{host}"
 
 
@@ -19,9 +19,9 @@ class Host:
     """One machine's place in the network.
 
     Attributes:
-        address: its IP.
-        namespace: its name.
-        link: its end at the bridge.
+        address: IP address of the machine.
+        namespace: name of its network namespace.
+        link: name of its interface at the bridge.
     """
 
     address: str
@@ -30,20 +30,20 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What stands before a command that runs there."""
+        """Start of a command that runs in the namespace."""
         return ["nsenter", f"--net=/run/netns/{self.namespace}"]
 
     def has(self, address: str) -> bool:
-        """Whether HOST:PORT is of this machine."""
+        """Whether HOST:PORT is an address of this machine."""
         return address.rpartition(":")[0] == self.address
 
 
 @dataclass
 class Network:
-    """A bridge in this machine's own namespace, to which all machines are linked.
+    """A bridge in this machine's own namespace, to which all machines are connected.
 
     Attributes:
-        number: what tells it from others on this machine.
+        number: number that distinguishes it from other networks on this machine.
         hosts: the machines.
     """
 
@@ -56,11 +56,11 @@ class Network:
 
     @property
     def address(self) -> str:
-        """Of this machine, with the clients."""
+        """Address of this machine, where the clients run."""
         return NETWORK.format(number=self.number, host=1)
 
     def add(self) -> Host:
-        """Another machine."""
+        """Add a machine."""
         place = len(self.hosts) + 2
         name = f"{self.bridge}m{place}"
         host = Host(NETWORK.format(number=self.number, host=place), name, name)
@@ -75,7 +75,7 @@ class Network:
 
     @contextmanager
     def cut(self, host: Host) -> Iterator[None]:
-        """Nothing reaches the machine, and it reaches nothing."""
+        """Block all traffic from and to the machine."""
         _ip("link", "set", host.link, "down")
         try:
             yield
@@ -84,8 +84,8 @@ class Network:
 
     @contextmanager
     def cut_from_machines(self, host: Host) -> Iterator[None]:
-        """Clients and the machine reach each other; other machines and it do not."""
-        # In both directions, as news would still come over connections that are open.
+        """Block traffic between the machine and other machines, but not with clients."""
+        # In both directions, because messages would still arrive over open connections.
         ways = [pair for other in self.hosts if other != host for pair in ((host, other), (other, host))]
         for one, other in ways:
             _ip("-n", one.namespace, "route", "add", "blackhole", other.address)
@@ -97,7 +97,7 @@ class Network:
 
 
 def missing() -> str:
-    """What namespaces need and is not here; "" if they can be made."""
+    """The missing requirement of network namespaces; "" if they can be made."""
     if os.geteuid() != 0:
         return "root"
     return next((f"the program {name}" for name in ("ip", "nsenter") if shutil.which(name) is None), "")
@@ -105,7 +105,7 @@ def missing() -> str:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A network without machines; nothing of it is left after the block."""
+    """Create a network without machines; everything is removed after the block."""
     used = _ip("-o", "address")
     number = random.choice([one for one in range(256) if NETWORK.format(number=one, host="") not in used])  # noqa: S311
     made = Network(number)
@@ -125,7 +125,7 @@ def _ip(*arguments: str) -> str:
     """Run `ip`.
 
     Raises:
-        SystemExit: it fails; with what it says.
+        SystemExit: it fails; the text has its error output.
     """
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:

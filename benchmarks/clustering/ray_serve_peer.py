@@ -1,10 +1,10 @@
-"""A model in Ray Serve's own ways: a replica that computes it, asked by gRPC, over HTTP, and by a handle of another process.
+"""The same model in Ray Serve: a replica that computes it, called by gRPC, over HTTP, and by a handle of another process.
 
     RAY_ADDRESS=HOST:PORT python -m benchmarks.clustering.ray_serve_peer model.onnx
 
-Prints a line of JSON when it is ready: `Ways`. For each number of seconds that it reads from its input, it asks by the handle
-for so long, with CONCURRENCY requests in flight, and prints the seconds that each took. Ray shall run with
-THROUGHPUT_OPTIMIZED in its environment: the replica itself listens then, for gRPC and HTTP.
+Prints `Ways` as a line of JSON when it is ready. For each number of seconds read from its input, it calls by the handle for
+that time, with CONCURRENCY requests in flight, and prints the duration of each call in seconds. Ray must run with
+THROUGHPUT_OPTIMIZED in its environment, so that the replica itself listens for gRPC and HTTP.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ray.serve.context import _get_global_client
 
 CONCURRENCY = 32
 CONNECTIONS = 4
-WIDTH = 64  # of a row of the model "affine", in fp16
+WIDTH = 64  # values in a row of the model "affine", in fp16
 ROW = np.ones((1, WIDTH), np.float16)
 ANSWER = np.full((1, WIDTH), 3, np.float16).tobytes()  # 2 x + 1
 METHOD = "/peer.Model/Grpc"
@@ -41,12 +41,12 @@ THROUGHPUT_OPTIMIZED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 
 @dataclass(frozen=True)
 class Ways:
-    """To the replica.
+    """Ways to reach the replica.
 
     Attributes:
-        pid: of its process.
-        grpc: its own port, for METHOD from BytesValue to BytesValue: the bytes of rows.
-        http: its own port, for POST of the bytes of rows to /peer.
+        pid: id of its process.
+        grpc: port for gRPC; METHOD takes and returns a BytesValue with the bytes of rows.
+        http: port for HTTP; a POST to /peer takes the bytes of rows.
     """
 
     pid: int
@@ -55,7 +55,7 @@ class Ways:
 
 
 class Model:
-    """One replica, on one thread as a member is."""
+    """One replica, on one thread like a member."""
 
     def __init__(self, path: str) -> None:
         options = onnxruntime.SessionOptions()
@@ -85,7 +85,7 @@ def add_to_server(servicer: Any, server: Any) -> None:
 
 
 async def keep_asking(asks: Callable[[int], Awaitable[None]], seconds: float) -> list[float]:
-    """Keep CONCURRENCY requests in flight; `asks` is given the number of the one that asks. Returns the seconds of each."""
+    """Keep CONCURRENCY requests in flight; `asks` gets the number of the slot. Returns the duration of each in seconds."""
     ends_s, spent_s = time.perf_counter() + seconds, list[float]()
 
     async def keep_asking(number: int) -> None:
@@ -98,7 +98,7 @@ async def keep_asking(asks: Callable[[int], Awaitable[None]], seconds: float) ->
 
 
 async def ask_handle(handle: Any, seconds: float) -> list[float]:
-    """Ask by a handle, as a deployment that calls another one does."""
+    """Call by a handle, as a deployment that calls another one does."""
 
     async def ask(_: int) -> None:
         await handle.infer.remote(ROW)
@@ -107,14 +107,14 @@ async def ask_handle(handle: Any, seconds: float) -> list[float]:
 
 
 async def ask_grpc(port: int, seconds: float) -> list[float]:
-    """Ask the replica itself.
+    """Call the replica itself.
 
     Raises:
         SystemExit: an answer is wrong.
     """
     request = BytesValue(value=ROW.tobytes()).SerializeToString()
     expected = BytesValue(value=ANSWER).SerializeToString()
-    alone = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    alone = [("grpc.use_local_subchannel_pool", 1)]  # a separate connection
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", alone) for _ in range(CONNECTIONS)]
     methods = [channel.unary_unary(METHOD) for channel in channels]
 
@@ -134,7 +134,7 @@ async def main(model: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     servicers = ["benchmarks.clustering.ray_serve_peer:add_to_server"]
-    # Ports of the proxies, which nothing goes through; replicas have their own.
+    # Ports of the proxies, which are not used; replicas have their own.
     grpc_options = gRPCOptions(port=port, grpc_servicer_functions=servicers)
     serve.start(http_options={"host": "127.0.0.1", "port": 0}, grpc_options=grpc_options)
     deployment = serve.deployment(max_ongoing_requests=10 * CONCURRENCY, ray_actor_options={"num_cpus": 1})(Model)

@@ -1,1 +1,1 @@
-"""Other float16 converters beside ours, and the judge of what each makes of a model."""
+"""Other float16 converters besides ours, and the judge of their conversions."""

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, with inputs: ONNX's own backend tests and its light model zoo."""
+"""Third-party models with inputs: ONNX's own backend tests and its light model zoo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 from onnx.backend.test import loader
 
-# What a model takes and gives: an array, a list of them (a sequence), or None (an empty optional).
+# A model's input or output: an array, a list of them (a sequence), or None (an empty optional).
 Value: TypeAlias = Any
 
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "light")
@@ -21,16 +21,16 @@ KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "light")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and what it should answer.
+    """A model and its expected answers.
 
     Attributes:
         kind: One of `KINDS`, or a name of the caller's.
         name: Unique within the kind.
         model: The serialized ModelProto.
         inputs: For each data set, values by input name.
-        expected: For each data set, the outputs in order; None where nobody has written them down.
+        expected: The outputs in order, for each data set; None if they are not known.
         rtol: Relative tolerance of the expected values for a float32 run.
-        atol: Absolute tolerance of the same.
+        atol: Absolute tolerance of the expected values for a float32 run.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""When a half-precision model's answer is right: of a float16 model, unless another type is named.
+"""Decides whether a half-precision model's answer is right; the type is float16 unless another is given.
 
 The rule, the same for every converter. Rounding the inputs to float16 is part of what was asked for, so a converted model may
 answer what the float32 model answers to the inputs as they are, or to the inputs rounded to float16; of two such references r
@@ -27,11 +27,11 @@ RELATIVE, ABSOLUTE = 16, 4  # roundings of the type
 
 
 def difference(answer: Any, references: Sequence[Any], half: HalfType = FP16) -> str | None:
-    """Why an answer meets none of the references; None when it does.
+    """The reason why an answer matches none of the references; None if it matches one.
 
     Args:
         answer: An array, a list of answers (a sequence), or None (an empty optional).
-        references: What a right answer is close to, element by element: at least one.
+        references: The right answers, at least one; each element must be close to that of one of them.
         half: The type of the model that answers.
     """
     first = references[0]
@@ -71,7 +71,7 @@ def _array_difference(answer: Array, references: list[Array], half: HalfType) ->
 
 
 def right_elements(answer: Array, reference: Array, half: HalfType = FP16) -> Array:
-    """For two arrays of one shape, where the answer is right; booleans of that shape."""
+    """A boolean array of the same shape: where the answer is right."""
     if not (_is_float(answer) and _is_float(reference)):
         equal: Array = np.asarray(answer == reference)
         return equal

@@ -1,4 +1,4 @@
-"""Child processes that do work that may crash or hang: a crash is an answer, and the next piece gets a new child."""
+"""Child processes for work that may crash or hang: a crash counts as a result, and the next work gets a new child."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CrashPool(Generic[Result]):
 
     Args:
         function: A module's own function (it travels by name), called with the unpacked arguments.
-        workers: How many children work at the same time.
-        timeout_seconds: After this, a piece of work counts as hung and its child is killed.
+        workers: The number of concurrent children.
+        timeout_seconds: The time after which work counts as hung and its child is killed.
     """
 
     def __init__(self, function: Callable[..., Result], *, workers: int = 2, timeout_seconds: float = 120) -> None:
@@ -45,7 +45,7 @@ class CrashPool(Generic[Result]):
             child.end()
 
     def map(self, arguments: Iterable[tuple[Any, ...]]) -> Iterator[Result | Crash]:
-        """The results, or why there is none, in the order of the arguments."""
+        """The results in the order of the arguments, or a `Crash` for each that has none."""
         with ThreadPoolExecutor(self._workers) as threads:
             yield from threads.map(self._one, arguments)
 

@@ -1,4 +1,4 @@
-"""How much of a model computes in float16, counted the same way whoever converted it."""
+"""Share of a model that computes in float16, counted the same way for every converter."""
 
 from __future__ import annotations
 

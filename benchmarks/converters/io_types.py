@@ -11,11 +11,12 @@ FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
 
 
 def wrong_io_type(original: onnx.ModelProto, converted: onnx.ModelProto, *, keep_io: bool) -> str | None:
-    """What is wrong with the converted model's inputs and outputs; None when nothing is.
+    """The error in the converted model's inputs and outputs; None if there is none.
 
-    Names and order stay. With `keep_io` all types stay; without, each float32 becomes float16 (inside sequences and optionals
-    too), but where a node that reads or writes it takes no float16 in that place by its schema, either is right. Inputs that
-    have an initializer are defaults that callers seldom feed, and in format IR 3 every weight is one: they are not looked at.
+    Names and order must stay. With `keep_io` all types must stay. Otherwise each float32 must become float16 (inside sequences
+    and optionals too), but if a node that reads or writes the value does not accept float16 by its schema, either type is
+    right.
+    Inputs with an initializer are not checked: callers seldom feed these defaults, and in IR version 3 every weight is one.
     """
     initialized = {tensor.name for tensor in original.graph.initializer}
     free = set() if keep_io else _bound_by_schema(original)
@@ -36,7 +37,7 @@ def wrong_io_type(original: onnx.ModelProto, converted: onnx.ModelProto, *, keep
 
 
 def _bound_by_schema(model: onnx.ModelProto) -> set[str]:
-    """Names that some node reads or writes where its schema takes no float16 tensor."""
+    """Names of values that a node reads or writes where its schema does not accept a float16 tensor."""
     versions = {opset.domain: opset.version for opset in model.opset_import}
     bound: set[str] = set()
     for node in _nodes(model.graph):

@@ -1,4 +1,4 @@
-"""Is a converted model clean? Checker, runtime, values, types of inputs and outputs: the same judge for every converter.
+"""Judges whether a converted model is clean: checker, runtime, values, and types of inputs and outputs, for every converter.
 
 Judge in a child process (`benchmarks.converters.crash_pool`): some conversions make ONNX Runtime crash.
 """
@@ -24,12 +24,12 @@ STEPS = ("convert", "checker", "types", "load", "run", "value", "crash")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the judge says.
+    """The judge's verdict.
 
     Attributes:
-        ok: The conversion is clean.
-        step: Where it failed, one of `STEPS`; empty when it is clean.
-        text: One line that says how; empty when it is clean.
+        ok: Whether the conversion is clean.
+        step: The step that failed, one of `STEPS`; empty if it is clean.
+        text: One line with the failure; empty if it is clean.
     """
 
     ok: bool
@@ -68,11 +68,11 @@ def judgeable(case: Case) -> bool:
 
 
 def references(case: Case) -> Iterator[list[list[Value]]]:
-    """For each data set, for each output, its references: float32's answers to the inputs as they are, and rounded."""
+    """The references of each output for each data set: float32's answers to the original inputs, and to the rounded ones."""
     session = Session(case.model)
     for inputs in case.inputs:
         runs = [session.run(inputs)]
-        with contextlib.suppress(Exception):  # rounded inputs may be no inputs, such as a size of infinity
+        with contextlib.suppress(Exception):  # rounded inputs may be invalid, such as an infinite size
             runs.append(session.run({name: rounded(value) for name, value in inputs.items()}))
         yield [list(values) for values in zip(*runs, strict=True)]
 
@@ -108,7 +108,7 @@ def _values_verdict(case: Case, session: Session) -> Verdict:
 
 
 def _as_expected(case: Case, answer: Value, expected: Value) -> bool:
-    """ONNX's own rule for its backend tests."""
+    """Compare by ONNX's own rule for its backend tests."""
     if isinstance(expected, list):
         same = isinstance(answer, list) and len(answer) == len(expected)
         return same and all(_as_expected(case, a, e) for a, e in zip(answer, expected, strict=True))

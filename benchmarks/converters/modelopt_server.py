@@ -40,7 +40,7 @@ FUNCTIONS = {"convert_to_f16": convert_to_f16, "autocast": autocast}
 
 
 def answer(request: dict[str, Any], model: bytes, out: IO[bytes]) -> None:
-    """Do what one request asks and write the answer."""
+    """Execute a request and write the answer."""
     try:
         content = FUNCTIONS[request["function"]](model, request["keep_io"]).SerializeToString()
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
@@ -54,7 +54,7 @@ def answer(request: dict[str, Any], model: bytes, out: IO[bytes]) -> None:
 def main() -> None:
     """Answer until the caller closes the pipe."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what modelopt prints must not get between the answers
+    os.dup2(2, 1)  # modelopt's prints must not mix with the answers
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
         answer(request, sys.stdin.buffer.read(request["bytes"]), out)

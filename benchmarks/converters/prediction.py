@@ -1,4 +1,4 @@
-"""The error that the rounding simulation predicts of a half-precision model beside the error that a device makes."""
+"""Compares the error that the rounding simulation predicts for a half-precision model with a device's actual error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfserve.export.half_types import FP16, HalfType
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors of one model, as shares of the reference's largest magnitude; infinite where one side alone is finite.
+    """Errors of one model relative to the reference's largest magnitude; infinite if only one side is finite.
 
     Attributes:
         predicted: The error of the simulation.
@@ -28,7 +28,7 @@ class Errors:
 
     @property
     def ratio(self) -> float:
-        """The found error divided by the predicted one, which is one rounding at least."""
+        """The found error divided by the predicted one, which is at least one rounding."""
         if math.isinf(self.predicted):
             return float(math.isinf(self.found))
         return self.found / max(self.predicted, self.rounding)
@@ -36,14 +36,14 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far the errors of several models were predicted.
+    """Accuracy of the predicted errors of several models.
 
     Attributes:
         number: The number of models.
         within: Share of the models whose error is at most the predicted one.
         within_twice: Share of the models whose error is at most twice the predicted one.
-        median: Of the ratios of found to predicted errors.
-        percentile_95: Of these ratios.
+        median: The median of the ratios of found to predicted errors.
+        percentile_95: The 95th percentile of these ratios.
         worst: Names and ratios of the models, largest ratio first.
     """
 
@@ -56,7 +56,7 @@ class Agreement:
 
     @classmethod
     def of(cls, ratios: Mapping[str, float]) -> Agreement:
-        """The agreement of one model or more, from their ratios by name."""
+        """Compute the agreement of one or more models from their ratios by name."""
         ordered = sorted(ratios.items(), key=lambda item: -item[1])
         found = [ratio for _, ratio in reversed(ordered)]
         within, within_twice = (sum(ratio <= bound for ratio in found) / len(found) for bound in (1, 2))
@@ -78,7 +78,7 @@ class Agreement:
 
 
 def error_of(wanted: Value, answer: Value, half: HalfType = FP16) -> float:
-    """The largest difference from a float32 answer, as a share of its largest finite magnitude; 0 for what is not floating."""
+    """The largest difference from a float32 answer, relative to its largest finite magnitude; 0 for non-floating answers."""
     if isinstance(wanted, list) and isinstance(answer, list):
         return max((error_of(one, other, half) for one, other in zip(wanted, answer, strict=True)), default=0.0)
     if not isinstance(wanted, np.ndarray) or not np.issubdtype(wanted.dtype, np.floating):

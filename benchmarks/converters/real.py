@@ -1,4 +1,4 @@
-"""The judge of a packaged model's conversion: the same steps as for ONNX's tests, in figures in place of right and wrong."""
+"""The judge of a packaged model's conversion: the same steps as for ONNX's tests, but with error figures."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from halfserve.export.verification.simulation import round_every_node
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-LIMIT = 1e-2  # of the output's largest value
+LIMIT = 1e-2  # error limit, relative to the output's largest value
 
 
 @dataclass(frozen=True, kw_only=True)
 class RealOutcome:
-    """What a converter made of a packaged model.
+    """Result of one converter for a packaged model.
 
     Attributes:
-        problem: "" when it is right; else the step that failed and how.
-        clean: Whether ONNX's checker takes it and the types of inputs and outputs are kept.
-        runtime_error: Largest |difference| of ONNX Runtime's CPU from float32, in units of the output's largest value.
-        rounded_error: The same when every node rounds to float16, as on a GPU.
-        input_error: What rounding the inputs to float16 alone does to the float32 model: how steep it is there.
-        non_finite: NaN and infinities that float32 does not have, both executions together.
+        problem: "" if it is right; else the step that failed, and the reason.
+        clean: Whether ONNX's checker accepts it and the types of inputs and outputs are kept.
+        runtime_error: Largest |difference| of ONNX Runtime's CPU from float32, relative to the output's largest value.
+        rounded_error: The same error if every node rounds to float16, as on a GPU.
+        input_error: The same error of the float32 model with inputs rounded to float16, which shows how steep the model is.
+        non_finite: NaN and infinities that float32 does not have, in both executions together.
         seconds: Time of the conversion.
-        size_ratio: Bytes of the file by bytes of the float32 file.
+        size_ratio: Size of the file divided by that of the float32 file.
         share: Nodes by type.
-        trials: How many sets of inputs were run.
-        least_cosine: Of a row of the first output with float32's, of both executions; NaN where that has no rows of numbers.
+        trials: Number of sets of inputs.
+        least_cosine: Smallest cosine of a row of the first output with float32's row, over both executions; NaN if it has no
+            rows of numbers.
     """
 
     problem: str = ""
@@ -73,10 +74,10 @@ def judged(content: bytes, converted: bytes, chosen: Sequence[Trial] | None, kee
 
     Args:
         content: The float32 model.
-        converted: What a converter made of it.
-        chosen: Inputs with their answers in float32, whose errors are measured by each output's largest value in all of them;
-            by default synthetic ones, which the float32 model answers, each in the units that its own answers have.
-        keep_io: Whether the types of inputs and outputs were to stay; None where names and types are the converter's choice.
+        converted: The converted model.
+        chosen: Inputs with their answers in float32; errors are relative to each output's largest value in all of them. By
+            default synthetic inputs that the float32 model answers, each with units from its own answers.
+        keep_io: Whether the types of inputs and outputs had to stay; None if names and types are the converter's choice.
     """
     problem = _structure_problem(content, converted, keep_io)
     units = [] if chosen is None else _largest_values(chosen)
@@ -117,7 +118,7 @@ def _structure_problem(content: bytes, converted: bytes, keep_io: bool | None) -
 
 @dataclass(frozen=True)
 class _Distance:
-    """How far answers are from float32's: see `RealOutcome`."""
+    """Distance of answers from float32's: see `RealOutcome`."""
 
     error: float
     non_finite: int
@@ -127,11 +128,11 @@ class _Distance:
 def _distances(
     content: bytes, converted: bytes, chosen: Sequence[Trial], units: Sequence[ErrorUnits]
 ) -> tuple[_Distance, _Distance, _Distance]:
-    """Of the runtime, of the simulation of a GPU, and of the float32 model with rounded inputs."""
+    """Distances of the runtime, of the simulation of a GPU, and of the float32 model with rounded inputs."""
     if not chosen:
         raise ValueError("the float32 model takes none of the synthetic inputs")
     runtime = _distance(Session(converted), chosen, units)
-    # Its casts are part of the model, which the runtime keeps; it would fold constants through them at higher levels.
+    # The model's casts are kept by the runtime at this level; at higher levels it would fold constants through them.
     simulation = round_every_node(onnx.load_from_string(converted)).SerializeToString()
     rounded = _distance(Session(simulation, "ORT_DISABLE_ALL"), chosen, units)
     coarse = [replace(trial, feeds={name: as_float16(array) for name, array in trial.feeds.items()}) for trial in chosen]
@@ -166,7 +167,7 @@ def _largest_values(chosen: Sequence[Trial]) -> list[ErrorUnits]:
 
 
 def _least_cosine(reference: Array, answer: Array) -> float:
-    """Of two rows, in float64; NaN where a row has no direction."""
+    """Smallest cosine of two rows, in float64; NaN if a row has length zero."""
     r: Array = reference.astype(np.float64)
     a: Array = answer.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):

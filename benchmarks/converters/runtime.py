@@ -17,7 +17,7 @@ class Session:
     """A model, opened with all of the runtime's optimisations, on the CPU unless another provider is named.
 
     Raises:
-        Exception: Whatever ONNX Runtime raises when it refuses the model.
+        Exception: Any exception with which ONNX Runtime refuses the model.
     """
 
     def __init__(self, model: bytes, level: str = "ORT_ENABLE_ALL", provider: str = "CPUExecutionProvider") -> None:

@@ -1,4 +1,4 @@
-"""Our converter with its search for what must stay float32: what `halfserve convert` does with samples."""
+"""Our converter with its search for nodes that must stay float32, as `halfserve convert` does with samples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_RUNS = 60
 
 
 def ours_searched(model: bytes, keep_io: bool) -> bytes:
-    """Convert so that the made-up inputs of `synthetic_inputs` stay within the default budget, 1 % of an output's scale.
+    """Convert so that the generated inputs of `synthetic_inputs` stay within the default budget, 1 % of an output's scale.
 
     Raises:
-        ValueError: The float32 model takes none of the made-up inputs.
+        ValueError: The float32 model accepts none of the generated inputs.
     """
     feeds = [trial.feeds for trial in trials(model)]
     if not feeds:

@@ -1,4 +1,4 @@
-"""Models to time conversions with: one of 20 MB, a deep one of small weights, a convolutional one, a long chain of nodes."""
+"""Models for timing conversions: one of 20 MB, a deep one of small weights, a convolutional one, a long chain of nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def convolutions(blocks: int = 16, channels: int = 96) -> onnx.ModelProto:
 
 
 def chain(length: int = 2000) -> onnx.ModelProto:
-    """`length` nodes, one after the other, that hardly have weights."""
+    """`length` nodes in sequence, almost without weights."""
     operators = ("Add", "Mul", "Relu", "Tanh")
     nodes = []
     for i in range(length):

@@ -1,4 +1,4 @@
-"""Runs a converter over cases in child processes and gathers the verdicts."""
+"""Runs a converter over cases in child processes and collects the verdicts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.converters.peers import converter
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one case with one converter.
+    """Result of one converter for one case.
 
     Attributes:
         case: The case's name.
-        verdict: The judge's word.
-        share: Nodes by type in what was converted; zeros when nothing was.
+        verdict: The judge's verdict.
+        share: Nodes by type in the converted model; zeros if there is none.
     """
 
     case: str
@@ -47,7 +47,7 @@ def outcomes(
 
 
 def convert_and_judge(name: str, modelopt_python: str | None, case: Case, keep_io: bool) -> Outcome:
-    """Convert one case and judge what comes out."""
+    """Convert one case and judge the result."""
     try:
         converted = converter(name, modelopt_python)(case.model, keep_io)
     except Exception as error:  # noqa: BLE001  (converters raise anything)

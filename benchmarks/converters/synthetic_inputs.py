@@ -1,6 +1,6 @@
-"""Inputs for a model that comes without any: pictures of text, sounds, spectrograms, bytes; several sizes for dynamic models.
+"""Inputs for a model without samples: pictures of text, sounds, spectrograms, bytes; several sizes for dynamic models.
 
-Noise would do less: a text detector answers nothing to it, and an error says little beside an answer of zeros.
+Noise would show less: a text detector finds nothing in it, and an error relative to an answer of zeros says little.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.converters.runtime import Session
 
-# What a batch is, and what the other dynamic dimensions are, in turn; the last is taken for all that follow.
+# The batch size and the other dynamic dimensions, in order; the last applies to all further ones.
 SIZES: tuple[tuple[int, ...], ...] = (
     (1, 48, 320), (1, 320, 480), (2, 64), (1, 160), (2, 320), (1, 640, 640), (1, 576), (1, 512), (1, 16000), (2, 224, 224),
 )  # fmt: skip
@@ -33,7 +33,7 @@ class Trial:
 
 
 def trials(content: bytes) -> list[Trial]:
-    """Up to `TRIALS` sets of inputs of different sizes, with float32's answers; [] when the model takes none of the guesses."""
+    """Up to `TRIALS` sets of inputs of different sizes, with float32's answers; [] if the model accepts none of the guesses."""
     model = onnx.load_from_string(content)
     initialized = {tensor.name for tensor in model.graph.initializer}
     wanted = [value for value in model.graph.input if value.name not in initialized]
@@ -64,7 +64,7 @@ def _answers(session: Session, feeds: dict[str, np.ndarray[Any, Any]]) -> list[A
 
 
 def _guesses(wanted: list[onnx.ValueInfoProto]) -> Iterator[tuple[str, dict[str, np.ndarray[Any, Any]]]]:
-    """For each size: pictures in [-1, 1] and other values as they are, then pictures in [0, 1] and everything twice as loud."""
+    """For each size: pictures in [-1, 1] and other values unscaled, then pictures in [0, 1] and everything twice as loud."""
     for sizes in SIZES:
         for variant in (0, 1):
             rng = np.random.default_rng(len(sizes) + variant)

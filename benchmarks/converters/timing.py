@@ -1,4 +1,4 @@
-"""How long conversions take, bytes in and bytes out, the converters in turn."""
+"""Duration of conversions from bytes to bytes, with the converters in turn."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SLOW_SECONDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What a converter takes for a model, and makes of it.
+    """Time of a converter for a model, and size of the result.
 
     Attributes:
-        seconds: Median over the rounds; NaN when it fails.
-        size_ratio: Bytes out by bytes in.
-        problem: Why it failed, or "".
+        seconds: Median over the rounds; NaN if it fails.
+        size_ratio: Size of the result divided by that of the input.
+        problem: The reason of a failure, or "".
     """
 
     seconds: float = float("nan")
@@ -29,9 +29,9 @@ class Timing:
 
 
 def timings(converters: Mapping[str, Convert], model: bytes, rounds: int) -> dict[str, Timing]:
-    """Each converter `rounds` times, in a new order each round, after one round that loads what has to be loaded.
+    """Run each converter `rounds` times, in a new order each round, after a first round that loads everything needed.
 
-    One that takes longer than `SLOW_SECONDS` does so once.
+    A converter that takes longer than `SLOW_SECONDS` runs only once.
     """
     seconds: dict[str, list[float]] = {name: [] for name in converters}
     sizes: dict[str, int] = {}

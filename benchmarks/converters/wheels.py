@@ -1,4 +1,4 @@
-"""ONNX models that Python packages ship: read straight from the wheels, which are zip archives."""
+"""ONNX models in Python packages, read directly from the wheels, which are zip archives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """A model and where it lies: `name` is "package/file.onnx", unique among all."""
+    """A model and its location: `name` is "package/file.onnx", unique among all."""
 
     name: str
     content: bytes

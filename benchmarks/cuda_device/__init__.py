@@ -1,1 +1,1 @@
-"""The parts of benchmarks.cuda: what is measured on a CUDA device, and how."""
+"""Parts of benchmarks.cuda: the measurements on a CUDA device."""

@@ -1,4 +1,4 @@
-"""A model alone: its batches lie ready, and no queue is before it."""
+"""A model without a queue, run on prepared batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UPS = 3  # computes, makes the buffers of a recording and records
 
 
 class Alone:
-    """A copy of a model."""
+    """A loaded model, called directly."""
 
     def __init__(
         self, path: Path, placement: DevicePlacement, options: Mapping[str, str] | None = None, *, graphs: bool = False
@@ -28,9 +28,9 @@ class Alone:
 
         Args:
             path: the model file.
-            placement: where it is to run.
-            options: of the CUDA provider.
-            graphs: record CUDA graphs.
+            placement: device to run on.
+            options: options of the CUDA provider.
+            graphs: whether to record CUDA graphs.
 
         Raises:
             ModelLoadError: it cannot be loaded.
@@ -44,7 +44,7 @@ class Alone:
 
     @property
     def nodes(self) -> str:
-        """Where they are, as "CUDAExecutionProvider=31, CPUExecutionProvider=2"."""
+        """Numbers of nodes by provider, such as "CUDAExecutionProvider=31, CPUExecutionProvider=2"."""
         return self.config.parameters["halfserve.nodes"].string_value
 
     def run(self, feeds: Tensors) -> Tensors:
@@ -52,11 +52,11 @@ class Alone:
         return self.backend.run({name: array.astype(self.backend.compute_dtype(name)) for name, array in feeds.items()})
 
     def milliseconds(self, feeds: Tensors, seconds: float) -> float:
-        """What a batch takes, its copies to the device and back included: the median.
+        """Median time of a batch, including its copies to the device and back, in milliseconds.
 
         Args:
             feeds: the batch.
-            seconds: for which it is computed again and again.
+            seconds: time in seconds for which it is computed repeatedly.
         """
         ready = {name: array.astype(self.backend.compute_dtype(name), copy=False) for name, array in feeds.items()}
         for _ in range(WARM_UPS):
@@ -71,7 +71,7 @@ class Alone:
 
 
 def locked(feeds: Tensors) -> dict[str, Array] | None:
-    """The same batch in memory that the first device copies from by itself; None where there is no such memory."""
+    """The batch in locked memory, from which the first device copies by itself; None if there is no such memory."""
     found: dict[str, Array] = {}
     for name, array in feeds.items():
         buffer = locked_buffer(array.nbytes, 0)

@@ -1,4 +1,4 @@
-"""A model behind the engine's queue, in this process: no transport, but batches are put together from requests of one row."""
+"""A model behind the engine's queue, in this process: without a transport, but with batches formed from requests of one row."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ WARM_UP_S = 0.5
 def rows_per_second(
     path: Path, placement: DevicePlacement, row: Tensors, *, batch_size: int, in_flight: int, seconds: float
 ) -> float:
-    """Requests that are answered in a closed loop.
+    """Requests a second that are answered in a closed loop.
 
     Args:
         path: the model file.
-        placement: where it is to run.
+        placement: device to run on.
         row: the inputs of every request.
-        batch_size: the largest.
-        in_flight: requests at a time.
-        seconds: of the measurement, after a warm-up.
+        batch_size: largest batch size.
+        in_flight: number of concurrent requests.
+        seconds: duration of the measurement after a warm-up.
 
     Raises:
         InferenceError: a request fails.
@@ -85,7 +85,7 @@ class _ClosedLoop:
 
 
 def _raw(row: Tensors) -> RawInputs:
-    """As they come from the wire."""
+    """The inputs in the form of the wire."""
     entries, data = [], b""
     offsets = []
     for name, array in row.items():

@@ -1,4 +1,4 @@
-"""A ResNet-50, a BERT-base and a MiniLM with random weights, exported as `halfserve export` does it, in float32 and float16."""
+"""A ResNet-50, a BERT-base and a MiniLM with random weights, exported like `halfserve export` does, in float32 and float16."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Network:
     """A network in files.
 
     Attributes:
-        name: of it.
-        folder: with NAME_fp32.onnx and NAME_fp16.onnx.
+        name: name of the network.
+        folder: folder with NAME_fp32.onnx and NAME_fp16.onnx.
         rows: makes a batch.
     """
 
@@ -117,9 +117,9 @@ def write_networks(folder: Path, names: list[str], *, tiny: bool) -> list[Networ
     """Export the networks of these names.
 
     Args:
-        folder: where they are written.
-        names: of "resnet", "bert" and "minilm", a MiniLM-L6 at 50 tokens.
-        tiny: in a size for tests.
+        folder: folder to write to.
+        names: some of "resnet", "bert" and "minilm", a MiniLM-L6 at 50 tokens.
+        tiny: whether to make small networks for tests.
     """
     return [_written(folder, name, tiny=tiny) for name in names]
 
@@ -145,14 +145,14 @@ def _written(folder: Path, name: str, *, tiny: bool) -> Network:
 
 
 def write_minilm(repository: Path, *, tiny: bool) -> Path:
-    """A MiniLM-L6 in float16 that takes any length, as a model with padding of a repository.
+    """Write a MiniLM-L6 in float16 that takes any length, as a model with padding in a repository.
 
     Args:
-        repository: where its folder is made.
-        tiny: in a size for tests.
+        repository: repository in which its folder is made.
+        tiny: whether to make a small network for tests.
 
     Returns:
-        Its folder.
+        The model's folder.
     """
     torch.manual_seed(0)
     layers, width, heads = (1, 32, 4) if tiny else (6, 384, 12)

@@ -1,4 +1,4 @@
-"""What the simulation says of an fp16 model's error on the CPU, and the error that a device makes, over ONNX's own tests."""
+"""An fp16 model's error in the simulation on the CPU, and its error on a device, over ONNX's own tests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CUDA = "CUDAExecutionProvider"
 
 
 def errors_of(kind: str, provider: str) -> Iterator[tuple[str, Errors | Crash]]:
-    """Each of ONNX's test models of a kind that hold float32: its name, and its errors.
+    """Name and errors of each of ONNX's test models of a kind that have float32 values.
 
     Args:
-        kind: of `benchmarks.converters.cases.KINDS`.
-        provider: of ONNX Runtime, whose errors they are.
+        kind: one of `benchmarks.converters.cases.KINDS`.
+        provider: ONNX Runtime's execution provider, whose errors are measured.
     """
     workers = max(2, (os.cpu_count() or 2) // 2)
     cases = judgeable_cases(kind, workers)
@@ -34,7 +34,7 @@ def errors_of(kind: str, provider: str) -> Iterator[tuple[str, Errors | Crash]]:
 
 
 def compared(case: Case, provider: str) -> Errors:
-    """Convert a model, and compare what it answers with what it answered before."""
+    """Convert a model, and compare its answers with those before the conversion."""
     model = onnx.load_from_string(case.model)
     converted = convert_float_to_float16(model, keep_io_types=True)
     reference = Session(case.model)

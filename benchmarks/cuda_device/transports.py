@@ -1,4 +1,4 @@
-"""A model behind a server of its own, by each way on which a client on this machine can send tensors."""
+"""A model behind a server of its own, with each way for a client on this machine to send tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from halfserve.serve.benchmark.load_target import RequestSettings, SharedMemory
 from halfserve.serve.benchmark.measurement import Bench, Goal, Measurement, best_of, measure, search
 from halfserve.serve.engine.backend import DevicePlacement
 
-LOWEST, HIGHEST = 0.25, 1.5  # of the rate alone: between them the highest is searched
+LOWEST, HIGHEST = 0.25, 1.5  # bounds of the search, relative to the rate alone
 
 
 def each_way(network: Network, precision: str, placement: DevicePlacement, size: int) -> Iterator[tuple[str, Bench]]:
-    """How tensors travel, and a server that gets requests of one row in this way.
+    """Name of each way to send tensors, and a server that receives requests of one row in this way.
 
     Args:
-        network: whose file is served.
-        precision: of the file.
-        placement: where the model is to run.
-        size: of the largest batch.
+        network: network whose file is served.
+        precision: precision of the file.
+        placement: device to run on.
+        size: largest batch size.
     """
     flags = ["--no-http", "--shared-memory", "--require-gpu" if placement.use_gpu else "--cpu"]
     ways: dict[str, SharedMemory | None] = {"gRPC": None, "system memory": "system"}
@@ -37,16 +37,16 @@ def each_way(network: Network, precision: str, placement: DevicePlacement, size:
 
 
 def highest(bench: Bench, goal: Goal, alone: float, how: Measurement) -> Level | None:
-    """The level with the highest rate that keeps a goal; None where none does.
+    """The level with the highest rate that meets a goal; None if none does.
 
     Args:
         bench: the server.
-        goal: to keep.
+        goal: latency limit.
         alone: rows a second without a server.
-        how: each rate is measured.
+        how: settings of each measurement.
     """
     levels = []
-    with suppress(BenchmarkError):  # the lowest rate does not keep it
+    with suppress(BenchmarkError):  # raised if the lowest rate does not meet the goal
         for level in search([Load(rate=LOWEST * alone), Load(rate=HIGHEST * alone)], goal, partial(measure, bench, how=how)):
             levels.append(level)  # noqa: PERF402  (as far as it comes)
     return best_of(levels, goal)

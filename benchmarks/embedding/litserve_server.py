@@ -1,4 +1,4 @@
-"""The same model on LitServe and transformers: batched, padded to the longest text of the batch.
+"""The compared model on LitServe and transformers: batched, padded to the longest text of the batch.
 
     python litserve_server.py FOLDER PORT float32|bfloat16
 
@@ -14,7 +14,7 @@ import transformers
 from starlette.requests import Request  # LitServe looks at the annotation itself, so that it must not be a text
 
 MAX_BATCH_SIZE = 32
-BATCH_TIMEOUT_S = 0.002  # for requests to share a batch; batches fill by themselves while one is computed
+BATCH_TIMEOUT_S = 0.002  # time for requests to share a batch; batches fill by themselves while one is computed
 MOST_TOKENS = 256
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 
 def openai_body(model: str) -> Callable[[str], dict[str, Any]]:
-    """As the package `openai` sends a text: it asks for base64."""
+    """The body that the package `openai` sends for a text; it requests base64."""
     return lambda text: {"model": model, "input": text, "encoding_format": "base64"}
 
 
 def triton_body(text: str) -> dict[str, Any]:
-    """Of KServe's protocol over REST, with the answer's numbers as bytes."""
+    """The body of KServe's REST protocol for a text, requesting the answer's numbers as bytes."""
     tensor = {"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
     return {"inputs": [tensor], "parameters": {"binary_data_output": True}}
 
@@ -26,10 +26,10 @@ class Target:
     """A server that embeds.
 
     Attributes:
-        name: For the table.
-        port: On 127.0.0.1.
-        path: To post to.
-        body: The JSON that a text is sent in.
+        name: The name in the table.
+        port: The port on 127.0.0.1.
+        path: The path of the POST request.
+        body: Makes the JSON for a text.
     """
 
     name: str

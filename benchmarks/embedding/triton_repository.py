@@ -1,4 +1,4 @@
-"""The same task for Triton: a Python model with the tokenizer, an ONNX model, and the ensemble of the two.
+"""The compared task for Triton: a Python model with the tokenizer, an ONNX model, and the ensemble of the two.
 
 The tokenizer pads the texts of a batch to one length, so that the ONNX model can batch them again: Triton batches requests of
 one length only.
@@ -25,16 +25,16 @@ def write_triton_repository(folder: Path, repository: Path, threads: int) -> Non
     """Write the three models.
 
     Args:
-        folder: The Hugging Face folder, of which the tokenizer is taken, and the model in float32 with pooling and norm.
-        repository: To write to; must not exist.
-        threads: That ONNX Runtime computes with; 0 for as many as there are cores.
+        folder: The Hugging Face folder with the tokenizer, and the model in float32 with pooling and norm.
+        repository: The repository to write; must not exist.
+        threads: The number of ONNX Runtime's threads; 0 for one per core.
     """
     source = open_hugging_face(folder, SourceOptions(task="embeddings"))
     examples = {name: tensor[:2] for name, tensor in source.samples.inputs.items()}
     for name in ("tokenize", "encoder", ENSEMBLE):
         (repository / name / "1").mkdir(parents=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about itself
+        warnings.simplefilter("ignore")  # torch's warnings about itself
         torch.onnx.export(
             source.module,
             kwargs=examples,

@@ -1,4 +1,4 @@
-"""One model converted to half precision: the error that the simulation predicts, and the one that this processor makes."""
+"""One model converted to half precision: the simulation's predicted error, and the actual error on this processor."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SUMMING = frozenset(
         *("NormalizeL2", "Pooling", "Reduce", "RMS", "RNNCell", "RNNSeq", "ScaledDotProductAttention", "Softmax"),
     }
 )
-NAMED = 4  # layers that a cause names at most
+NAMED = 4  # most layers that a cause names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What became of one model in one precision.
+    """Result of one model in one precision.
 
     Attributes:
-        errors: None where the model was not computed by OpenVINO.
-        reason: Why it was not computed; "" where it was.
+        errors: The errors; None if OpenVINO did not compute the model.
+        reason: The reason why it was not computed; "" if it was.
         half_layers: Number of layers that computed in the half precision.
-        cause: Where the processor's error is larger than the predicted one, what OpenVINO does otherwise; else "".
+        cause: If the processor's error is larger than predicted, the difference in OpenVINO's computation; else "".
     """
 
     errors: Errors | None = None

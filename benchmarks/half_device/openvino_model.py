@@ -1,4 +1,4 @@
-"""ONNX models as the server computes them with OpenVINO, and the layers that OpenVINO makes of them."""
+"""ONNX models in OpenVINO as the server runs them, and the layers that OpenVINO makes of them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Layer:
 
 
 class OpenVinoModel:
-    """A model that is loaded as the server loads it, with the interface of `benchmarks.converters.runtime.Session`.
+    """A model loaded like in the server, with the interface of `benchmarks.converters.runtime.Session`.
 
     Args:
         model: The serialized ONNX model.
-        precision: Of the nodes that have a half-precision type; float32 widens them.
+        precision: The precision of the nodes that have a half-precision type; float32 widens them.
         threads: Number of threads of a run.
 
     Raises:

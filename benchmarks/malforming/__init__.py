@@ -1,1 +1,1 @@
-"""Malformed messages of many kinds, and for each the answer that it must get, by rule."""
+"""Malformed messages of many kinds, each with the answers that the protocol's rules allow."""

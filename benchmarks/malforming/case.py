@@ -1,4 +1,4 @@
-"""One malformed message, and whether what came back for it is right."""
+"""One malformed message, and the check of its answer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Case:
     """A call.
 
     Attributes:
-        kind: under which it is counted.
-        data: all that is sent, gRPC prefixes included.
-        check: what is wrong with an answer; "" where it is right.
-        headers: of the call.
-        end: whether the client ends its side; otherwise it stays silent, as if more were to come.
-        messages: that it counts for.
+        kind: kind under which it is counted.
+        data: all bytes to send, including gRPC prefixes.
+        check: returns the fault of an answer; "" if it is right.
+        headers: headers of the call.
+        end: whether the client ends its side; otherwise it stays silent, as if more data were to come.
+        messages: number of messages that it counts as.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Case:
     messages: int = 1
 
     def complaint(self, answer: Answer) -> str:
-        """What is wrong with an answer, and what was sent for it, in hexadecimal digits; "" where it is right."""
+        """The fault of an answer, with the sent bytes in hexadecimal; "" if the answer is right."""
         wrong = self.check(answer)
         if not wrong:
             return ""
@@ -54,23 +54,23 @@ def infer_case(kind: str, message: bytes) -> Case:
 
 
 def refused(kind: str, data: bytes, *codes: int, headers: Headers | None = None, end: bool = True) -> Case:
-    """A call that must end with one of these statuses of gRPC's."""
+    """A call that must end with one of these gRPC statuses."""
     return Case(kind, data, partial(_code_complaint, frozenset(codes)), tuple(headers or INFER_HEADERS), end)
 
 
 def turned_away(kind: str, data: bytes, status: int, headers: Headers) -> Case:
-    """A call that must get a status of HTTP's, as it is none of gRPC's."""
+    """A call that must get an HTTP status, because it is not a gRPC call."""
     return Case(kind, data, partial(_http_complaint, status), headers)
 
 
 def message_complaint(given: Due, code: int | None, text: str, message: bytes | None) -> str:
-    """What is wrong with an answer to a ModelInferRequest.
+    """The fault of an answer to a ModelInferRequest; "" if it is right.
 
     Args:
-        given: what it must get.
-        code: what it got.
-        text: the error's.
-        message: a ModelInferResponse, where there is one.
+        given: the allowed answers.
+        code: gRPC status received.
+        text: text of the error.
+        message: serialized ModelInferResponse; None if none came.
     """
     if code not in given.codes:
         return f"status {code} ({text[:200]}), expected {_listed(given.codes)}"

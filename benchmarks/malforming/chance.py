@@ -1,4 +1,4 @@
-"""Random choices that can be made again."""
+"""Reproducible random choices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Connections that break HTTP/2, by hand: the server must say which rule was broken, and let go.
+"""Connections that break HTTP/2, built by hand: the server must report the broken rule, and close the connection.
 
-The codes are those that RFC 9113 names for each fault; PROTOCOL_ERROR is right everywhere, as sections 5.4 and 7 leave it to
-the server to be less exact.
+The expected codes are those that RFC 9113 gives for each fault. PROTOCOL_ERROR is always right, because sections 5.4 and 7 let
+the server be less specific.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ STREAM_CLOSED = 5
 ACK = 1
 HEAD_BYTES = 9
 GREETING = PREFACE + frame(SETTINGS, 0, 0, b"")
-CLOSED = -1  # the connection ended without a word
+CLOSED = -1  # the connection ended without an error code
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a client says.
+    """Bytes of a client that break a rule.
 
     Attributes:
-        kind: under which it is counted.
-        data: from the connection's first byte on.
-        codes: what the server may say to it, in GOAWAY or RST_STREAM; CLOSED where it need not say anything.
+        kind: kind under which it is counted.
+        data: all bytes from the connection's start.
+        codes: error codes that the server may send in GOAWAY or RST_STREAM; CLOSED if it may just close the connection.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Fault:
     codes: frozenset[int]
 
     def complaint(self, address: str) -> str:
-        """Say it; what is wrong with the server's reaction, "" where that is right."""
+        """Send the bytes; returns the fault of the server's reaction, "" if it is right."""
         with connected(address) as connection:
             try:
                 connection.sendall(self.data)
@@ -65,7 +65,7 @@ def _fault(kind: str, data: bytes, *codes: int) -> Fault:
 
 
 def no_preface(chance: random.Random) -> Fault:
-    """Something else than HTTP/2's first words."""
+    """Other bytes than the HTTP/2 preface."""
     data = chance.choice(
         [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", chance.randbytes(64), PREFACE[:-1] + b"X", b"\x16\x03\x01" + bytes(200)]
     )
@@ -73,7 +73,7 @@ def no_preface(chance: random.Random) -> Fault:
 
 
 def wrong_size(chance: random.Random) -> Fault:
-    """Frames of fixed sizes that have another."""
+    """Frames whose type has a fixed size, with another size."""
     payload = chance.randbytes(chance.choice([1, 3, 7, 9]))
     kind, stream = chance.choice([(PING, 0), (WINDOW_UPDATE, 0), (SETTINGS, 0), (RST_STREAM, 1), (PRIORITY, 1)])
     opening = frame(HEADERS, END_HEADERS, 1, call_block()) if stream else b""
@@ -81,13 +81,13 @@ def wrong_size(chance: random.Random) -> Fault:
 
 
 def too_large(chance: random.Random) -> Fault:
-    """A frame larger than the server has said that it takes."""
+    """A frame larger than the server's limit."""
     head = struct.pack(">I", chance.choice([2**24 - 1, 2**20 + 1]))[1:] + bytes([DATA, 0]) + struct.pack(">I", 1)
     return _fault("frame too large", frame(HEADERS, END_HEADERS, 1, call_block()) + head + bytes(64), FRAME_SIZE_ERROR)
 
 
 def wrong_stream(chance: random.Random) -> Fault:
-    """Frames on streams that they may not be on."""
+    """Frames on streams where they are not allowed."""
     data = chance.choice(
         [
             frame(DATA, 0, 0, b"x"),
@@ -104,7 +104,7 @@ def wrong_stream(chance: random.Random) -> Fault:
 
 
 def wrong_value(chance: random.Random) -> Fault:
-    """Settings and windows out of their ranges, an acknowledgement with something in it."""
+    """Settings and windows out of range, and an acknowledgement with a payload."""
     data = chance.choice(
         [
             frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 2**31)),
@@ -119,7 +119,7 @@ def wrong_value(chance: random.Random) -> Fault:
 
 
 def broken_headers(chance: random.Random) -> Fault:
-    """Header blocks that do not decompress, or that are interrupted."""
+    """Header blocks that do not decompress, or are interrupted."""
     data = chance.choice(
         [
             frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"),
@@ -134,7 +134,7 @@ def broken_headers(chance: random.Random) -> Fault:
 
 
 def forbidden_headers(chance: random.Random) -> Fault:
-    """Headers that no request may have, or that it lacks."""
+    """Requests with forbidden headers, or without required ones."""
     data = chance.choice(
         [
             call_block() + _literal(b"Upper", b"x"),
@@ -150,7 +150,7 @@ def forbidden_headers(chance: random.Random) -> Fault:
 
 
 def header_flood(chance: random.Random) -> Fault:
-    """More headers than the server has said that it takes: it may answer 431, reset the call or hang up."""
+    """Headers over the server's limit: it may answer 431, reset the call or close the connection."""
     block = call_block() + b"".join(_literal(b"x-%d" % number, b"y" * 100) for number in range(300))
     parts = [block[at : at + 16_000] for at in range(0, len(block), 16_000)]
     more = [frame(CONTINUATION, END_HEADERS if part is parts[-1] else 0, 1, part) for part in parts[1:]]
@@ -176,7 +176,7 @@ def _length(number: int) -> bytes:
 
 
 def _verdict(connection: socket.socket) -> int:
-    """The error code of the first GOAWAY or RST_STREAM; CLOSED where the connection ends without one."""
+    """The error code of the first GOAWAY or RST_STREAM; CLOSED if the connection ends without one."""
     held = b""
     while True:
         piece = connection.recv(65_536)

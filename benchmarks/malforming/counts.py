@@ -1,22 +1,22 @@
-"""How many messages of each kind got what they must get."""
+"""Counts of messages with right and wrong answers, by kind."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-LISTED = 3  # complaints of each kind
+LISTED = 3  # complaints that are kept for each kind
 
 
 @dataclass
 class Counts:
-    """So far.
+    """Counts so far.
 
     Attributes:
-        right: by kind.
-        wrong: by kind.
-        statuses: that calls ended with: gRPC's number, or HTTP's where there was none.
-        complaints: in words, the first few of each kind.
+        right: messages with the right answer, by kind.
+        wrong: messages with a wrong answer, by kind.
+        statuses: calls by final status: gRPC's number, or HTTP's if there was none.
+        complaints: descriptions of the first few faults of each kind.
     """
 
     right: Counter[str] = field(default_factory=Counter)
@@ -26,7 +26,7 @@ class Counts:
     _listed: Counter[str] = field(default_factory=Counter)
 
     def take(self, kind: str, complaint: str, messages: int = 1) -> None:
-        """Count what came of messages of one kind."""
+        """Count the result of messages of one kind."""
         if not complaint:
             self.right[kind] += messages
             return
@@ -37,7 +37,7 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """All messages."""
+        """Number of all messages."""
         return self.right.total() + self.wrong.total()
 
     def by_kind(self) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Calls whose gRPC framing, compression or headers are wrong, and messages that other methods cannot read."""
+"""Calls with wrong gRPC framing, compression or headers, and unreadable messages for other methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfserve.serve.benchmark.load.calls import framed
 Random = random.Random
 OK, INVALID, NOT_FOUND, EXHAUSTED, UNSUPPORTED, INTERNAL = 0, 3, 5, 8, 12, 13
 SERVICE = "/inference.GRPCInferenceService"
-# Methods that name a model; each must refuse what is no message of its own.
+# Methods that name a model; each must refuse other messages than its own.
 METHODS: dict[str, type[Message]] = {
     "ModelReady": pb.ModelReadyRequest,
     "ModelMetadata": pb.ModelMetadataRequest,
@@ -37,27 +37,27 @@ def truncated_frame(chance: Random) -> Case:
 
 
 def second_message(chance: Random) -> Case:
-    """More comes than the one message that the method takes."""
+    """More data than the single message that the method takes."""
     data = framed(good_request(chance).SerializeToString())
     more = chance.choice([data, data[:3], framed(b""), chance.randbytes(9)])
-    # Random bytes may announce a message longer than any may be.
+    # Random bytes may announce a message over the size limit.
     return refused("second message", data + more, INVALID, EXHAUSTED, UNSUPPORTED)
 
 
 def no_message(_: Random) -> Case:
-    """The call ends without one."""
+    """A call that ends without a message."""
     return refused("no message", b"", INVALID)
 
 
 def too_long(chance: Random) -> Case:
-    """The prefix announces more than any message may have; nothing of it needs to come for that to be refused."""
+    """A prefix that announces more than the size limit; it must be refused before the message arrives."""
     length = chance.choice([2**31, 2**32 - 1, 2**31 + 7])
     data = b"\0" + length.to_bytes(4, "big") + chance.randbytes(chance.choice([0, 100]))
     return refused("too long", data, EXHAUSTED, end=False)
 
 
 def compression_flag(chance: Random) -> Case:
-    """A flag that does not go with the call's encoding, or is none."""
+    """A compression flag that contradicts the call's encoding, or is invalid."""
     message = good_request(chance).SerializeToString()
     flag = chance.choice([1, 2, 0x80, 255])
     extra = [] if flag == 1 else chance.choice([[], [(b"grpc-encoding", b"gzip")]])
@@ -67,7 +67,7 @@ def compression_flag(chance: Random) -> Case:
 
 
 def bad_compression(chance: Random) -> Case:
-    """Compressed data that is none, is cut off, or is of an encoding that is not known."""
+    """Compressed data that is invalid, cut off, or in an unknown encoding."""
     whole: dict[bytes, Callable[[bytes], bytes]] = {b"gzip": _gzipped, b"deflate": zlib.compress}
     encoding = chance.choice([b"gzip", b"deflate", b"snappy", b"br", b""])
     body = whole.get(encoding, zlib.compress)(good_request(chance).SerializeToString())
@@ -78,19 +78,19 @@ def bad_compression(chance: Random) -> Case:
 
 
 def bad_timeout(chance: Random) -> Case:
-    """A grpc-timeout that is no time."""
+    """An invalid grpc-timeout."""
     headers = call_headers(INFER_PATH, (b"grpc-timeout", chance.choice(TIMEOUTS)))
     return refused("bad timeout", framed(good_request(chance).SerializeToString()), INVALID, headers=headers)
 
 
 def no_method(chance: Random) -> Case:
-    """A path at which nothing is served."""
+    """A path without a method."""
     headers = call_headers(chance.choice(PATHS))
     return refused("no method", framed(chance.randbytes(chance.randrange(40))), UNSUPPORTED, headers=headers)
 
 
 def no_grpc(chance: Random) -> Case:
-    """HTTP/2 without gRPC in it: HTTP's own statuses are right then."""
+    """HTTP/2 without gRPC, for which HTTP statuses are right."""
     without, status = chance.choice([((b":method", b"GET"), 405), ((b"content-type", b"text/html"), 415), ((b"", b""), 415)])
     headers = (
         _replaced(INFER_HEADERS, without) if without[0] else [pair for pair in INFER_HEADERS if pair[0] != b"content-type"]
@@ -99,35 +99,35 @@ def no_grpc(chance: Random) -> Case:
 
 
 def odd_headers(chance: Random) -> Case:
-    """Headers that mean nothing here, and that a call may have: it is answered as without them."""
+    """Allowed headers without a meaning here: the call must be answered as without them."""
     case = infer_case("odd headers", good_request(chance).SerializeToString())
     extra = [(b"x-%d" % number, chance.choice([b"", b"\xff\xfe", b"a" * 500])) for number in range(chance.randrange(1, 20))]
     return Case(case.kind, case.data, case.check, call_headers(INFER_PATH, *extra))
 
 
 def other_methods(chance: Random) -> Case:
-    """Random bytes, or a model that is not there, for methods that tell of models."""
+    """Random bytes, or an unknown model, for methods that describe models."""
     name, message = chance.choice(list(METHODS.items()))
     data = chance.choice([chance.randbytes(chance.randrange(1, 30)), message(name="nobody\0").SerializeToString()])
     return refused("other methods", framed(data), *_codes(message, data), headers=call_headers(f"{SERVICE}/{name}"))
 
 
 def _codes(kind: type[Message], data: bytes) -> Sequence[int]:
-    """What a message to one of `METHODS` may get."""
+    """Statuses that are right for a message to one of `METHODS`."""
     try:
         message = kind.FromString(data)
     except DecodeError:
         return (INVALID,)
     name = getattr(message, "name")  # noqa: B009  (the four have no common class that declares it)
     version = getattr(message, "version")  # noqa: B009  (see above)
-    if not name and kind is pb.ModelStatisticsRequest:  # of all models
+    if not name and kind is pb.ModelStatisticsRequest:  # an empty name means all models
         return (OK,) if not version else (OK, INVALID, NOT_FOUND)
-    absent = OK if kind is pb.ModelReadyRequest else NOT_FOUND  # what is not there is not ready
+    absent = OK if kind is pb.ModelReadyRequest else NOT_FOUND  # an unknown model is not ready
     return (absent,) if not version else (absent, INVALID)
 
 
 def _gzipped(message: bytes) -> bytes:
-    """The same bytes at any time."""
+    """Compress with reproducible output."""
     return gzip.compress(message, 1, mtime=0)
 
 

@@ -1,4 +1,4 @@
-"""Requests that are right: what malformed ones are made of, and what is sent beside them."""
+"""Valid requests: the basis of malformed ones, also sent beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfserve.protos.inference_pb2 import ModelInferRequest
 
 
 def good_request(chance: random.Random) -> ModelInferRequest:
-    """A request that is right, for any of the models."""
+    """A valid request for any of the models."""
     name = chance.choice(list(INTERFACES))
     rows = chance.randint(1, MAX_BATCH)
     request = ModelInferRequest(model_name=name, id=chance.choice(["", "17", "request-\u00e9"]))

@@ -1,4 +1,4 @@
-"""The models that malformed messages are sent to, and what each is known to take and to answer."""
+"""The models that malformed messages are sent to, with their inputs, outputs and answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Interface:
     Attributes:
         inputs: (datatype, shape) by name; the first dimension is the batch, -1 takes any size.
         outputs: datatypes by name, in the model's order.
-        answer: the outputs for inputs that fit.
+        answer: computes the outputs for valid inputs.
     """
 
     inputs: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -38,7 +38,7 @@ class Interface:
 
 
 def _affine(x: Mapping[str, Array]) -> dict[str, Array]:
-    with np.errstate(all="ignore"):  # any bits may come, NaN and infinities among them
+    with np.errstate(all="ignore"):  # inputs may contain any bits, also NaN and infinities
         return {"y": (2 * x["x"].astype(np.float32) + 1).astype(np.float16)}
 
 

@@ -1,4 +1,4 @@
-"""Every kind of ModelInferRequest that has something wrong in it."""
+"""Every kind of invalid ModelInferRequest."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ MAKERS: dict[str, Callable[[random.Random], bytes]] = {
 
 
 def message_case(kind: str, chance: random.Random) -> Case:
-    """One of a kind of `MAKERS`."""
+    """Make a case of one kind of `MAKERS`."""
     return infer_case(kind, MAKERS[kind](chance))

@@ -1,7 +1,7 @@
-"""What a ModelInferRequest must get, from its bytes and the models' interfaces alone; the server is not asked.
+"""The right answers to a ModelInferRequest, derived only from its bytes and the models' interfaces.
 
-Written after the protocol (KServe v2 with Triton's extensions), sharing nothing with the server's own checks. Where a message
-has several faults, the status of any of them is right; where it has none, the answer's values are known.
+Written from the protocol (KServe v2 with Triton's extensions), without any code of the server's own checks. If a message has
+several faults, the status of any of them is right; if it has none, the answer's values are known.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NAME, SIZE, OFFSET = PLACE
 
 @dataclass(frozen=True)
 class Due:
-    """What a request must get.
+    """The allowed answers to a request.
 
     Attributes:
-        codes: gRPC statuses that are right; OK alone or beside others where it may be answered.
-        outputs: the answer's, in order; None where they are not foretold.
-        id: of the answer.
+        codes: right gRPC statuses; OK, alone or among others, if it may be answered.
+        outputs: expected outputs in order; None if they are not predictable.
+        id: expected id of the answer.
     """
 
     codes: frozenset[int]
@@ -38,7 +38,7 @@ class Due:
 
 
 def due(data: bytes) -> Due:
-    """What the request that these bytes are, or are not, must get."""
+    """The allowed answers to the request in these bytes, which may be invalid."""
     try:
         request = ModelInferRequest.FromString(data)
     except DecodeError:
@@ -75,7 +75,7 @@ def _parameter_faults(request: ModelInferRequest) -> Iterator[int]:
 def _output_faults(request: ModelInferRequest, interface: Interface) -> Iterator[int]:
     names = {output.name for output in request.outputs}
     ways = {output.SerializeToString(deterministic=True) for output in request.outputs}
-    if len(ways) != len(names) or not names <= interface.outputs.keys():  # the same may be asked for again
+    if len(ways) != len(names) or not names <= interface.outputs.keys():  # an output may be requested twice
         yield INVALID
     for output in request.outputs:
         yield from _place_faults(output.parameters)
@@ -105,7 +105,7 @@ def _input_faults(request: ModelInferRequest, interface: Interface, arrays: dict
 
 
 def _is_unfit(tensor: Any, interface: Interface, entry: bytes | None, arrays: dict[str, Array], *, any_raw: bool) -> bool:
-    """Whether an input that is sent does not fit; one that fits is put into `arrays`."""
+    """Whether an input that is sent does not fit; one that fits is added to `arrays`."""
     if tensor.name not in interface.inputs or tensor.name in arrays:
         return True
     wire, expected = interface.inputs[tensor.name]
@@ -120,7 +120,7 @@ def _is_unfit(tensor: Any, interface: Interface, entry: bytes | None, arrays: di
             arrays[tensor.name] = from_raw(entry or b"", wire, shape)
         else:
             arrays[tensor.name] = from_contents(tensor.contents, wire, shape)
-    except (BadBytesError, ValueError):  # numpy's own: sizes whose product no machine counts up to, beside one of 0
+    except (BadBytesError, ValueError):  # raised by numpy for sizes whose product overflows, beside a size of 0
         return True
     return False
 
@@ -130,7 +130,7 @@ def _names_place(parameters: Any) -> bool:
 
 
 def _place_faults(parameters: Any) -> Iterator[int]:
-    """Of a tensor that lies in shared memory, which is off."""
+    """Faults of a tensor in shared memory, which is switched off."""
     if not _names_place(parameters):
         return
     yield UNSUPPORTED
@@ -141,7 +141,7 @@ def _place_faults(parameters: Any) -> Iterator[int]:
 
 
 def _whole(parameter: Any) -> int | None:
-    """A parameter's whole number of 0 or more; None where it is none."""
+    """A parameter's whole number of 0 or more; None if it has none."""
     choice = parameter.WhichOneof("parameter_choice")
     number = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
     return number if number >= 0 else None

@@ -1,4 +1,4 @@
-"""REST requests that are wrong, each with the statuses that HTTP or the protocol has for that."""
+"""Invalid REST requests, each with the statuses that HTTP or the protocol allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INFER = "/v2/models/affine/infer"
 
 
 def _body(**changes: object) -> bytes:
-    """A request that is right but for these fields of its only input."""
+    """A request that is valid except for these fields of its only input."""
     tensor: dict[str, object] = {"name": "x", "datatype": "FP16", "shape": [1, 8], "data": [0.5] * 8}
     return json.dumps({"inputs": [tensor | changes]}).encode()
 
@@ -24,7 +24,7 @@ def _rest(kind: str, body: bytes, *statuses: int, **headers: str) -> RestFault:
 
 
 def no_json(chance: random.Random) -> RestFault:
-    """Bytes that are no JSON, or JSON that ends too early, goes too deep, or is no object."""
+    """Bytes that are not JSON, or JSON that is cut off, nested too deeply, or not an object."""
     whole = _body()
     cases = [
         b"\xff" + chance.randbytes(30),
@@ -58,7 +58,7 @@ def wrong_field(chance: random.Random) -> RestFault:
 
 
 def wrong_document(chance: random.Random) -> RestFault:
-    """An object that is no request."""
+    """An object that is not a request."""
     documents: list[object] = [
         {},
         {"inputs": []},
@@ -80,7 +80,7 @@ def wrong_length(chance: random.Random) -> RestFault:
 
 
 def wrong_coding(chance: random.Random) -> RestFault:
-    """Bodies that do not decompress, or do not stop."""
+    """Bodies that do not decompress, or decompress without end."""
     whole = gzip.compress(_body(), mtime=0)
     body, coding, statuses = chance.choice(
         [
@@ -95,7 +95,7 @@ def wrong_coding(chance: random.Random) -> RestFault:
 
 
 def wrong_path(chance: random.Random) -> RestFault:
-    """Models, versions and paths that are not there."""
+    """Unknown models, versions and paths."""
     path, statuses = chance.choice(
         [
             ("/v2/models/nobody/infer", {404}),
@@ -112,15 +112,15 @@ def wrong_path(chance: random.Random) -> RestFault:
 
 
 def wrong_method(chance: random.Random) -> RestFault:
-    """Methods that are not served there."""
+    """Methods that the path does not support."""
     method = chance.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
     return RestFault("REST: wrong method", frozenset({405}), path=INFER, method=method)
 
 
 def no_http(chance: random.Random) -> RestFault:
-    """Bytes that are no HTTP/1.1, or contradict themselves: refused with 400, or by hanging up.
+    """Bytes that are not HTTP/1.1, or contradict themselves: refused with 400, or by closing the connection.
 
-    One that could be HTTP but names no path gets 404.
+    Bytes that could be HTTP but name no path get 404.
     """
     post = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n".encode()
     raw = chance.choice(

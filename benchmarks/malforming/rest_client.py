@@ -1,4 +1,4 @@
-"""One REST request that is wrong, and a client that sends it and judges what comes back."""
+"""An invalid REST request, and a client that sends it and judges the answer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ CLOSED = 0  # the connection ended without an answer
 
 @dataclass(frozen=True)
 class RestFault:
-    """A request.
+    """An invalid request.
 
     Attributes:
-        kind: under which it is counted.
-        statuses: that are right.
-        body: as sent.
-        path: of POST, or of `method`.
-        method: HTTP's.
-        headers: more of them.
-        raw: in place of all that: bytes to say on a connection of their own.
+        kind: kind under which it is counted.
+        statuses: right HTTP statuses.
+        body: body of the request.
+        path: path of the request.
+        method: HTTP method.
+        headers: additional headers.
+        raw: bytes to send on a separate connection instead of the request.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class RestFault:
 
 
 class RestClient:
-    """Asks over one connection that is kept, and opened anew where the server closes it.
+    """Sends requests over one persistent connection, which is reopened if the server closes it.
 
     Args:
         address: HOST:PORT.
@@ -49,7 +49,7 @@ class RestClient:
         self._connection = http.client.HTTPConnection(address, timeout=WAIT_S)
 
     def complaint(self, fault: RestFault) -> str:
-        """Send it; what is wrong with the answer, "" where that is right."""
+        """Send a request; returns the fault of the answer, "" if it is right."""
         if fault.raw:
             status, text = self._say(fault.raw), ""
         else:
@@ -59,7 +59,7 @@ class RestClient:
         return "" if fault.raw or status == 200 or _has_reason(text) else f"HTTP {status} without a reason: {text[:200]}"
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
     def _ask(self, fault: RestFault) -> tuple[int, str]:

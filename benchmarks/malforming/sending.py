@@ -1,4 +1,4 @@
-"""Sends malformed messages to a server, many in flight, with good requests on a connection of their own between them."""
+"""Sends malformed messages to a server, many in flight, with good requests on a separate connection between them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from benchmarks.malforming.streams import REQUESTS, stream_case
 from benchmarks.soaking.exchange import Exchange, turn
 from benchmarks.soaking.server_process import ServerProcess
 
-# What of a hundred: broken connections and REST cost many times as much as calls do.
+# Percentages of the messages: broken connections and REST cost many times as much as calls.
 OF_CONNECTIONS, OF_REST, OF_STREAMS, OF_FRAMING = 1, 4, 16, 20
 IN_FLIGHT = 64
 GOOD_IN_FLIGHT = 8
 GOOD_REQUESTS = 64
 GOOD = "good"
-ROUND = 2000  # messages, of which one part is calls, then one REST, then one broken connections
+ROUND = 2000  # messages in a round, which consists of calls, then REST, then broken connections
 
 
 def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts) -> None:
-    """Send calls over one connection, and all the while good ones over another, until all have been answered.
+    """Send calls over one connection, and good ones over another, until all have been answered.
 
     Raises:
         ConnectionLostError: the server hung up.
@@ -55,7 +55,7 @@ def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts
 
 
 def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good: Counts) -> None:
-    """Send at least so many messages of all kinds.
+    """Send at least `count` messages of all kinds.
 
     Raises:
         ConnectionLostError: the server hung up on a connection that broke no rule of HTTP/2.
@@ -78,13 +78,13 @@ def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good:
 
 
 def good_cases() -> list[Case]:
-    """Requests that are right, for all models and in many shapes."""
+    """Valid requests for all models, in many shapes."""
     chance = seeded(GOOD_REQUESTS)
     return [infer_case(GOOD, good_request(chance).SerializeToString()) for _ in range(GOOD_REQUESTS)]
 
 
 def _calls(chance: random.Random, count: int) -> Iterator[Case]:
-    """Calls of every kind that count for so many messages, at least."""
+    """Calls of every kind that count as at least `count` messages."""
     makers: list[Callable[[], Case]] = []
     left = count
     while left > 0:
@@ -96,7 +96,7 @@ def _calls(chance: random.Random, count: int) -> Iterator[Case]:
 
 
 def _mixed(chance: random.Random) -> list[Callable[[], Case]]:
-    """Some of everything, in any order."""
+    """One set of all kinds, in random order."""
     kinds = list(messages.MAKERS)
     calls = 100 - OF_FRAMING - OF_STREAMS
     makers: list[Callable[[], Case]] = []

@@ -1,4 +1,4 @@
-"""Streams in which bad requests stand between good ones: each gets its own answer, in order, and the stream goes on."""
+"""Streams that mix bad and good requests: each request gets its own answer, in order, and the stream continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUESTS = 8
 
 
 def stream_case(chance: random.Random) -> Case:
-    """One stream, half of whose requests are malformed."""
+    """One stream with half of the requests malformed."""
     makers = list(MAKERS.values())
     messages = [
         chance.choice(makers)(chance) if chance.random() < 0.5 else good_request(chance).SerializeToString()

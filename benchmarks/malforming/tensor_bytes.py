@@ -1,4 +1,4 @@
-"""Tensors of a request as arrays, for the oracle: as the protocol has them, and nothing taken from the server's own code."""
+"""A request's tensors as arrays for the oracle: written from the protocol, without any of the server's own code."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 DTYPES: dict[str, np.dtype[Any]] = {"FP16": np.dtype("<f2"), "INT32": np.dtype("<i4"), "BOOL": np.dtype("?")}
-# Of InferTensorContents; FP16 has none.
+# Fields of InferTensorContents by datatype; FP16 has none.
 FIELDS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_contents"}
 
 
 class BadBytesError(Exception):
-    """The elements are not those of such a tensor."""
+    """The elements do not fit the tensor."""
 
 
 def from_raw(raw: bytes, wire: str, shape: Sequence[int]) -> Array:
-    """Little-endian, row-major, no padding; an element of BYTES is its length in four bytes, then itself.
+    """Decode little-endian, row-major elements without padding; a BYTES element is its length in four bytes, then its data.
 
     Raises:
         BadBytesError: the bytes are too few, or too many.
@@ -35,10 +35,10 @@ def from_raw(raw: bytes, wire: str, shape: Sequence[int]) -> Array:
 
 
 def from_contents(contents: Any, wire: str, shape: Sequence[int]) -> Array:
-    """Elements one by one, in the field of their datatype and in no other.
+    """Decode single elements, which must be in the field of their datatype only.
 
     Raises:
-        BadBytesError: there is no such field, others hold something, or the elements are too few or too many.
+        BadBytesError: there is no such field, other fields have elements, or there are too few or too many.
     """
     field = FIELDS.get(wire)
     filled = {descriptor.name for descriptor, _ in contents.ListFields()}
@@ -51,7 +51,7 @@ def from_contents(contents: Any, wire: str, shape: Sequence[int]) -> Array:
 
 
 def is_same(given: bytes, wire: str, expected: Array) -> bool:
-    """Whether raw bytes hold these elements; any NaN is as good as another."""
+    """Whether raw bytes encode these elements; all NaN count as equal."""
     try:
         array = from_raw(given, wire, expected.shape)
     except BadBytesError:
@@ -73,7 +73,7 @@ def _texts(raw: bytes) -> list[bytes]:
 
 
 def _objects(values: Sequence[bytes], shape: Sequence[int]) -> Array:
-    """BYTES for an ONNX model, whose strings are UTF-8 (onnx.proto, TensorProto.string_data)."""
+    """BYTES elements for an ONNX model, whose strings are UTF-8 (onnx.proto, TensorProto.string_data)."""
     if len(values) != math.prod(shape):
         raise BadBytesError
     try:

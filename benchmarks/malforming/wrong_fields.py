@@ -1,4 +1,4 @@
-"""ModelInferRequests with a field that does not fit, each made so on purpose."""
+"""ModelInferRequests with one wrong field each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (-(2**63), -1, 0, 1, 7, MAX_BATCH + 1, 2**31, 2**62, 2**63 - 1)
 
 
 def wrong_model(chance: Random) -> bytes:
-    """A model or a version that is not there."""
+    """An unknown model or version."""
     request = good_request(chance)
     if chance.random() < 0.5:
         request.model_name = chance.choice(NAMES)
@@ -62,7 +62,7 @@ def wrong_shape(chance: Random) -> bytes:
 
 
 def wrong_byte_count(chance: Random) -> bytes:
-    """Too many bytes, too few, or too many entries."""
+    """Too many or too few bytes, or too many entries."""
     request = good_request(chance)
     raw, place = request.raw_input_contents, chance.randrange(len(request.raw_input_contents))
     act = chance.randrange(4)
@@ -78,7 +78,7 @@ def wrong_byte_count(chance: Random) -> bytes:
 
 
 def wrong_tensors(chance: Random) -> bytes:
-    """Inputs missing, twice, or of another name; outputs likewise."""
+    """Inputs or outputs that are missing, repeated, or of another name."""
     request = good_request(chance)
     act = chance.randrange(4)
     if act == 0:
@@ -96,7 +96,7 @@ def wrong_tensors(chance: Random) -> bytes:
 
 
 def wrong_parameters(chance: Random) -> bytes:
-    """Parameters of another kind than they must be, and places in shared memory, which is off."""
+    """Parameters of the wrong type, and locations in shared memory, which is switched off."""
     request = good_request(chance)
     places: list[Any] = [request, chance.choice(request.inputs), request.outputs.add(name=_output(request))]
     parameters = chance.choice(places).parameters
@@ -116,7 +116,7 @@ def wrong_parameters(chance: Random) -> bytes:
 
 
 def wrong_contents(chance: Random) -> bytes:
-    """Elements one by one where there must be bytes, in the wrong field, too many, or beside the bytes."""
+    """Single elements where bytes are required, in the wrong field, too many, or in addition to the bytes."""
     request = good_request(chance)
     tensor = chance.choice(request.inputs)
     if chance.random() < 0.7:

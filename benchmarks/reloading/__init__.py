@@ -1,1 +1,1 @@
-"""The parts of benchmarks.reloads."""
+"""Parts of benchmarks.reloads."""

@@ -1,4 +1,4 @@
-"""A median with its 95 % confidence interval, whatever the values are distributed like."""
+"""A median with its 95 % confidence interval, for values of any distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Median:
-    """The middle one of some values, and between which two the true median is with 95 % confidence."""
+    """The median of some values, and the bounds of the true median with 95 % confidence."""
 
     value: float
     low: float
@@ -21,18 +21,18 @@ class Median:
 def median_of(values: Sequence[float]) -> Median:
     """The median, with the interval between two of the values that follows from the sign test.
 
-    Each value is above the true median with probability 1/2, so the number of those above it is binomial (W. J. Conover,
-    Practical Nonparametric Statistics, section 3.2). Fewer than six values have no interval of 95 %: it is then all there are.
+    Each value is above the true median with probability 1/2, so the number of values above it is binomial (W. J. Conover,
+    Practical Nonparametric Statistics, section 3.2). Fewer than six values give no 95 % interval; it then spans all values.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no values.
     """
     if not values:
         raise ValueError("the median of no values was asked for, expected one at least")
     ordered = sorted(values)
     count, middle = len(ordered), len(ordered) // 2
     value = ordered[middle] if count % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    rank, below = 0, 0.5**count  # the probability that `rank` values at most are below the true median
+    rank, below = 0, 0.5**count  # the probability that at most `rank` values are below the true median
     while 2 * below <= 1 - CONFIDENCE:
         rank += 1
         below += math.comb(count, rank) * 0.5**count

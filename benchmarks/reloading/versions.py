@@ -1,4 +1,4 @@
-"""A model whose next version is always another file, and its server."""
+"""A model whose next version is always a different file, and its server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wide() -> onnx.ModelProto:
 
 
 def deep() -> onnx.ModelProto:
-    """64-64-...-64-10 over 300 layers with shortcuts: a graph that takes time, and hardly any weights."""
+    """64-64-...-64-10 over 300 layers with shortcuts: a graph that takes long to load, with few weights."""
     net = Net()
     net.linear(64, 64)
     for _ in range(300):
@@ -51,11 +51,11 @@ MODELS = {"mlp": mlp, "wide": wide, "deep": deep}
 
 @dataclass
 class Versions:
-    """A model folder in which versions come and go.
+    """A model folder in which versions are added and removed.
 
     Attributes:
-        repository: that holds it.
-        latest: the number of the newest version.
+        repository: repository that contains the folder.
+        latest: number of the newest version.
     """
 
     repository: Path
@@ -64,19 +64,19 @@ class Versions:
 
     @classmethod
     def of(cls, repository: Path, model: onnx.ModelProto) -> Versions:
-        """A repository with the first version."""
+        """Write a repository with the first version."""
         versions = cls(repository, 0, model.SerializeToString())
         versions.add()
         return versions
 
     def add(self) -> None:
-        """Leave a new version, whose file no server has seen, in place of all but the one before."""
+        """Add a new version, whose file no server has seen, and remove all versions but the one before."""
         self.latest += 1
         name = onnx.ModelProto()
         name.metadata_props.add(key="version", value=str(self.latest))
         hidden = self.repository / NAME / f".{self.latest}"
         hidden.mkdir(parents=True)
-        # Messages that follow each other are one message to protobuf.
+        # Protobuf merges concatenated messages into one.
         (hidden / "model.onnx").write_bytes(self._content + name.SerializeToString())
         hidden.rename(hidden.with_name(str(self.latest)))
         if self.latest > 2:
@@ -85,7 +85,7 @@ class Versions:
 
 @contextmanager
 def serving(repository: Path, threads: int) -> Iterator[tuple[int, int]]:
-    """`halfserve serve` with models loaded by request; gives the port and the process. It knows nothing from runs before."""
+    """Run `halfserve serve` with models loaded by request; yields port and process id. Earlier runs are not cached."""
     command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--grpc-port", "0", "--no-http", "--cpu", "--json"]
     command += ["--model-control", "explicit", "--load-model", NAME, "--threads", str(threads)]
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:

@@ -1,4 +1,4 @@
-"""What clients see in windows of equal length, some with a reload and some without."""
+"""Client-side results in windows of equal length, some with a reload and some without."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadSpec, LoadStatistics
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
-BEGIN = 0.1  # of a window passes before the reload
+BEGIN = 0.1  # fraction of a window that passes before the reload
 
 
 @dataclass
 class Windows:
-    """Those of one kind.
+    """Windows of one kind.
 
     Attributes:
-        tallies: of each window, in order.
-        loading_s: seconds from asking for each reload until it was done; none for quiet windows.
+        tallies: results of each window, in order.
+        loading_s: duration of each reload in seconds; empty for quiet windows.
     """
 
     tallies: list[LoadStatistics] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Windows:
         return sum(tally.latency.total for tally in self.tallies)
 
     def of_each(self, percentile: float) -> list[float]:
-        """A percentile of every window's latencies, in milliseconds."""
+        """A percentile of each window's latencies, in milliseconds."""
         return [tally.latency.percentiles_ms([percentile])[0] for tally in self.tallies]
 
     def together(self) -> list[float]:
@@ -47,7 +47,7 @@ class Windows:
 
 
 def compare(quiet: Windows, reload: Windows, percentile: float) -> Median:
-    """How much a percentile is greater in windows with a reload than in the quiet ones beside them, in percent."""
+    """Increase of a percentile in windows with a reload over the neighbouring quiet ones, in percent."""
     pairs = zip(quiet.of_each(percentile), reload.of_each(percentile), strict=True)
     return median_of([100 * (with_reload / without - 1) for without, with_reload in pairs])
 
@@ -55,13 +55,13 @@ def compare(quiet: Windows, reload: Windows, percentile: float) -> Median:
 def measure(
     generator: LoadGenerator, order: LoadSpec, pairs: int, *, add: Callable[[], None], load: Callable[[], None]
 ) -> tuple[Windows, Windows]:
-    """Windows without and with a reload, in turn: what changes slowly falls on both alike.
+    """Measure windows without and with a reload in turn, so that slow changes affect both.
 
     Args:
-        generator: of the load.
-        order: for each window.
-        pairs: of windows.
-        add: leaves what is to be loaded, outside of the windows.
+        generator: load generator.
+        order: load of each window.
+        pairs: number of pairs of windows.
+        add: provides the next version, outside of the windows.
         load: has the model replaced; returns once it is.
     """
     quiet, reload = Windows(), Windows()

@@ -1,1 +1,1 @@
-"""What a soak is made of: a server process, clients that check every answer, injected faults, and measurements."""
+"""Parts of a soak: a server process, clients that check every answer, injected faults, and measurements."""

@@ -1,4 +1,4 @@
-"""Clients that end in the middle of what they say."""
+"""Clients that disconnect in the middle of a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0, 1, 4
 END_HEADERS = 4
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
-ANNOUNCED_BYTES = 1_000_000  # of a message whose beginning is all that comes
+ANNOUNCED_BYTES = 1_000_000  # announced size of a message that is sent only in part
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -25,7 +25,7 @@ def hang_up_in_a_message(address: str) -> None:
 
 
 def talk_nonsense(address: str, nonsense: bytes) -> None:
-    """Say something that is no HTTP/2, and wait for the server to hang up."""
+    """Send bytes that are not HTTP/2, and wait for the server to disconnect."""
     with contextlib.suppress(ConnectionError), connected(address) as connection:
         connection.sendall(nonsense)
         connection.shutdown(socket.SHUT_WR)
@@ -34,7 +34,7 @@ def talk_nonsense(address: str, nonsense: bytes) -> None:
 
 
 def connected(address: str) -> socket.socket:
-    """A connection to HOST:PORT that gives up waiting after a while."""
+    """Connect to HOST:PORT, with a timeout."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
 

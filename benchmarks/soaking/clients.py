@@ -1,4 +1,4 @@
-"""Clients that behave: they ask one thing after the other and check every answer by its values."""
+"""Well-behaved clients: each sends one request after the other and checks every answer by its values."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Work = Callable[[Client, np.random.Generator, Tally], None]
 
 
 def ask_affine(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """A few rows of a small model."""
+    """Send a few rows to a small model."""
     x = _whole(random, int(random.integers(1, 9)), 64).astype(np.float16)
     _ask(client, "affine", x, 2 * x + 1, tally)
 
 
 def ask_flip(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """Rows of another length each time."""
+    """Send rows of another length each time."""
     x = _whole(random, int(random.integers(1, 4)), int(random.choice(LENGTHS))).astype(np.float16)
     _ask(client, "flip", x, -x, tally)
 
 
 def ask_large(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """A message of 256 KiB."""
+    """Send a message of 256 KiB."""
     x = _whole(random, 1, 65_536).astype(np.float32)
     _ask(client, "large", x, x + x, tally)
 
 
 def ask_shared(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """Through shared memory, registered and forgotten again; the answer comes there as well."""
+    """Use shared memory, registered and unregistered again, for input and output."""
     with client.shared_region(2 * 262_144) as region:
         x, y = region.array((1, 65_536), np.float32), region.array((1, 65_536), np.float32)
         x[:] = _whole(random, 1, 65_536)
@@ -48,7 +48,7 @@ def ask_shared(client: Client, random: np.random.Generator, tally: Tally) -> Non
 
 
 def ask_stream(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """Many requests on one stream: each is answered once, in order."""
+    """Send many requests on one stream: each must be answered once, in order."""
     inputs = [_whole(random, 1, 64).astype(np.float16) for _ in range(STREAMED)]
     started, count = time.monotonic(), 0
     for answer in client.stream_infer("affine", [{"x": x} for x in inputs], in_flight=16):
@@ -64,7 +64,7 @@ WORKS: tuple[Work, ...] = (ask_affine, ask_affine, ask_flip, ask_large, ask_shar
 
 
 def keep_asking(work: Work, address: str, seed: int, think_s: float, stop: threading.Event, tally: Tally) -> None:
-    """Do one kind of work until told to stop, with pauses of `think_s`; whatever goes wrong is counted, no reason to stop."""
+    """Do one kind of work until `stop` is set, with pauses of `think_s`; errors are counted and do not end it."""
     random = np.random.default_rng(seed)
     with Client(address, timeout_s=TIMEOUT_S, retries=0) as client:
         while not stop.is_set():

@@ -1,4 +1,4 @@
-"""Calls by hand over one HTTP/2 connection, many in flight: any headers, any bytes, and everything that comes back."""
+"""Low-level calls over one HTTP/2 connection, many in flight: with any headers and bytes, and complete answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfserve.serve.benchmark.load.spec import LoadEndpoint
 T = TypeVar("T")
 Headers = Sequence[tuple[bytes, bytes]]
 INFER_PATH = "/inference.GRPCInferenceService/ModelInfer"
-PREFIX_BYTES = 5  # of a gRPC message: compressed or not, then the length in four bytes, big-endian
+PREFIX_BYTES = 5  # prefix of a gRPC message: a compression flag, then the length in four bytes, big-endian
 WAIT_S = 60.0
 READ_S = 0.5
 
@@ -31,7 +31,7 @@ def messages_in(body: bytes) -> list[bytes]:
     """The messages of an answer.
 
     Raises:
-        ValueError: it ends inside one, or one is compressed.
+        ValueError: the answer ends inside a message, or one is compressed.
     """
     found, position = [], 0
     while position < len(body):
@@ -45,14 +45,14 @@ def messages_in(body: bytes) -> list[bytes]:
 
 @dataclass
 class Answer:
-    """What came back for one call.
+    """Complete answer to one call.
 
     Attributes:
-        http: HTTP's status; 0 where none came.
-        code: gRPC's status; None where none came.
-        text: its grpc-message, as sent.
+        http: HTTP status; 0 if none came.
+        code: gRPC status; None if none came.
+        text: the grpc-message header as sent.
         body: all data.
-        reset: the HTTP/2 error code with which the stream ended; None where it ended well.
+        reset: HTTP/2 error code that ended the stream; None if it ended normally.
     """
 
     http: int = 0
@@ -74,13 +74,13 @@ class Answer:
 
 
 class Exchange(Generic[T]):
-    """One connection. Each call carries a tag, which comes back with its answer.
+    """One connection. Each call carries a tag, which is returned with its answer.
 
     Args:
         address: HOST:PORT.
 
     Raises:
-        ConnectionLostError: nobody answers there.
+        ConnectionLostError: there is no server at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -92,11 +92,11 @@ class Exchange(Generic[T]):
         return len(self._open)
 
     def fileno(self) -> int:
-        """The socket's, for select."""
+        """File descriptor of the socket, for select."""
         return self._connection.fileno()
 
     def start(self, tag: T, headers: Headers, data: bytes, *, end: bool = True) -> None:
-        """Begin a call with all of its data; without `end` the client stays silent then, as if more were to come."""
+        """Begin a call with all of its data; without `end` the client then stays silent, as if more data were to come."""
         http2 = self._connection.http2
         if data or not end:
             stream = http2.send_request(headers)
@@ -114,7 +114,7 @@ class Exchange(Generic[T]):
         self._connection.flush()
 
     def answers(self) -> list[tuple[T, Answer]]:
-        """Read what is there; the calls that have ended with it.
+        """Read the available data; returns the calls that have ended.
 
         Raises:
             ConnectionLostError: the server hung up.
@@ -134,7 +134,7 @@ class Exchange(Generic[T]):
         return ended
 
     def wait(self) -> list[tuple[T, Answer]]:
-        """Answers to everything that is in flight.
+        """Wait for the answers to all calls in flight.
 
         Raises:
             ConnectionLostError: the server hung up, or did not answer in time.
@@ -148,12 +148,12 @@ class Exchange(Generic[T]):
         return done
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
 def turn(exchanges: Iterable[Exchange[T]]) -> list[tuple[T, Answer]]:
-    """Write on all of these, wait until one can be read, and read: the calls that have ended.
+    """Write to all connections, wait until one is readable, and read; returns the calls that have ended.
 
     Raises:
         ConnectionLostError: the server hung up.

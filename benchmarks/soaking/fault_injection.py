@@ -1,4 +1,4 @@
-"""What a server meets over the months, in minutes: reloads, bad input, clients that vanish, models that hang."""
+"""Faults that a server meets over months, injected within minutes: reloads, bad input, vanishing clients, hanging models."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 30.0
-FAR = 1_500_000  # steps: several times what the model may take
+FAR = 1_500_000  # steps that take several times the model's time limit
 STOPPED_S = 0.1
 
 
 @dataclass
 class Scene:
-    """What faults are injected with.
+    """State for the injection of faults.
 
     Attributes:
-        address: of the server.
-        pid: of its process.
-        client: for what is asked in order.
-        channel: for messages that no client would send.
-        random: chooses.
-        tally: told of what came of it.
-        number: of the act, from 0.
-        recoveries_s: seconds from the moment a model was given up until it answered again.
+        address: address of the server.
+        pid: process id of the server.
+        client: client for regular requests.
+        channel: channel for messages that no client would send.
+        random: source of the random choices.
+        tally: receives the results.
+        number: number of the current fault, from 0.
+        recoveries_s: seconds from giving up a model until it answered again.
     """
 
     address: str
@@ -54,7 +54,7 @@ Act = Callable[[Scene], None]
 
 
 def reload(scene: Scene) -> None:
-    """A model that is in use is loaded again, in another way each time."""
+    """Reload a model that is in use, in a different way each time."""
     name, most = (("affine", 32), ("flip", 32), ("large", LARGE_ROWS))[scene.number % 3]
     rows = int(scene.random.integers(most // 2, most + 1))
     scene.client.load_model(name, config={"max_batch_size": rows}, timeout_s=WAIT_S)
@@ -62,13 +62,13 @@ def reload(scene: Scene) -> None:
 
 
 def refuse_to_load(scene: Scene) -> None:
-    """A model is to be loaded that cannot be: the one that serves goes on."""
+    """Load an invalid model; the served one must continue."""
     _due(scene, "broken loads", InvalidRequest, lambda: scene.client.load_model("affine", config='{"input": [{"name": "z"}]}'))
     _due(scene, "unknown loads", (InvalidRequest, ModelNotFound), lambda: scene.client.load_model("../affine"))
 
 
 def send_bad_input(scene: Scene) -> None:
-    """Requests that do not fit their model."""
+    """Send requests that do not fit their model."""
     ask = scene.client.infer_message
     for change, due in (
         ({"model_name": "nobody"}, ModelNotFound),
@@ -89,7 +89,7 @@ def send_bad_input(scene: Scene) -> None:
 
 
 def send_mangled(scene: Scene) -> None:
-    """A proper message with bytes changed, cut or added: any clear status will do, and none but these."""
+    """Send a valid message with bytes changed, cut or added: only clear statuses are right."""
     data = bytearray(_request("flip", np.ones((2, 5), np.float16)).SerializeToString())
     clear = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED}
     call = scene.channel.unary_unary(INFER)
@@ -107,7 +107,7 @@ def send_mangled(scene: Scene) -> None:
 
 
 def poison(scene: Scene) -> None:
-    """Requests of which one fails in the runtime: the others that share its batch are answered."""
+    """Send requests of which one fails in the runtime; the others in its batch must be answered."""
     call = scene.channel.unary_unary(INFER, response_deserializer=ModelInferResponse.FromString)
     indices = [int(index) for index in scene.random.integers(0, 2, 8)]
     indices[int(scene.random.integers(8))] = 7
@@ -129,7 +129,7 @@ def poison(scene: Scene) -> None:
 
 
 def hang(scene: Scene) -> None:
-    """A model hangs, is given up, and is there again."""
+    """Make a model hang; it must be given up and restored."""
     _due(scene, "hangs", ServerUnavailable, lambda: scene.client.infer(STEPS, {"n": np.array([FAR])}, timeout_s=WAIT_S))
     given_up = time.monotonic()
     while time.monotonic() < given_up + WAIT_S:
@@ -145,7 +145,7 @@ def hang(scene: Scene) -> None:
 
 
 def vanish(scene: Scene) -> None:
-    """Clients that end in the middle of a message, that speak no HTTP/2, and that give their calls up."""
+    """Disconnect in the middle of a message, send other bytes than HTTP/2, and cancel calls."""
     for _ in range(5):
         hang_up_in_a_message(scene.address)
         talk_nonsense(scene.address, scene.random.bytes(200))
@@ -157,7 +157,7 @@ def vanish(scene: Scene) -> None:
 
 
 def hurry(scene: Scene) -> None:
-    """Deadlines that are hard to meet."""
+    """Send requests with short deadlines."""
     x = np.ones((1, 64), np.float16)
     for _ in range(20):
         try:
@@ -169,7 +169,7 @@ def hurry(scene: Scene) -> None:
 
 
 def stop_and_go(scene: Scene) -> None:
-    """The whole process stands still for a moment."""
+    """Stop the whole process for a moment."""
     os.kill(scene.pid, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     os.kill(scene.pid, signal.SIGCONT)
@@ -177,7 +177,7 @@ def stop_and_go(scene: Scene) -> None:
 
 
 def unload_and_load(scene: Scene) -> None:
-    """A model goes and comes back."""
+    """Unload a model and load it again."""
     scene.client.unload_model(PICKY, timeout_s=WAIT_S)
     _due(scene, "unloaded", (ModelNotFound, ServerUnavailable), lambda: scene.client.infer(PICKY, {"i": np.array([[0]])}))
     scene.client.load_model(PICKY, timeout_s=WAIT_S)
@@ -186,7 +186,7 @@ def unload_and_load(scene: Scene) -> None:
 
 
 def look_around(scene: Scene) -> None:
-    """What dashboards ask."""
+    """Send the queries of a dashboard."""
     scene.client.models()
     scene.client.statistics()
     scene.client.model_config("affine")
@@ -212,7 +212,7 @@ ACTS: tuple[Act, ...] = (
 
 
 def keep_at_it(scene: Scene, pause_s: float, stop: threading.Event) -> None:
-    """One act after the other until told to stop."""
+    """Inject one fault after the other until `stop` is set."""
     while not stop.wait(pause_s):
         act = ACTS[scene.number % len(ACTS)]
         try:
@@ -223,7 +223,7 @@ def keep_at_it(scene: Scene, pause_s: float, stop: threading.Event) -> None:
 
 
 def _due(scene: Scene, kind: str, due: Any, ask: Callable[[], object]) -> None:
-    """Do what is to end in this kind of error."""
+    """Make a call that must end in this kind of error."""
     try:
         ask()
     except due:

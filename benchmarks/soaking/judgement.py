@@ -1,4 +1,4 @@
-"""What a soak has shown, and whether it is good."""
+"""Results of a soak, and the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.soaking.process_watch import Sample
 from benchmarks.soaking.straight_line import BLOCKS
 from benchmarks.soaking.tally import Counted
 
-# A server takes memory at first that it keeps (thread stacks, arenas, caches): a rise is only one if it goes on after that.
+# A server allocates memory at first that it keeps (thread stacks, arenas, caches): only growth after this time counts.
 SETTLED_AFTER = 1 / 3
 SPARE_DESCRIPTORS, SPARE_THREADS = 8, 4
 TRACEBACK = "Traceback (most recent call last)"
@@ -21,11 +21,11 @@ TRACEBACK = "Traceback (most recent call last)"
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome.
+    """Results and verdict of a soak.
 
     Attributes:
-        figures: by name.
-        complaints: what is not as it must be, a line each.
+        figures: results by name.
+        complaints: descriptions of faults, one line each.
     """
 
     figures: dict[str, object]
@@ -33,11 +33,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether there is nothing to complain about."""
+        """Whether there are no complaints."""
         return not self.complaints
 
     def ended(self, code: int) -> Report:
-        """The same, knowing with what code the server ended after SIGTERM."""
+        """Add the server's exit code after SIGTERM."""
         more = [] if code == 0 else [f"the server ended with code {code} after SIGTERM, expected 0"]
         figures = self.figures | {"exit_code": code}
         return replace(self, figures=figures, complaints=[*self.complaints, *more])
@@ -49,12 +49,12 @@ def report(
     """Judge a soak.
 
     Args:
-        counted: what became of requests.
-        samples: the first before any load.
-        recoveries_s: how long it took for a model that hung to answer again.
-        started: when the load began, on time.monotonic()'s clock.
-        ended: when it ended.
-        log: the server's.
+        counted: results of the requests.
+        samples: samples of the process, the first one before any load.
+        recoveries_s: seconds until a model that hung answered again, for each case.
+        started: start of the load, on time.monotonic()'s clock.
+        ended: end of the load, on time.monotonic()'s clock.
+        log: the server's log.
     """
     settled = [sample for sample in samples if sample.at_s >= started + SETTLED_AFTER * (ended - started)]
     memory, memory_complaints = judge_memory(settled, sum(counted.answered.values()), ended - started)

@@ -1,7 +1,7 @@
-"""Requests with the answer that each must get, byte for byte: an answer is checked without a look at its fields.
+"""Requests with known answers, byte for byte, so that answers need not be decoded.
 
-What comes for the first request of a kind is read with protobuf and compared by its values; from then on answers of that kind
-must be these very bytes, around the id of their request.
+The first answer of each kind is decoded with protobuf and compared by its values; from then on, answers of that kind must
+have the same bytes, except for the id of their request.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from halfserve.serve.benchmark.load.calls import framed
 
 Array = np.ndarray[Any, Any]
 ID_BYTES = 10
-ID_FIELD = bytes((3 << 3 | 2, ID_BYTES))  # of a ModelInferRequest: https://protobuf.dev/programming-guides/encoding/
+ID_FIELD = bytes((3 << 3 | 2, ID_BYTES))  # tag and length of the id: https://protobuf.dev/programming-guides/encoding/
 NO_ID = b"#" * ID_BYTES
 
 
 @dataclass
 class Known:
-    """One request, but for its id.
+    """One request without its id.
 
     Attributes:
-        kind: the model and the shape.
-        message: serialized, without an id.
-        expected: the only output.
-        answer: what every answer must be, with NO_ID for the id; None before the first.
+        kind: model and shape.
+        message: serialized message without an id.
+        expected: expected value of the only output.
+        answer: bytes of every answer, with NO_ID for the id; None before the first.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Known:
     answer: bytes | None = None
 
     def request(self, number: int) -> bytes:
-        """The message as it is sent, with a gRPC prefix; the number, below 10**ID_BYTES, becomes its id."""
+        """The message to send, with a gRPC prefix; the number, below 10**ID_BYTES, becomes its id."""
         return framed(self.message + ID_FIELD + b"%0*d" % (ID_BYTES, number))
 
     def is_right(self, number: int, body: bytes) -> bool:
@@ -67,8 +67,8 @@ def known_requests(seed: int, variants: int = 16) -> list[Known]:
     """Requests for the soak's models in fp16, in several shapes and with several contents each, well mixed.
 
     Args:
-        seed: of the contents.
-        variants: contents of each shape.
+        seed: seed of the contents.
+        variants: number of contents for each shape.
     """
     random = np.random.default_rng(seed)
     found = []

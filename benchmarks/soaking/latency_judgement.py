@@ -1,4 +1,4 @@
-"""Whether answers take longer and longer, told on a machine that has other things to do."""
+"""Judges whether latency increases, on a machine that may also run other programs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PERCENTS = (10, 50, 99)
 def judge_latency(
     latencies: Sequence[tuple[float, float]], started: float, ended: float
 ) -> tuple[dict[str, object], list[str]]:
-    """Figures and complaints, from the first quarter of the time and the last.
+    """Figures and complaints, from the first and last quarters of the time.
 
-    Other programs that come and go make most answers of a spell slower, but hardly the fastest tenth, which met an idle moment.
-    A server that has more to do for each request than before makes all of them slower. So both the median and the fastest tenth
-    must have become `DRIFT` times as slow.
+    Other programs slow down most answers for a while, but hardly the fastest tenth, which fell into idle moments. A server that
+    does more work per request than before slows down all of them. So both the median and the fastest tenth must have become
+    `DRIFT` times as slow.
 
     Args:
-        latencies: (when asked, seconds until the answer), on one clock; the time is NaN for those that do not count.
-        started: when the load began.
-        ended: when it ended.
+        latencies: (time of the request, seconds until the answer), on one clock; the time is NaN for those that do not count.
+        started: start of the load.
+        ended: end of the load.
     """
     timed = np.array([pair for pair in latencies if not math.isnan(pair[0])])
     if not len(timed):

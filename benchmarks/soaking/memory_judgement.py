@@ -1,4 +1,4 @@
-"""Whether a process leaks, told from how its memory went while it was used."""
+"""Judges whether a process leaks, from its memory over time under load."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from benchmarks.soaking.straight_line import BLOCKS, rise
 
 HOUR_S = 3600.0
 MAX_MB_PER_HOUR = 20.0
-NOISE_MB = 10.0  # a rise of less than this is an allocator's whim: reloads alone take and give back as much
-LEAPS = 2  # steps up that an allocator may make when it takes a further arena
+NOISE_MB = 10.0  # a smaller rise is attributed to the allocator: reloads alone allocate and free as much
+LEAPS = 2  # upward steps that are allowed, as an allocator may add further arenas
 
 
 def judge_memory(settled: Sequence[Sample], answers: int, seconds: float) -> tuple[dict[str, object], list[str]]:
     """Figures and complaints.
 
-    Memory goes up and down like a saw's teeth, as allocators keep for a while what they were given back, and by a leap now
-    and then, when they take a further arena. What leaks raises the floor under the teeth, all the time. So a rise counts if the
-    line through the floors of `BLOCKS` stretches surely rises, and they rise without their largest `LEAPS` steps too.
+    Memory rises and falls like a saw's teeth, because allocators keep freed memory for a while, and it leaps when they add an
+    arena. A leak raises the floor under the teeth steadily. So a rise counts if the line through the floors of `BLOCKS`
+    stretches rises significantly, and the floors rise even without their largest `LEAPS` steps.
 
     Args:
-        settled: samples of the time after a server has taken what it takes at first.
-        answers: how many requests were answered in all.
-        seconds: in how long a time.
+        settled: samples after the server's initial allocations.
+        answers: total number of answered requests.
+        seconds: time of the load in seconds.
     """
     if len(settled) < 2 * BLOCKS:
         return {}, []
@@ -47,6 +47,6 @@ def judge_memory(settled: Sequence[Sample], answers: int, seconds: float) -> tup
 
 
 def _parts(settled: Sequence[Sample]) -> list[Sequence[Sample]]:
-    """The stretches."""
+    """Split the samples into the stretches."""
     edges = [round(index) for index in np.linspace(0, len(settled), BLOCKS + 1)]
     return [settled[start:end] for start, end in pairwise(edges)]

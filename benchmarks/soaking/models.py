@@ -1,4 +1,4 @@
-"""The models of a soak, with answers that can be told exactly: whole numbers that fp16 holds without rounding."""
+"""The models of a soak, with exactly known answers: whole numbers that fp16 represents without rounding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 Shape = list[int | str]
 Array = np.ndarray[Any, Any]
 HALF, FLOAT, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT64
-STEPS = "steps"  # the model that counts, and hangs where it has to count far
+STEPS = "steps"  # the model that counts, and hangs if the number is large
 PICKY = "picky"  # the model that fails for some inputs
-LARGE_ROWS = 8  # in one batch of the model with the large rows
-SPINNING_S = 0.25  # what it may take
+LARGE_ROWS = 8  # rows in one batch of the model with the large rows
+SPINNING_S = 0.25  # time limit of the counting model
 
 
 def save_models(repository: Path) -> None:
-    """Write all of them as a repository.
+    """Write all models as a repository.
 
     affine: x FP16 [batch, 64] -> y = 2 x + 1.
     flip: x FP16 [batch, length] -> y = -x, of any length, so that requests wait in many queues.
@@ -42,9 +42,9 @@ def save_models(repository: Path) -> None:
 
 
 def save_shift(repository: Path, name: str, shift: int, hidden: int) -> None:
-    """Write a model with weights of its own: x FP16 [batch, 64] -> y = 2 x + shift, by way of `hidden` values a row.
+    """Write a model with weights of its own: x FP16 [batch, 64] -> y = 2 x + shift, through `hidden` values per row.
 
-    The weights take 256 bytes for each of these.
+    The weights take 256 bytes for each of these values.
     """
     wide, narrow = np.zeros((64, hidden), np.float16), np.zeros((hidden, 64), np.float16)
     wide[:, -64:], narrow[-64:] = np.eye(64), 2 * np.eye(64)

@@ -1,4 +1,4 @@
-"""What a process takes of the machine, sampled while it is used."""
+"""Resource use of a process, sampled over time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ USER_TICKS = 11  # place of utime, which stime follows, behind the name in /proc
 
 @dataclass(frozen=True)
 class Sample:
-    """One look.
+    """One sample of a process.
 
     Attributes:
-        at_s: on time.monotonic()'s clock.
-        resident_mb: memory.
-        descriptors: open files and sockets.
-        threads: running.
-        cpu_s: processor time since the process began.
+        at_s: time of the sample on time.monotonic()'s clock.
+        resident_mb: resident memory in MB.
+        descriptors: number of open files and sockets.
+        threads: number of threads.
+        cpu_s: processor time since the process began, in seconds.
     """
 
     at_s: float
@@ -35,10 +35,10 @@ class Sample:
 
 
 def look(pid: int) -> Sample:
-    """Look at a process now.
+    """Take a sample of a process.
 
     Raises:
-        FileNotFoundError: it has ended.
+        FileNotFoundError: the process has ended.
     """
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
@@ -53,14 +53,14 @@ def look(pid: int) -> Sample:
 
 
 def watch(pid: int, every_s: float, stop: threading.Event, samples: list[Sample]) -> None:
-    """Look now and then, until told to stop or the process has ended."""
+    """Take samples regularly, until `stop` is set or the process has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):  # a process that has just ended has no memory
         while not stop.wait(every_s):
             samples.append(look(pid))
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write them as CSV, times counted from the first of them."""
+    """Write the samples as CSV, with times relative to the first."""
     with path.open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(field.name for field in fields(Sample))
@@ -69,7 +69,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What `write_samples` wrote."""
+    """Read the samples that `write_samples` wrote."""
     with path.open(newline="") as file:
         return [
             Sample(float(at), float(mb), int(descriptors), int(threads), float(cpu))

@@ -1,4 +1,4 @@
-"""`halfserve serve` as a process of its own."""
+"""`halfserve serve` in a separate process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STOP_S = 60.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that takes requests.
+    """A running server.
 
     Attributes:
-        process: the operating system's.
+        process: process of the operating system.
         address: HOST:PORT of gRPC.
         http_address: HOST:PORT of REST.
-        log: what it writes to standard error.
+        log: file with its standard error.
     """
 
     process: subprocess.Popen[str]
@@ -32,7 +32,7 @@ class ServerProcess:
     log: IO[bytes]
 
     def log_text(self) -> str:
-        """What it has written to standard error so far."""
+        """The standard error output so far."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
@@ -41,17 +41,17 @@ class ServerProcess:
 def server_process(
     path: Path, *options: str, grpc_port: int = 0, max_files: int | None = None, placement: str = "--cpu"
 ) -> Iterator[ServerProcess]:
-    """Start a server with one thread per operator, and end it.
+    """Start a server with one thread per operator, and end it after the block.
 
     Args:
         path: the model repository.
-        options: more of them, as on the command line.
-        grpc_port: 0 finds a free one.
-        max_files: that the server may open; None leaves it as it is here.
+        options: further options, as on the command line.
+        grpc_port: gRPC port; 0 for a free one.
+        max_files: limit on its open files; None for this process's limit.
         placement: "--cpu" or "--require-gpu".
 
     Raises:
-        SystemExit: it did not start.
+        SystemExit: the server did not start.
     """
     command = [sys.executable, "-m", "halfserve", "serve", str(path), "--json", placement, "--threads", "1"]
     command += ["--grpc-port", str(grpc_port), "--http-port", "0", "--metrics-port", "0", *options]
@@ -77,7 +77,7 @@ def server_process(
 
 
 def _ports(process: subprocess.Popen[str]) -> dict[str, int]:
-    """What the server tells when it is ready; nothing where it ends before."""
+    """The ports from the ready line; empty if the server ends before it."""
     line = process.stdout.readline() if process.stdout is not None else ""
     told: dict[str, int] = json.loads(line) if line else {}
     return told

@@ -1,4 +1,4 @@
-"""A line through measurements, and how sure its rise is."""
+"""A regression line through measurements, with the confidence interval of its slope."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 # Two-sided 95 % points of Student's t distribution, for 1, 2, ... degrees of freedom.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
-BLOCKS = 12  # neighbouring samples are much alike: their means over so many stretches are what the line is fitted to
+BLOCKS = 12  # neighbouring samples are similar, so the line is fitted to the means of this many stretches
 
 
 @dataclass(frozen=True)
 class Rise:
-    """How much a value goes up with each unit of what it is measured against, and its 95 % confidence interval."""
+    """Increase of a value per unit of the independent variable, with its 95 % confidence interval."""
 
     per_unit: float
     low: float
     high: float
 
     def times(self, factor: float) -> Rise:
-        """The same per `factor` units."""
+        """The increase per `factor` units."""
         return Rise(self.per_unit * factor, self.low * factor, self.high * factor)
 
 
@@ -30,7 +30,7 @@ def rise(against: Sequence[float], values: Sequence[float]) -> Rise:
 
     Args:
         against: time, or a number of requests, in rising order, at least `BLOCKS` of them.
-        values: at these.
+        values: the measured values at these points.
     """
     places = np.array([part.mean() for part in np.array_split(np.array(against, np.float64), BLOCKS)])
     means = np.array([part.mean() for part in np.array_split(np.array(values, np.float64), BLOCKS)])

@@ -1,4 +1,4 @@
-"""What became of every request of a soak."""
+"""Results of every request of a soak."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_TEXTS = 20
 
 @dataclass(frozen=True)
 class Counted:
-    """Figures so far.
+    """Counts so far.
 
     Attributes:
         answered: right answers, by kind of request.
-        survived: injected faults that ended as they should, by kind.
-        wrong: what must not happen (wrong answers, lost ones, unclear errors), described; the first few.
-        wrongs: how many there were.
-        latencies: (when asked, seconds until the answer) of right answers, on time.monotonic()'s clock.
+        survived: injected faults that ended as expected, by kind.
+        wrong: descriptions of the first few failures (wrong answers, lost ones, unclear errors).
+        wrongs: number of failures.
+        latencies: (time of the request, seconds until the answer) of right answers, on time.monotonic()'s clock.
     """
 
     answered: dict[str, int]
@@ -31,7 +31,7 @@ class Counted:
 
 @dataclass
 class Tally:
-    """Written by many threads."""
+    """Thread-safe counts of results."""
 
     _answered: Counter[str] = field(default_factory=Counter)
     _survived: Counter[str] = field(default_factory=Counter)
@@ -41,30 +41,30 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def right(self, kind: str, started: float) -> None:
-        """A right answer to a request that was sent at `started`."""
+        """Count a right answer to a request that was sent at `started`."""
         now = time.monotonic()
         with self._lock:
             self._answered[kind] += 1
             self._latencies.append((started, now - started))
 
     def survived(self, kind: str) -> None:
-        """An injected fault that ended as it should, mostly in a clear error."""
+        """Count an injected fault that ended as expected, mostly in a clear error."""
         with self._lock:
             self._survived[kind] += 1
 
     def fault(self, text: str) -> None:
-        """Something that must not happen."""
+        """Record a failure."""
         with self._lock:
             self._wrongs += 1
             if len(self._wrong) < MAX_TEXTS:
                 self._wrong.append(text)
 
     def answered(self) -> Counter[str]:
-        """Right answers, by kind of request, as they are now."""
+        """Current counts of right answers, by kind of request."""
         with self._lock:
             return self._answered.copy()
 
     def counted(self) -> Counted:
-        """All of it, as it is now."""
+        """A snapshot of all counts."""
         with self._lock:
             return Counted(dict(self._answered), dict(self._survived), list(self._wrong), self._wrongs, list(self._latencies))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 # Of raw audio, as wav2vec 2.0, HuBERT and WavLM take it; other models want spectrograms.
 RAW_AUDIO = "Wav2Vec2FeatureExtractor"
-STEPS = ("do_center_crop", "do_normalize", "do_rescale")  # of an image processor
+STEPS = ("do_center_crop", "do_normalize", "do_rescale")  # options of an image processor
 MAY_HAVE_SEVERAL_LABELS = ("text-classification", "image-classification")
 
 

@@ -24,7 +24,7 @@ LibraryPreparation = Callable[["Image"], NDArray[np.float32]]
 # Of a pixel's 255 levels. Both compute in float32, which leaves 0.0001; one pixel that is rounded otherwise would be 1.
 MAX_DIFFERENCE = 0.01
 LEVIT_RATIO = 256 / 224
-CONVNEXT_UNCUT = 384  # from this edge on, ConvNeXT's pictures are not cut
+CONVNEXT_UNCUT = 384  # ConvNeXT's pictures of this edge length and above are not cropped
 UPRIGHT = 0x112  # Exif's tag of the orientation
 TURNED = 6  # its value for a picture that lies on its side
 

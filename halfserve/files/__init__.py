@@ -1,1 +1,1 @@
-"""What all stages do with files: atomic writes, object storage, and ONNX files read without the onnx package."""
+"""File operations that all stages share: atomic writes, object storage, and ONNX files read without the onnx package."""
