@@ -376,11 +376,11 @@ class CustomMetric:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyFigures:
-    """What is told of latencies under Triton's names.
+    """Selection of the latency metrics that have Triton's names.
 
     Attributes:
         has_counters: whether there are counters of durations.
-        quantiles: of the summaries, each between 0 and 1; empty for no summaries.
+        quantiles: quantiles of the summaries, each between 0 and 1; empty for no summaries.
     """
 
     has_counters: bool = True
@@ -392,7 +392,7 @@ class ServerFigures:
     """Counters since the start, and gauges that other parts of the server provide.
 
     Attributes:
-        latencies: choice of the latency metrics; set before there are models.
+        latencies: selection of the latency metrics; set before there are models.
         refused: number of inference requests that reached no model's queue, by `reason_of` the error.
         readings: functions that return a gauge's value, by name, such as "connections".
         custom_metrics: returns the metrics that models declare.

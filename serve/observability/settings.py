@@ -42,7 +42,7 @@ class AccessLog(StrEnum):
 
 
 class TraceLevel(StrEnum):
-    """What is traced from the start."""
+    """Level of traces at the start: TIMESTAMPS traces requests, OFF none."""
 
     OFF = "OFF"
     TIMESTAMPS = "TIMESTAMPS"

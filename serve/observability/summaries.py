@@ -1,4 +1,4 @@
-"""Summaries of latencies with quantiles, as Triton has them: --metrics-config.
+"""Triton's summaries of latencies with quantiles, which --metrics-config selects.
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html
 """
@@ -15,7 +15,7 @@ from halfserve.serve.observability.metrics import CACHE_COUNTERS, TRITON_COUNTER
 
 SETTINGS = ("counter_latencies", "summary_latencies", "summary_quantiles")
 BOOLS = {"true": True, "false": False}
-QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
 DURATIONS = {f"nv_inference_{name}" for name, *_ in TRITON_COUNTERS if name.endswith("_us")}
 LATENCY_COUNTERS = DURATIONS | {name for name, *_ in CACHE_COUNTERS}
 # Name, text, the count and sum since the model was loaded, and the stage that has quantiles.
@@ -26,7 +26,7 @@ SUMMARIES: tuple[tuple[str, str, Callable[[Totals], Duration], str], ...] = (
     ("nv_inference_compute_infer_summary_us", "Time in the backend", lambda t: t.compute_infer, "compute_infer"),
     ("nv_inference_compute_output_summary_us", "Time to take outputs apart", lambda t: t.compute_output, "compute_output"),
 )
-# Of models with a response cache, which have no summary of whole requests, as in Triton.
+# Summaries of models with a response cache, which have none of whole requests, as in Triton.
 CACHE_SUMMARIES: tuple[tuple[str, str, Callable[[Totals], Duration], str], ...] = (
     ("nv_cache_hit_summary_us", "Time of the look-ups that found an answer; without quantiles", lambda t: t.cache_hit, ""),
     ("nv_cache_miss_summary_us", "Time of the others, and of keeping answers; without quantiles", lambda t: t.cache_miss, ""),
@@ -34,7 +34,7 @@ CACHE_SUMMARIES: tuple[tuple[str, str, Callable[[Totals], Duration], str], ...] 
 
 
 def summary_metrics(models: Sequence[Model], quantiles: Sequence[float]) -> Iterator[Metric]:
-    """The nv_*_summary_us metrics: counts and sums since the model was loaded, and quantiles of the last minute."""
+    """Yield the nv_*_summary_us metrics: counts and sums since the model was loaded, and quantiles of the last minute."""
     found = [(model, model.statistics.quantiles(quantiles)) for model in models]
     for name, text, read, stage in (*SUMMARIES, *CACHE_SUMMARIES):
         metric = Metric(name, text, "summary")
@@ -51,13 +51,13 @@ def summary_metrics(models: Sequence[Model], quantiles: Sequence[float]) -> Iter
 
 
 def latency_figures(settings: Sequence[str]) -> LatencyFigures:
-    """What Triton's settings of metrics ask for.
+    """Parse Triton's settings of metrics.
 
     Args:
-        settings: each NAME=VALUE; the last one of a name counts.
+        settings: texts NAME=VALUE; the last one of a name counts.
 
     Raises:
-        ValueError: a name or a value is invalid; the text says what was expected.
+        ValueError: a name or a value is invalid; the message says what was expected.
     """
     values: dict[str, str] = {}
     for setting in settings:

@@ -15,18 +15,18 @@ from halfserve.serve.engine.repository.picture_inputs import LACKING
 from halfserve.serve.engine.requests import LateArray
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
-LARGE_BYTES: Final = 2**26  # of memory while a picture is decoded
-_large: Final = Lock()  # one picture that takes more is decoded at a time, whatever the number of instances
+LARGE_BYTES: Final = 2**26  # memory to decode a picture from which on only one is decoded at a time
+_large: Final = Lock()  # held while a large picture is decoded, so that all instances together decode one
 
 
 def encoded_spec(spec: TensorSpec, dimensions: int) -> TensorSpec:
-    """The tensor of encoded pictures that an input takes in place of pixels: BYTES of shape [n], or [n, 1]."""
+    """Return the spec of encoded pictures that an input takes in place of pixels: BYTES of shape [n], or [n, 1]."""
     shape = (ANY_SIZE, 1) if dimensions == 2 else (ANY_SIZE,)
     return TensorSpec(name=spec.name, datatype=BY_WIRE["BYTES"], shape=shape)
 
 
 def late_pictures(name: str, encoded: Array | LateArray, preparation: PicturePreparation) -> LateArray:
-    """Prepared pixels, uint8 (n, height, width, 3), of encoded pictures (n,) or (n, 1), which are read on first use."""
+    """Return prepared pixels, uint8 (n, height, width, 3), of encoded pictures (n,) or (n, 1), which are read on first use."""
     shape = (encoded.shape[0], preparation.height, preparation.width, 3)
 
     def read() -> Array:

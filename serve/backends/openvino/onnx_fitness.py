@@ -23,8 +23,8 @@ WRONG = frozenset(
         *("Resize", "RoiAlign", "SpaceToDepth", "TopK"),
     }
 )
-# Operators whose result for only infinities is wrong. Integers have none: PyTorch's `any` is exported as a maximum of integers,
-# which the masks of transformers contain.
+# Operators whose result for only infinities is wrong. Integers have none: the masks of transformers contain PyTorch's `any`,
+# which is exported as a maximum of integers.
 WRONG_OF_INFINITIES = frozenset({"ReduceMax", "ReduceMin"})
 INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
 # Operators without a right answer to compare with.

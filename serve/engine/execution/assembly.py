@@ -30,8 +30,7 @@ def assemble(requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], 
 
     Returns:
         All rows, with the padding if it costs no copy. The memory may be that of a single request, or be reused by this
-        thread's
-            next batch.
+        thread's next batch.
 
     Raises:
         InferenceError: bytes in shared memory cannot be read.

@@ -194,7 +194,7 @@ class Instance:
     def run(self, requests: list[InferRequest], finished: Finished) -> None:
         """Start a batch, after the running one if there is one.
 
-        `finished` is called once, later, with the results. `is_up` tells then whether the copy can take more.
+        `finished` is called once, later, with the results. Afterwards `is_up` tells if the copy can take more.
         """
         loop = asyncio.get_running_loop()
         job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
@@ -210,7 +210,7 @@ class Instance:
         return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider in CALLING_PROVIDERS
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
-        """Compute a short batch on the calling thread, while no other runs. Afterwards `is_up`: the copy can take more."""
+        """Compute a short batch on the calling thread, while no other runs. Afterwards `is_up` tells if it can take more."""
         results, fault = self._results(requests, self._copy)
         if fault is not None:
             self._take_out(fault, asyncio.get_running_loop())

@@ -225,8 +225,7 @@ class OutputTally:
 
         Returns:
             Its error relative to the output's size, which is the largest reference of the latest runs: relative to an answer
-            that
-                happens to be near 0 throughout, any rounding would look large.
+            that happens to be near 0 throughout, any rounding would look large.
         """
         self._scale = max(distance.scale, self._scale * SCALE_MEMORY)
         scaled = distance.error / max(self._scale, LEAST_SCALE)
