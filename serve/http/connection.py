@@ -54,7 +54,7 @@ class HttpConnection(H11Protocol):
         self._held_bytes = 0  # of a large answer that is not read to its end: the transport keeps it whole
         self._share = budget.share(is_known=True, press=self._press)
         self._leaving: asyncio.TimerHandle | None = None  # the client's end
-        self._drops = False  # what still comes
+        self._drops = False  # whether further input is dropped
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)

@@ -16,7 +16,7 @@ _TEI_TYPES = {429: "Overloaded", 503: "Unhealthy"}
 
 
 class Fault(StrEnum):
-    """What is wrong with an input."""
+    """Fault of an input, as validation errors describe it."""
 
     WRONG = "wrong"
     EMPTY = "empty"
@@ -33,7 +33,7 @@ class InputError(InvalidArgumentError):
 
     Attributes:
         param: the field's name.
-        fault: what is wrong with it.
+        fault: description of the fault.
     """
 
     def __init__(self, text: str, *, param: str, fault: Fault = Fault.WRONG) -> None:
@@ -46,9 +46,9 @@ def in_form(path: str, status: int, text: str, error: Exception | None = None) -
     """The status and the JSON of an error.
 
     Args:
-        path: that was requested.
+        path: requested path.
         status: the usual one of HTTP.
-        text: for the client.
+        text: message for the client.
         error: the cause, where it is known.
     """
     if path in TEI_PATHS:

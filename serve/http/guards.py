@@ -50,10 +50,10 @@ class BrowserGuard:
         """A guard.
 
         Args:
-            app: that is guarded.
+            app: ASGI application to guard.
             host: the address that is listened on.
             allowed_hosts: names that requests may be for, besides localhost, addresses and this machine's own name.
-            allowed_origins: whose pages may send inference requests; "*" allows all.
+            allowed_origins: origins of pages that may send inference requests; "*" allows all.
         """
         self._app = app
         self._origins = frozenset(allowed_origins)
@@ -127,7 +127,7 @@ class TokenGuard:
 
         Args:
             app_of: makes an application that answers from a service.
-            service: of all models.
+            service: methods of all models.
             gate: admits requests, and restricts the service.
         """
         self._app_of = app_of

@@ -59,10 +59,10 @@ class HttpServer:
             app: an ASGI application.
             host: a name or address of this machine.
             port: 0 finds a free one.
-            limits: of each client.
+            limits: connection limits of each client.
             budget: the memory of all clients; None makes a default one for this port alone.
             option: names the port in the text of a BindError.
-            tls: with certificate and key loaded; None leaves the port plain.
+            tls: TLS context with certificate and key loaded; None leaves the port plain.
             listening: inherited sockets, in place of host and port.
             connections: a limit of all servers of this process together.
         """

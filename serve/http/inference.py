@@ -213,10 +213,10 @@ def read_request(body: bytes, json_bytes: int | None, model: str, version: str) 
     """Decode a body.
 
     Args:
-        body: as received, decompressed.
+        body: bytes of the body, decompressed.
         json_bytes: length of its JSON; None is all.
         model: its name, from the path.
-        version: from the path; "" is the latest.
+        version: version in the path; "" for the latest.
 
     Raises:
         InvalidArgumentError: a field is missing or invalid; the text names it.

@@ -25,11 +25,11 @@ class HttpLimits:
     """Limits of each client.
 
     Attributes:
-        max_body_bytes: of one request, as received.
-        max_small_body_bytes: of a request without tensors or model files, as received and decompressed.
-        max_text_body_bytes: of a request whose texts are to be tokenized, as received and decompressed.
-        max_inflated_bytes: of a compressed request, decompressed.
-        max_header_bytes: of one request's line and headers.
+        max_body_bytes: size limit of one request, as received.
+        max_small_body_bytes: size limit of a request without tensors or model files, as received and decompressed.
+        max_text_body_bytes: size limit of a request whose texts are tokenized, as received and decompressed.
+        max_inflated_bytes: size limit of a compressed request, decompressed.
+        max_header_bytes: size limit of one request's line and headers.
         max_connections: open at the same time on one port; more are refused.
         header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
         stall_s: seconds without progress after which a body, an unread answer, or a client that still sends a refused body is
@@ -57,14 +57,14 @@ class HttpOptions:
     """How to serve HTTP.
 
     Attributes:
-        port: of the REST interface and the page; 0 finds a free one.
-        metrics_port: of the metrics alone; 0 finds a free one, None has none.
+        port: TCP port of the REST interface and the page; 0 for a free one.
+        metrics_port: TCP port of the metrics alone; 0 for a free one, None for no such port.
         page: whether the page for people is served at "/".
         allowed_hosts: names by which browsers may address this server, besides localhost, addresses and the machine's own name.
             If some are given, or if the server listens on this machine alone, requests for other names are refused;
             otherwise only pages' requests that change something are (DNS rebinding).
-        allowed_origins: whose pages may send inference requests (CORS), such as "https://app.example"; "*" allows all.
-        limits: of each client.
+        allowed_origins: origins that may send inference requests (CORS), such as "https://app.example"; "*" allows all.
+        limits: connection limits of each client.
     """
 
     port: int = 8000

@@ -36,7 +36,7 @@ class RequestMemory:
     """The memory of one request, which may be refused while the rest of its body is awaited, if other clients need memory.
 
     Attributes:
-        share: of the memory budget.
+        share: the connection's share of the memory budget.
         size: bytes of the body.
     """
 
@@ -211,7 +211,7 @@ async def answered_or_gone(request: Request, answered: asyncio.Future[Any], canc
     """Wait for an answer, or until the client has closed the connection; the answer is then cancelled.
 
     Args:
-        request: whose body is received.
+        request: request whose body is received.
         answered: the answer to come; it may be an error, which is not raised here.
         cancel: called if there is no answer: the client has gone, or this wait is cancelled.
     """
@@ -249,10 +249,10 @@ def decompressed(body: bytes, coding: str, limit: int, advice: str = UNCOMPRESSE
     """Decompress a request's body.
 
     Args:
-        body: as received.
+        body: bytes of the body, as received.
         coding: the Content-Encoding; "" or "identity" is none.
         limit: bytes of the result; at most one more is ever inflated.
-        advice: what to do if the result is over the limit.
+        advice: advice to a client whose result is over the limit.
 
     Raises:
         UnsupportedError: the coding is unknown.

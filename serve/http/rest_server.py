@@ -35,8 +35,8 @@ class RestServer:
 
     Attributes:
         routes: everything that the first port answers.
-        port: of the REST interface and the page; 0 before it listens.
-        metrics_port: of the metrics alone; None without one.
+        port: TCP port of the REST interface and the page; 0 before it listens.
+        metrics_port: TCP port of the metrics alone; None without one.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ def guarded_application(
 
     Args:
         routes_of: makes the routes of a service.
-        service: of all models.
+        service: methods of all models.
         host: the address that is listened on.
-        options: of HTTP.
+        options: HTTP options.
         gate: admits requests; None admits all.
     """
     if gate is None:

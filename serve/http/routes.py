@@ -227,7 +227,7 @@ async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
     """The response message of an RPC.
 
     Raises:
-        InferenceError: as the RPC.
+        InferenceError: the errors of the RPC.
     """
     path = f"/{SERVICE}/{rpc}"
     unary = service.unary.get(path)

@@ -60,7 +60,7 @@ class MessageReader:
         self._limit = max_message_bytes
         self._max_inflated = max_message_bytes if max_inflated_bytes is None else max_inflated_bytes
         self._encoding = encoding
-        self._prefix = b""  # of the next message, as far as received
+        self._prefix = b""  # received part of the next message's prefix
         self._flag = 0
         self._missing: int | None = None  # bytes of the message; None while the prefix is incomplete
         self._pieces: list[bytes] = []
@@ -115,7 +115,7 @@ class MessageReader:
         """End the stream of messages.
 
         Raises:
-            InvalidArgumentError: in the middle of a message.
+            InvalidArgumentError: the stream ends within a message.
         """
         held = self.held_bytes
         if held:
@@ -162,7 +162,7 @@ class PartialMessage:
 
     @property
     def length(self) -> int:
-        """Of the whole message."""
+        """Length of the whole message."""
         return len(self._message)
 
     @property

@@ -113,7 +113,7 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Of the first socket."""
+        """Port of the first socket."""
         return int(self._sockets[0].getsockname()[1])
 
     def begin(self, sockets: Sequence[socket.socket]) -> None:

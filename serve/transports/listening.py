@@ -31,7 +31,7 @@ class Address(NamedTuple):
     host: str  # a name or address of this machine
     port: int  # 0 finds a free one
     option: str  # names the port in the text of a BindError
-    path: Path | None = None  # of a Unix socket, in place of host and port
+    path: Path | None = None  # Unix socket, in place of host and port
 
 
 def listen(address: Address) -> list[socket.socket]:

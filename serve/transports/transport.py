@@ -51,10 +51,10 @@ def make_transport(
     """A transport that does not listen yet.
 
     Args:
-        name: of the transport.
-        service: to serve.
-        host: to listen on.
-        port: to listen on.
+        name: name of the transport.
+        service: methods to serve.
+        host: address to listen on.
+        port: TCP port to listen on.
         guard: TLS, tokens and the Unix socket; None admits every client.
         listening: sockets shared with other processes, used in place of host and port (NGHTTP2).
         connections: limit over all servers of the process (NGHTTP2).

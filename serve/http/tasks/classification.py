@@ -18,7 +18,7 @@ from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_cou
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
 from halfserve.serve.http.tasks.text_models import CLASSIFICATION, labels_of
 
-RESULT_BYTES = 48  # of JSON, without the label
+RESULT_BYTES = 48  # JSON of one result, without the label
 
 
 class ClassificationRoutes:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
 MAX_DESCRIBED: Final = 65_536  # tokens in one request: 6 MB of JSON, written in 0.1 s
-TEXT_BYTES: Final = 600  # of memory, of the objects of a text
-SPECIAL_BYTES: Final = 128  # of a special token's text
+TEXT_BYTES: Final = 600  # memory of the objects of one text
+SPECIAL_BYTES: Final = 128  # memory of a special token's text
 TOGETHER: Final = 256  # tokens described at once: a description takes 1 us and 500 bytes
-PIECE_BYTES: Final = 16_384  # of JSON, written at once
+PIECE_BYTES: Final = 16_384  # size of the pieces in which JSON is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class DescribedTokens:
     """The tokens of one text, in 12 bytes each.
 
     Attributes:
-        text: that was tokenized.
+        text: tokenized text.
         ids: int32 (tokens,).
         places: int32 (tokens, 2): the first character of each token, and the one after its last.
         special: the texts of special tokens, which have no place in the text, by their index.

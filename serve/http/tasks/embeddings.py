@@ -34,7 +34,7 @@ from halfserve.serve.http.tasks.text_models import EMBEDDINGS
 DIMENSIONS = "halfserve.embedding_dimensions"
 IDS_SETTING = "halfserve.token_ids"
 FORMATS = ("float", "base64")
-JSON_BYTES = 12  # of a number
+JSON_BYTES = 12  # size of a number in JSON
 NO_PROMPT = "write the prompt in front of each text"
 
 

@@ -55,12 +55,12 @@ DATA_URL: Final = "data:"
 
 @dataclass(frozen=True, kw_only=True)
 class AskedPicture:
-    """What a body asks.
+    """Content of a classification request.
 
     Attributes:
         data: an encoded picture.
         top: the number of classes that are wanted.
-        function: which of FUNCTIONS makes scores; None for the model's own.
+        function: name in FUNCTIONS of the function that makes scores; None for the model's own.
     """
 
     data: bytes
@@ -198,7 +198,7 @@ def _read_json(content: Content) -> AskedPicture:
 
 
 def _function_of(model: Model, count: int) -> str:
-    """Which of FUNCTIONS makes a model's scores, as transformers' pipeline chooses it."""
+    """Return the name in FUNCTIONS of a model's score function, as transformers' pipeline chooses it."""
     is_each_alone = own_parameter(model.config, "halfserve.label_scores") == "sigmoid" or count == 1
     return "sigmoid" if is_each_alone else "softmax"
 

@@ -31,7 +31,7 @@ from halfserve.serve.http.tasks.text_bodies import (
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows, sigmoid
 from halfserve.serve.http.tasks.text_models import RERANK
 
-RESULT_BYTES = 64  # of JSON, without the document
+RESULT_BYTES = 64  # JSON of one result, without the document
 
 
 class RerankRoutes:

@@ -17,9 +17,9 @@ from halfserve.serve.http.error_forms import Fault, InputError
 MAX_BRACKETS = 32_768
 MAX_COMMAS = 262_144
 MAX_QUOTES = 65_536  # besides escaped ones
-VALUE_BYTES = 64  # of memory, for each of these characters
+VALUE_BYTES = 64  # memory for each of these characters
 CONTAINER_BYTES = 128  # more, for a list or an object
-LOCKED_BYTES = 65_536  # of a body whose values are counted under the interpreter lock; numpy releases it, which takes longer
+LOCKED_BYTES = 65_536  # largest body whose values are counted under the interpreter lock; numpy releases it, which takes longer
 PARSER_TIMES = 12  # times the body's bytes: what orjson takes while it parses
 MAX_INPUTS = 2048  # texts in one request, as OpenAI's
 MAX_ECHO = 40  # characters of a client's own value in an error's text

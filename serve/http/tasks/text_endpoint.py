@@ -1,4 +1,4 @@
-"""What all text endpoints share: from a request to its content and model, from texts to vectors, and the answer's JSON."""
+"""Steps of all text endpoints: from a request to its content and model, from texts to vectors, and the answer's JSON."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class TextEndpoint:
         """Compute a row for each text.
 
         Args:
-            request: that is answered.
-            model: for all rows; if its version is replaced meanwhile, the rows are computed by the new one.
+            request: request to answer.
+            model: model that computes all rows; if its version is replaced meanwhile, the rows are computed by the new one.
             make_work: says how a version tokenizes the texts.
 
         Returns:
@@ -164,7 +164,7 @@ class TextEndpoint:
         """A response of JSON, written on a thread if it is large.
 
         Args:
-            request: that is answered.
+            request: request to answer.
             size: bytes of the response, about.
             write: makes the JSON.
 
@@ -179,7 +179,7 @@ class TextEndpoint:
         """The result of `work`, which is counted and done on a thread if it is about many bytes."""
         if size <= self._limits.inline_bytes:
             return work()
-        memory_held(request).grow(2 * size)  # of the parts, and of the whole that they are joined to
+        memory_held(request).grow(2 * size)  # the parts, and the whole that they are joined to
         return await asyncio.to_thread(work)
 
     def refuse(self, request: Request, name: str, error: InferenceError) -> None:

@@ -36,16 +36,16 @@ RERANK: Final = frozenset({"rerank"})
 CLASSIFICATION: Final = frozenset({"text-classification"})
 TEXT_TASKS: Final = EMBEDDINGS | RERANK | CLASSIFICATION
 TOKENIZER: Final = "tokenizer.json"
-MAX_TOKENS: Final = 32_768  # of a text, where the tokenizer says none
+MAX_TOKENS: Final = 32_768  # limit for one text, where the tokenizer has none
 # A text with more characters for each token that the model takes is refused, or cut, before it is tokenized: real text has 3
 # to 6. So the time to tokenize is bounded.
 CHARACTERS_PER_TOKEN: Final = 64
 MAX_CHARACTERS: Final = 262_144  # of a text in any case: the longest takes 0.1 to 0.4 s, and 8 characters for each token
-MAX_CHARACTERS_TOGETHER: Final = 8 * 2**20  # of a request's texts, the query counted with each text
+MAX_CHARACTERS_TOGETHER: Final = 8 * 2**20  # limit for all texts of a request, with the query counted for each text
 RAW_ENTRY: Final = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
 IDS, MASK, TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
 INPUTS: Final = (IDS, MASK, TYPE_IDS)
-ROW_BYTES: Final = 256  # of the objects of a row
+ROW_BYTES: Final = 256  # memory of the objects of one row
 
 
 def task_of(model: Model) -> str:
@@ -122,7 +122,7 @@ class TextModel:
         """Rows of texts, or of pairs of texts.
 
         Args:
-            texts: with characters.
+            texts: texts of at least one character.
             param: the field of the request that they come from.
             truncate: whether to cut texts that are too long.
 
@@ -144,7 +144,7 @@ class TextModel:
         """Rows of token ids as the client gives them.
 
         Raises:
-            InputError: from `tokens_of`, where there is no id, there are too many, or one is not in the vocabulary.
+            InputError: `tokens_of` raises it where there is no id, there are too many, or one is not in the vocabulary.
         """
         return TokenizerWork(
             characters=[CHARACTERS_PER_TEXT + len(row) for row in ids],
@@ -166,7 +166,7 @@ class TextModel:
         """The tokens of each text as TEI describes them.
 
         Args:
-            texts: with characters.
+            texts: texts of at least one character.
             param: the field of the request that they come from.
             with_special: whether to add special tokens, which have no place in the text.
 

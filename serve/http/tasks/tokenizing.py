@@ -18,7 +18,7 @@ from halfserve.serve.http.request_body import memory_held
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
 PIECE_CHARACTERS: Final = 16_384  # tokenized at once, which takes 3 to 25 ms; at least one text
 CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, besides its own
-BYTES_PER_CHARACTER: Final = 640  # of memory while a text is tokenized, at most; 50 to 600 were measured
+BYTES_PER_CHARACTER: Final = 640  # most memory while a text is tokenized; 50 to 600 were measured
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
 
 
@@ -26,7 +26,7 @@ class Tokenized(Protocol):
     """The tokens of one text."""
 
     @property
-    def nbytes(self) -> int: ...  # of memory
+    def nbytes(self) -> int: ...
 
 
 R = TypeVar("R", bound=Tokenized)
@@ -38,7 +38,7 @@ class TokenizerWork(Generic[R]):
     """Texts to tokenize.
 
     Attributes:
-        characters: for each text, how many characters cost as much time.
+        characters: cost of each text, as the number of characters that take as much time.
         tokens_of: the tokens of the texts with these indices; called on any thread, for one piece after the other.
     """
 
@@ -76,7 +76,7 @@ class TokenizerThreads:
         """The result of one piece of work, which is done on a thread when it is the client's turn.
 
         Args:
-            request: that the work is for.
+            request: request that the work belongs to.
             size: bytes of memory that the work takes meanwhile.
             work: releases the interpreter lock most of the time.
             is_long: whether it takes longer than PIECE_CHARACTERS do.

@@ -39,7 +39,7 @@ class _OneMessageCall:
         self._session = session
         self._stream = stream
         self._encoding = encoding
-        self._reader: MessageReader | None = None  # of a request in pieces, or compressed
+        self._reader: MessageReader | None = None  # reads a request that comes in pieces or compressed
         self._message: bytes | memoryview | None = None
         self._ended = self._failed = False
         self._grown_s = session.heard_s
@@ -50,7 +50,7 @@ class _OneMessageCall:
 
     @property
     def _max_bytes(self) -> int:
-        """Of the request."""
+        """Size limit of the request in bytes, decompressed."""
         return self._session.limits.max_small_message_bytes
 
     def take(self, message: bytes | memoryview) -> None:
@@ -193,7 +193,7 @@ class Calls:
 
         Args:
             fields: the headers of a call.
-            share: of the memory budget; it is trusted once the connection has shown a token, or if none is required.
+            share: share of the memory budget; trusted once the connection has shown a token, or if none is required.
         """
         headers = dict(fields)
         if self._gate is None:

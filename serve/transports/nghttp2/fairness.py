@@ -24,8 +24,8 @@ MIB: Final = 2**20
 # A factor of `max_header_bytes`. Up to it the call alone is refused; a longer list ends the connection before it is decoded
 # to its end. A field counts at least 32 bytes and costs the event loop about 0.3 us.
 HOPELESS_HEADERS: Final = 2
-MESSAGES_A_TURN: Final = 256  # of a connection, per loop iteration
-COUNTS_AS_ONE_BYTES: Final = 2**16  # of a message
+MESSAGES_A_TURN: Final = 256  # limit per connection and loop iteration
+COUNTS_AS_ONE_BYTES: Final = 2**16  # a larger message counts as several
 BUSY_POLL_S = 250e-6
 MAX_WORTH: Final = 8  # upper bound of the score, so that a few failures in a row stop polling
 FAILURE: Final = 2  # successes that one failure cancels
@@ -36,9 +36,9 @@ TRY_EVERY: Final = 64  # responses between trials while polling does not pay
 class TransportLimits:
     """Limits of one client."""
 
-    max_message_bytes: int = 2**31 - 1  # of a request that carries tensors or model files, decompressed
-    max_inflated_bytes: int = 64 * MIB  # of such a request if it is compressed; inflating blocks the event loop
-    max_small_message_bytes: int = 4 * MIB  # of a request of any other method, decompressed
+    max_message_bytes: int = 2**31 - 1  # limit of a request with tensors or model files, decompressed
+    max_inflated_bytes: int = 64 * MIB  # limit of such a request if it is compressed; inflating blocks the event loop
+    max_small_message_bytes: int = 4 * MIB  # limit of a request of any other method, decompressed
     max_connections: int = 10_000  # open at the same time; `serve/protocol/open_files.py` may allow fewer
     max_streams: int = 1024  # calls in flight on one connection
     # Of one call's headers, decompressed; a larger call is refused. Twice as many end the connection
@@ -52,7 +52,7 @@ class TransportLimits:
     # Of unfinished messages on one connection. Beyond it only the oldest message continues; 16 stream windows beyond it, the
     # others are refused.
     max_held_bytes: int = 64 * MIB
-    max_unsent_bytes: int = MIB  # of responses of one streaming call before its requests wait
+    max_unsent_bytes: int = MIB  # unsent responses of a streaming call, from which on its requests wait
     # Resets that a client may send at once before its connection is closed. It is large because clients reset every call whose
     # deadline passes, and a reset costs no more than its request.
     reset_burst: int = 10_000

@@ -53,7 +53,7 @@ from halfserve.serve.transports.nghttp2.pending_requests import Call, PendingReq
 CONTENT_LENGTH: Final = b"content-length"
 
 MAX_TEMPLATES: Final = 64  # templates of one connection: clients vary their deadlines
-MAX_BLOCK_BYTES: Final = 1024  # of a header block to cache; inspecting one takes up to 2 us a field
+MAX_BLOCK_BYTES: Final = 1024  # largest header block to cache; inspecting one takes up to 2 us a field
 
 # Minimal headers that open a stream in libnghttp2.
 _CALL: Final = METHOD_POST + SCHEME_HTTP + PATH_ROOT + AUTHORITY + literal(b"x")
@@ -97,8 +97,8 @@ class FastPath:
         self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
         self.calls = calls  # all calls in flight by stream, libnghttp2's included
         self.granted: dict[int, int] = {}  # unanswered fast-path calls by stream, with their additional send window
-        self.requests = PendingRequests(limits, share)  # of these calls, while incomplete
-        self.templates: dict[bytes, CallTemplate] = {}  # by header block
+        self.requests = PendingRequests(limits, share)  # incomplete requests of these calls
+        self.templates: dict[bytes, CallTemplate] = {}  # keys are header blocks
         self.spare = 0  # bytes of the connection's send window
         self.latest = self.http2_latest = 0  # the highest stream opened by the client, and the highest known to libnghttp2
         self.unsent: list[bytes] = []  # frames to send

@@ -31,7 +31,7 @@ NEAR_HALF: Final = 3 / 8
 WIDER: Final = 4  # times the withheld bytes
 MAX_WINDOW_BYTES: Final = 2**31 - 1
 WRITE_BYTES: Final = 2**18  # per write: the rest stays in libnghttp2, where it can still be dropped
-MIN_PROGRESS_BYTES: Final = 16_384  # that a client must read within its time limit
+MIN_PROGRESS_BYTES: Final = 16_384  # a client must read so much within its time limit
 NO_ERROR: Final = 0x00
 
 
@@ -246,7 +246,7 @@ class SendBuffer:
 
         Args:
             buffered: bytes in the socket's own buffer.
-            now_s: on the loop's clock.
+            now_s: current time on the loop's clock.
         """
         unsent = self._http2.queued_body_size() + buffered
         left = self.unsent - unsent

@@ -34,15 +34,15 @@ from halfserve.serve.transports.nghttp2.frames import (
     head_of,
 )
 
-FRAMES_A_TURN: Final = 512  # of one connection per loop iteration; a call has two to four
+FRAMES_A_TURN: Final = 512  # limit per connection and loop iteration; a call has two to four
 # Encoded header bytes that libnghttp2 decodes per iteration: one byte can be a field. A usual call has 50 to 250.
 HEADER_BYTES_A_TURN: Final = 4096
-MAX_WAIT_BYTES: Final = 16_384  # of a frame that is buffered until complete
+MAX_WAIT_BYTES: Final = 16_384  # largest frame that is buffered until it is complete
 WINDOW_UPDATE_HEAD: Final = 4 << 8 | WINDOW_UPDATE
 RST_STREAM_HEAD: Final = 4 << 8 | RST_STREAM
 HEADER_FRAMES: Final = frozenset({HEADERS, CONTINUATION})
-LARGE_BYTES: Final = 16_384  # of input that is not copied before it is parsed
-MIN_RUN_BYTES: Final = 4096  # of frames that are taken many at a time
+LARGE_BYTES: Final = 16_384  # smallest input that is parsed without a copy
+MIN_RUN_BYTES: Final = 4096  # smallest input whose frames are taken many at a time
 
 Bytes = bytes | memoryview
 
@@ -65,11 +65,11 @@ class FrameReader:
         """`max_block_bytes` limits one encoded header list."""
         self._calls = calls
         self._max_block_bytes = max_block_bytes
-        self._block_bytes = 0  # of the latest header list, which CONTINUATION may extend
+        self._block_bytes = 0  # size of the latest header list, which CONTINUATION may extend
         self._rest = b""  # an incomplete frame, or frames left for a later iteration
         self._has_more = False  # in _rest
         self._left = PREFACE_BYTES  # bytes missing of a frame that is passed on in pieces
-        self._stream, self._flags = 0, 0  # of that DATA frame; stream 0 if libnghttp2 gets it unchanged
+        self._stream, self._flags = 0, 0  # stream and flags of that DATA frame; stream 0 if libnghttp2 gets it unchanged
 
     def read(self, data: Bytes, handler: FrameHandler) -> bool:
         """Read received bytes.

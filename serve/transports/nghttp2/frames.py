@@ -31,7 +31,7 @@ MAX_FRAME_SIZE: Final = 5
 MAX_HEADER_LIST_SIZE: Final = 6
 
 FRAME_BYTES: Final = 2**20  # of a received frame: fewer, larger frames for large tensors
-PREFACE_BYTES: Final = 24  # of the client connection preface
+PREFACE_BYTES: Final = 24  # length of the client connection preface
 # Before the first SETTINGS.
 DEFAULT_TABLE_BYTES: Final = 4096
 DEFAULT_WINDOW_BYTES: Final = 65_535

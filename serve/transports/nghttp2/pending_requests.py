@@ -19,7 +19,7 @@ class Call(Protocol):
     is_unary: bool  # it is a UnaryCall
 
     @property
-    def held_bytes(self) -> int: ...  # of an unfinished message
+    def held_bytes(self) -> int: ...  # size of the unfinished message
     def receive(self, data: bytes) -> int: ...  # take received bytes; returns how many of them to acknowledge at once
     def receive_last(self, data: bytes) -> int: ...  # take the last bytes of the client; returns as `receive`
     def end(self) -> None: ...  # the client ended the stream without further data
@@ -52,7 +52,7 @@ class PendingRequests:
         self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes, limits.max_small_message_bytes)
         self._max_reserved = limits.max_held_bytes
         self._reserved = 0  # bytes allocated for requests in pieces
-        self.calls: dict[int, UnaryCall] = {}  # that wait for their request, by stream
+        self.calls: dict[int, UnaryCall] = {}  # calls whose request is incomplete, by stream
         self.growing: dict[int, PartialMessage] = {}  # requests that arrive in pieces
         self.announced: dict[int, int] = {}  # bytes missing of requests with a content-length
         self.max_whole = min(self._max_growing + PREFIX_BYTES, FRAME_BYTES)  # bytes of a frame that may hold a whole request

@@ -42,7 +42,7 @@ class Nghttp2Server:
         tls: ssl.SSLContext | None = None,  # with certificate and key loaded; HTTP/2 is announced by ALPN
         gate: Gate | None = None,  # checks permissions; None admits every client
         budget: MemoryBudget | None = None,  # memory for all clients; None makes a default one
-        socket: Path | None = None,  # of a Unix socket for this user, used in place of host and port
+        socket: Path | None = None,  # Unix socket for this user, in place of host and port
         option: str = "--grpc-port",  # the port's option in the text of a BindError
         listening: Sequence[sockets.socket] = (),  # shared with other processes, used in place of host, port and socket
         connections: ConnectionLimit | None = None,  # over all servers of this process

@@ -45,8 +45,8 @@ FULL: Final = "the server holds as many requests and unread answers as it may (-
 UNREAD: Final = "the answers of this connection are not read as they come; read them, or have fewer requests in flight"
 LARGE_BYTES: Final = 16_384  # smaller requests are not counted: queue limits bound them, and counting costs too much
 FREE_CALLS: Final = 64  # calls in flight on one connection whose own memory is not counted
-CALL_BYTES: Final = 2048  # of memory per call in flight, besides its request
-STREAM_BYTES: Final = 16 * 1024  # of memory per streaming call, with task, timer and heap overhead
+CALL_BYTES: Final = 2048  # memory per call in flight, besides its request
+STREAM_BYTES: Final = 16 * 1024  # memory per streaming call, with task, timer and heap overhead
 WRONG_HEADERS: Final = (
     "HTTP/2 does not allow one of the call's headers; expected names in lower case, and values that neither begin nor end "
     "with a space"
@@ -80,9 +80,9 @@ class GrpcSession(ABC):
     def __init__(self, route: Route, limits: TransportLimits, budget: MemoryBudget) -> None:
         self._route = route
         self.limits = limits
-        self.share = budget.share(is_known=False, press=self._press, go_on=self._go_on)  # of the memory budget
+        self.share = budget.share(is_known=False, press=self._press, go_on=self._go_on)  # share of the memory budget
         self.quota = MessageQuota()
-        self._headers: tuple[Header, ...] = ()  # of the latest call, mostly repeated by the next
+        self._headers: tuple[Header, ...] = ()  # headers of the latest call, mostly repeated by the next
         self._open_call: OpenCall | None = None  # for these headers
         self._http2 = Connection(Role.SERVER, configuration(limits))
         self._calls: dict[int, Call] = {}

@@ -26,7 +26,7 @@ MAX_UNANSWERED = 256  # requests of one stream before reading pauses
 
 
 class _Stream:
-    """What both kinds of streaming calls share."""
+    """Base of both kinds of streaming calls."""
 
     is_unary = False
 
