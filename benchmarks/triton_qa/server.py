@@ -112,8 +112,11 @@ def _is_loading(port: int) -> bool:
 
 
 def _children(process: int) -> list[int]:
-    files = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
+    try:
+        files = Path(f"/proc/{process}/task").glob("*/children")
+        return [int(child) for file in files for child in file.read_text().split()]
+    except OSError:  # a thread or the process has ended since
+        return []
 
 
 def _descendants(process: int) -> Iterator[int]:
