@@ -41,7 +41,7 @@ APIS: Mapping[str, Api] = {
     "metadata": _api(("ServerMetadata", "ModelMetadata"), "/v2/?", MODEL, "/v1/models(/[^/]+)?|/info"),
     "inference": _api(
         ("ModelInfer", "ModelStreamInfer"),
-        f"{MODEL}/(infer|generate|generate_stream)",
+        f"{MODEL}/(infer|generate|generate_stream|classify)",
         "/v1/(embeddings|rerank)|/v2/rerank|/(embed|rerank|predict|tokenize)",
     ),
     "shared-memory": _api(MEMORY_METHODS, "/v2/(system|cuda)sharedmemory/.*"),

@@ -161,7 +161,8 @@ class Supervisor:
             return
         if self._code is not None:
             return
-        self._has_served |= worker.ready_s is not None and len(self._places) == 1
+        # It may have been ready and have ended since the last look.
+        self._has_served |= worker.ready_s is not None and all(other.is_ready for other in self._places if other is not place)
         if worker.ready_s is None and not self._has_served:
             if code < 0:  # a worker that exits by itself has logged the reason
                 logger.error("%s ended before it was ready: %s", _instead(place.title), in_words(code))
