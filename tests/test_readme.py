@@ -49,7 +49,7 @@ def test_the_first_screen_runs_word_for_word_in_a_fresh_clone(tmp_path: Path, fr
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, clone / name)
+        shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
     *first, second = first_screen()
     hidden = {"VIRTUAL_ENV", "PYTHONPATH", SWITCH}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
