@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from halfserve.compiled_build import SWITCH, build_in_use
 from tests.longest_first import spread
+from tests.ports import unused_port
 
 # As `halfserve` itself does, and before any test loads torch: see halfserve/cli.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -62,9 +62,7 @@ def _leaves_logging_alone() -> Iterator[None]:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return unused_port()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+
+from tests.ports import unused_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,9 +43,7 @@ def run_in_order(blocks: list[Block], folder: Path, port: int, *modules: Path) -
     Returns:
         How many blocks were run beside the servers.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        http_port = int(free.getsockname()[1])
+    http_port = unused_port()
     # `halfserve` and `python` of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *modules])), "COLUMNS": "120"}
