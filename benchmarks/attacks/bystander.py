@@ -20,10 +20,10 @@ ROWS, COLUMNS = 4, 64
 
 @dataclass
 class Account:
-    """What the client saw.
+    """Answers and latencies of the client.
 
     Attributes:
-        latencies_s: of each right answer, counted from when the request was due.
+        latencies_s: latency of each right answer in seconds, counted from when the request was due.
         lost: the error text of each request that got none.
         has_second: whether version 2 of the model "flip" was ready at the end.
     """
@@ -44,8 +44,8 @@ def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None
     Args:
         grpc_address: HOST:PORT of a server with the model "affine" (y = 2 x + 1).
         http_address: HOST:PORT of its REST interface, which is not asked.
-        token: to show, where the server asks for one.
-        tls: where the server speaks it.
+        token: token of the client; None if the server asks for none.
+        tls: TLS settings; None for a plain connection.
         stop: ends the loop.
     """
     del http_address

@@ -27,8 +27,8 @@ class Http2Client:
 
         Args:
             address: HOST:PORT.
-            settings: to send.
-            window_bytes: of the connection, for what the server sends.
+            settings: HTTP/2 settings to send.
+            window_bytes: flow-control window of the connection for the server's data.
         """
         self._socket = connected(address)
         self._socket.setblocking(False)

@@ -32,19 +32,19 @@ ATTACKER_NICENESS = 19  # the attacker stands for other machines: it is not to t
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What an attacker does.
+    """An attack, and the server that it meets.
 
     Attributes:
-        name: for the table and the command line.
+        name: name in the table and on the command line.
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
         save_models: writes the models that the attack needs into a repository, beside those of the client.
         bystander: the client beside it; takes the gRPC address, the REST address, a token or None, the TLS and what ends it.
         asks_for_tokens: whether the server does; the attacker has none either way.
         server_options: more of them for `halfserve serve`.
-        max_files: that the server may open; None leaves it as it is here.
+        max_files: number of files that the server may open; None leaves the limit of this process.
         tls: whether the server speaks it.
-        budget_mb: what the server may hold for clients in all; the peak may exceed it by 20 %. None: nothing is bounded.
+        budget_mb: memory limit for all clients together, in MB; the peak may exceed it by 20 %. None: nothing is bounded.
     """
 
     name: str
@@ -60,18 +60,18 @@ class Attack:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one attack did to the server and to a client beside it.
+    """Effect of one attack on the server and on a client beside it.
 
     Attributes:
         idle_mb: resident memory before it.
         peak_mb: the highest resident memory during it.
-        quiet: what the client saw before it.
-        attacked: what the client saw during it.
-        note: what the attacker says it reached.
-        log_lines: that the server wrote during it.
+        quiet: the client's answers before the attack.
+        attacked: the client's answers during the attack.
+        note: the attacker's report of what it reached.
+        log_lines: lines of the server's log during the attack.
         tracebacks: among them.
         has_reloaded: whether a version of a model that came during it was served at its end.
-        exit_code: of the server after SIGTERM.
+        exit_code: exit code of the server after SIGTERM.
     """
 
     idle_mb: float

@@ -7,7 +7,7 @@ import time
 from benchmarks.attacks.http2_client import Http2Client
 
 CONNECTIONS = 60
-STREAMS = 1000  # of each connection
+STREAMS = 1000  # streams per connection
 PAUSE_S = 0.01
 WATCH = b"/grpc.health.v1.Health/Watch"
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from halfserve import Client, ClientError
 
 REQUESTS = 350  # at the same time
-SLOW_NODES = 16  # of the second step, some 5 ms each
+SLOW_NODES = 16  # nodes of the second step, some 5 ms each
 COLUMNS = 2**20  # between the steps, of 4 bytes each
 TIMEOUT_S = 60.0
 CALLERS = 32

@@ -8,7 +8,7 @@ import time
 from benchmarks.attacks.http2_client import Http2Client, told
 
 CONNECTIONS = 60
-STREAMS = 64  # of each connection
+STREAMS = 64  # streams per connection
 PAUSE_S = 0.01
 
 

@@ -15,7 +15,7 @@ from benchmarks.soaking.broken_clients import INFER, connected
 from halfserve.protos import inference_pb2 as pb
 
 CONNECTIONS, REST_CONNECTIONS = 60, 900
-STREAMS = 200  # of each connection
+STREAMS = 200  # streams per connection
 GREETING_S = 0.5
 PIPELINED = 3  # requests of each REST connection
 ROWS, COLUMNS = 2, 65_536  # of the model "large", whose answers are as large as its requests: half a megabyte

@@ -46,15 +46,15 @@ Start = Callable[[Callable[[Mapping[str, Any], list[WireTensor]], None], Callabl
 
 @dataclass(frozen=True, kw_only=True)
 class PythonModel:
-    """What all copies of one version have in common.
+    """A version of a Python model; all its copies share this.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         version: its number.
-        interface: as the model sees it.
+        interface: inputs and outputs as the model sees them.
         batched: its tensors begin with a batch dimension.
         is_decoupled: it gives any number of responses to a request.
-        path: of its model.py.
+        path: path of its model.py.
         has_strict_outputs: outputs of other shapes than configured are errors.
     """
 

@@ -102,7 +102,7 @@ class ResponseReader:
 
         Args:
             label: names the model in errors.
-            specs: of its outputs.
+            specs: names, datatypes and shapes of its outputs.
             batched: their shapes begin with a batch dimension.
             is_strict: any other shape than the configuration's is an error. Otherwise a warning names it once, as Triton lets
                 it pass.

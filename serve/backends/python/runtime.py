@@ -208,7 +208,7 @@ def _spec(entry: Any, where: str, *, batched: bool) -> TensorSpec:
 
 
 def _arguments(model: PythonModel, config: ModelConfig, placement: DevicePlacement) -> dict[str, str]:
-    """Of `initialize`."""
+    """Arguments of `initialize`."""
     on_gpu = placement.require_gpu
     return {
         "model_config": _json(config),

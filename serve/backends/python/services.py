@@ -1,4 +1,4 @@
-"""What the server does for a running model.py: logs, metrics, requests to other models, loading models."""
+"""Services of the server for a running model.py: logs, metrics, requests to other models, loading models."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
-LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)  # by Triton's number
+LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)  # index: Triton's number of the level
 Answer = Callable[[dict[str, Any], Sequence[WireTensor]], None]
 
 
 class Services:
-    """What all Python models of a server share.
+    """Services that all Python models of a server share.
 
     Attributes:
-        metrics: of the models.
+        metrics: metrics that the models declare.
         calls: reaches the other models; None until the server has a core.
     """
 
@@ -48,7 +48,7 @@ class Services:
 
 
 class CopyServices:
-    """What the server does for one copy of a model. Events come on one thread; replies leave on others.
+    """Services of the server for one copy of a model. Events come on one thread; replies leave on others.
 
     Attributes:
         caller: the execution in progress, which makes the calls; None between two.

@@ -25,7 +25,7 @@ class ForkedProcesses:
 
         Args:
             access: the server, as this process reaches it.
-            connections: of this process, which no fork may use or keep open.
+            connections: connections of this process, which no fork may use or keep open.
         """
         self._access = access
         self._connections = set(connections)

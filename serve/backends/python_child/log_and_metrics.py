@@ -55,7 +55,7 @@ class Logger:
 
 
 class MetricKind(IntEnum):
-    """What a metric does."""
+    """Kind of a metric: the changes that its value may take."""
 
     COUNTER = 0
     GAUGE = 1

@@ -37,7 +37,7 @@ class ModelFailedError(Exception):
     """A model.py raised an exception, or returned what it must not.
 
     Attributes:
-        traceback: for the log; empty where the message says all.
+        traceback: stack trace for the log; empty if the message says all.
         sent: the places in the batch of requests whose response was sent before, by a response sender.
     """
 

@@ -95,7 +95,7 @@ class InferenceResponse:
 
     @classmethod
     def from_reply(cls, reply: Reply) -> InferenceResponse:
-        """Of a request that the server has answered."""
+        """Response to a request that the server has answered."""
         message, tensors = reply
         error = message.get("error")
         return cls(
@@ -441,7 +441,7 @@ def text_of(value: str | bytes) -> str:
 
 
 def error_of(error: BaseException) -> TritonError:
-    """What the client of a model is told of an exception: one line."""
+    """Return an exception as the one-line error that a model's client gets."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  (of the exception's own __str__)

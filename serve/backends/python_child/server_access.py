@@ -1,4 +1,4 @@
-"""What the server does for a model while it runs: inference requests of its own, responses, logs, metrics, loading models."""
+"""Services of the server for a running model: inference requests of its own, responses, logs, metrics, loading models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerAccess(Protocol):
         """Have the server do something, and wait for its reply. An error comes as the reply's "error"."""
 
     def call_for_many(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Iterator[Reply]:
-        """The same with replies until one that has "final"."""
+        """Send a message and yield the replies up to one that has "final"."""
 
     def tell(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """Have the server do something, without a reply."""

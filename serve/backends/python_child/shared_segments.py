@@ -23,7 +23,7 @@ MOST_FREE_BYTES = 1 << 28
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0)
 AVAILABLE = hasattr(os, "memfd_create") and bool(SEALS)
 
-View = np.ndarray  # of bytes
+View = np.ndarray  # array of bytes
 
 
 def aligned(size: int) -> int:
@@ -36,9 +36,9 @@ class Segment:
 
     Attributes:
         number: names it between the two processes.
-        size: in bytes.
+        size: size in bytes.
         view: all its bytes.
-        fd: of the file until it has been sent, then -1.
+        fd: descriptor of the file until it has been sent, then -1.
     """
 
     __slots__ = ("fd", "number", "size", "view")
@@ -70,7 +70,7 @@ class SegmentPool:
 
     def __init__(self) -> None:
         self._lent: dict[int, Segment] = {}
-        self._free: list[Segment] = []  # by rising size
+        self._free: list[Segment] = []  # sorted by size
         self._made = 0
         self.dropped: list[int] = []  # numbers that the receiver should unmap
 

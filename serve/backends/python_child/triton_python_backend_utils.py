@@ -115,5 +115,5 @@ def get_model_dir() -> str:
 
 
 def set_model_dir(path: str) -> None:
-    """What `get_model_dir` returns from now on."""
+    """Set the folder that `get_model_dir` returns."""
     _Directory.path = path

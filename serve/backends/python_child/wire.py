@@ -57,7 +57,7 @@ class WireTensor(NamedTuple):
     """One tensor of a message.
 
     Attributes:
-        name: of the input or output.
+        name: name of the input or output.
         datatype: the protocol's name, such as "FP32".
         shape: its sizes.
         data: the elements: an array of `DTYPES[datatype]`, flat or of `shape`; for BYTES the encoded bytes.
