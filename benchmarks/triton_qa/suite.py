@@ -20,13 +20,13 @@ class Suite:
         models: builders of the model repository.
         methods: names of the methods to run, each with its class where that is needed ("Class::method"); empty for all.
         left_out: methods that are not run, with the reason.
-        flags: flags of tritonserver, besides the repository. "{models}" is the repository's path, "{tests}" the test file's folder
-            and "{root}" what contains the copy of the QA's folder.
+        flags: flags of tritonserver, besides the repository. "{models}" is the repository's path, "{tests}" the test file's
+            folder and "{root}" what contains the copy of the QA's folder.
         environment: variables of the test file and of the server, with the same three names.
         repository: the model repository, relative to the test file's folder.
         log: the file of the server's output, relative to the test file's folder.
-        ready_path: path that the server answers with status 200 before the first method; empty where it never is ready, then any
-            answer is enough, and no model may still be loading.
+        ready_path: path that the server answers with status 200 before the first method; empty where it never is ready, then
+            any answer is enough, and no model may still be loading.
         has_fresh_servers: whether each method gets a server of its own.
         kills_children_before: the method before which the server's child processes are killed.
         method_seconds: a method that takes longer has failed.
