@@ -72,7 +72,7 @@ def serve(
     more_paths: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PATH]...",
+            metavar="PATH",
             help="Further ones, on this disk; a model that two of them have is not served.",
             show_default=False,
         ),

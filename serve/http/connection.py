@@ -46,8 +46,8 @@ class HttpConnection(H11Protocol):
         self._scheduler = scheduler
         self.conn = EventTurns(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
-        self._waits = False  # for its turn to read
-        self._has_answered = False  # in this moment: its next request, if it has come, takes a turn of its own
+        self._waits = False  # whether it waits for its turn to read
+        self._has_answered = False  # while an answer ends: the next request, if it has come, takes a turn of its own
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
         self._unread_bytes, self._unread_since_s = 0, 0.0

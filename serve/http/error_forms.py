@@ -16,7 +16,7 @@ _TEI_TYPES = {429: "Overloaded", 503: "Unhealthy"}
 
 
 class Fault(StrEnum):
-    """Fault of an input, as validation errors describe it."""
+    """Kinds of wrong input; text-embeddings-inference has a status for each."""
 
     WRONG = "wrong"
     EMPTY = "empty"
@@ -33,7 +33,7 @@ class InputError(InvalidArgumentError):
 
     Attributes:
         param: the field's name.
-        fault: description of the fault.
+        fault: kind of the fault.
     """
 
     def __init__(self, text: str, *, param: str, fault: Fault = Fault.WRONG) -> None:

@@ -59,7 +59,7 @@ class HttpServer:
             app: an ASGI application.
             host: a name or address of this machine.
             port: 0 finds a free one.
-            limits: connection limits of each client.
+            limits: limits of each client.
             budget: the memory of all clients; None makes a default one for this port alone.
             option: names the port in the text of a BindError.
             tls: TLS context with certificate and key loaded; None leaves the port plain.

@@ -64,7 +64,7 @@ class HttpOptions:
             If some are given, or if the server listens on this machine alone, requests for other names are refused;
             otherwise only pages' requests that change something are (DNS rebinding).
         allowed_origins: origins that may send inference requests (CORS), such as "https://app.example"; "*" allows all.
-        limits: connection limits of each client.
+        limits: limits of each client.
     """
 
     port: int = 8000

@@ -15,6 +15,7 @@ from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
 from halfserve.serve.observability.settings import (
+    OTLP,
     TENSORS,
     TIMESTAMPS,
     AccessLog,
@@ -114,8 +115,8 @@ class Observability:
     def _check(self) -> None:
         if self._options.access_log_file is not None:
             check_writable(self._options.access_log_file, "the access log")
-        if file := file_of(self.trace_to):
-            check_writable(Path(file), "traces")
+        if self.trace_to not in {"", OTLP}:
+            check_writable(Path(file_of(self.trace_to)), "traces")
         if self.traces.is_on:
             check_can_trace(self.trace_to)
 

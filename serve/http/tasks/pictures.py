@@ -117,6 +117,8 @@ class PictureRoutes:
     async def _asked(self, request: Request) -> AskedPicture:
         body = await self._bodies.read(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "multipart/form-data":
+            raise UnsupportedError("the body is a form, expected the picture file itself (curl --data-binary @FILE)")
         if kind != JSON_TYPE:
             return AskedPicture(data=body)
         memory_held(request).grow(2 * len(body))  # the text, and the bytes that it stands for

@@ -22,7 +22,7 @@ Vector = NDArray[np.float32]
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
 LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's largest batches, four times, if that is more
-BYTES_AT_ONCE = 4 * 2**20  # size limit of the rows that are sent together; one row is always sent
+BYTES_AT_ONCE = 4 * 2**20  # size limit of the messages of these rows; one row is always queued
 
 
 class MessageMaker(Protocol[R_contra]):
@@ -51,7 +51,7 @@ class RowRequests(Generic[R]):
         Args:
             entry: takes the requests.
             maker: makes their messages.
-            rows: number of rows of the requests.
+            rows: rows to send, one in each request.
             at_once: the most to have in the queue.
             memory: counts the messages in the queue and the answers.
             time_left_s: until the client gives up; None where it has not said so.

@@ -64,16 +64,20 @@ def test_requests_see_an_observer_only_while_something_is_on(log: AccessLog, tmp
     [
         (
             ObserveOptions(access_log_file=Path("/no/such/access.log")),
-            "the access log cannot be written to /no/such/access.log",
+            "the access log cannot be written to /no/such/access.log: /no/such is not a folder",
         ),
-        (ObserveOptions(trace_to="/no/such/traces.json"), "traces cannot be written to /no/such/traces.json"),
+        (
+            ObserveOptions(trace_to="/no/such/traces.json"),
+            "traces cannot be written to /no/such/traces.json: /no/such is not a folder",
+        ),
+        (ObserveOptions(trace_to="triton:"), "traces cannot be written to .: it is a folder, expected a file"),
     ],
-    ids=["access-log", "traces"],
+    ids=["access-log", "traces", "no-file"],
 )
 def test_an_unwritable_destination_fails_at_the_start(options: ObserveOptions, what: str) -> None:
     with pytest.raises(FailedPreconditionError) as refused:
         asyncio.run(observe(options))
-    assert str(refused.value) == f"{what}: /no/such is not a folder; choose another file"
+    assert str(refused.value) == f"{what}; choose another file"
 
 
 def test_what_is_not_asked_for_is_not_imported() -> None:

@@ -122,6 +122,11 @@ def test_what_cannot_be_classified_is_refused_in_one_line(case: str, client: htt
         raise ValueError(answer.json()["error"])
 
 
+def test_a_form_with_a_picture_is_refused_with_what_to_send(client: httpx.Client) -> None:
+    answer = client.post("/v2/models/net/classify", files={"file": encoded("PNG")})
+    assert "the body is a form, expected the picture file itself" in answer.json()["error"]
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "a list": ([1], "the body is a list of 1, expected a JSON object"),
     "no picture": ({}, "'inputs' is null, expected a text"),
