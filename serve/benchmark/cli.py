@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from halfserve.option_groups import takes_option_groups
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
 from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
@@ -31,7 +32,7 @@ from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_sha
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from halfserve.serve.client.cli.display import PipedConsole, printable
 from halfserve.serve.client.cli.inputs import InputArgumentError, read_inputs
-from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials, takes_option_groups
+from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials
 from halfserve.serve.client.connection import CLUSTER
 from halfserve.serve.client.errors import ClientError
 

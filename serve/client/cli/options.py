@@ -1,14 +1,13 @@
-"""Options shared by several commands, and the conversion of a dataclass of options to the options of a command."""
+"""Options that the commands of a client share."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import partial, wraps
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -20,39 +19,6 @@ from halfserve.serve.client.errors import InvalidRequest
 _connection = partial(typer.Option, rich_help_panel="Connection")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ADDRESS = "127.0.0.1:8001"
-
-
-def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Show typer a command's dataclass parameters as the options that their fields declare, nested dataclasses included."""
-
-    @wraps(command)
-    def with_options(**given: Any) -> None:
-        command(**{name: _value(name, parameter.annotation, given) for name, parameter in signature.parameters.items()})
-
-    signature = inspect.signature(command, eval_str=True)
-    shown = [option for parameter in signature.parameters.values() for option in _options(parameter)]
-    with_options.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return with_options
-
-
-def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    if not is_dataclass(parameter.annotation):
-        yield parameter
-        return
-    types = get_type_hints(parameter.annotation, include_extras=True)
-    for field in fields(parameter.annotation):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield from _options(
-            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
-        )
-
-
-def _value(name: str, annotation: Any, given: dict[str, Any]) -> Any:
-    if not is_dataclass(annotation):
-        return given[name]
-    types = get_type_hints(annotation)
-    make: Any = annotation
-    return make(**{field.name: _value(field.name, types[field.name], given) for field in fields(annotation)})
 
 
 @contextmanager

@@ -1,0 +1,45 @@
+"""Options of a command declared by the fields of a dataclass, so that commands, Python callers and configuration share them.
+
+A field's type is `Annotated[type, typer.Option(...)]`, and its default is the option's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from typing import Any, get_type_hints
+
+
+def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer a command's dataclass parameters as the options that their fields declare, nested dataclasses included."""
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        command(**{name: _value(name, parameter.annotation, given) for name, parameter in signature.parameters.items()})
+
+    signature = inspect.signature(command, eval_str=True)
+    shown = [option for parameter in signature.parameters.values() for option in _options(parameter)]
+    with_options.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return with_options
+
+
+def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    if not is_dataclass(parameter.annotation):
+        yield parameter
+        return
+    types = get_type_hints(parameter.annotation, include_extras=True)
+    for field in fields(parameter.annotation):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield from _options(
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
+        )
+
+
+def _value(name: str, annotation: Any, given: dict[str, Any]) -> Any:
+    if not is_dataclass(annotation):
+        return given[name]
+    types = get_type_hints(annotation)
+    make: Any = annotation
+    return make(**{field.name: _value(field.name, types[field.name], given) for field in fields(annotation)})
