@@ -27,7 +27,7 @@ from benchmarks.malforming.sending import send_all
 from benchmarks.soaking.judgement import TRACEBACK
 from benchmarks.soaking.process_watch import Sample, look
 from benchmarks.soaking.server_process import ServerProcess, server_process
-from halfserve.serve.benchmark.load.connection import ConnectionLostError
+from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError
 
 WARM_UP_PART = 10  # growth is measured after 1/10 of the count, as a server allocates at first
 SPARE_DESCRIPTORS, SPARE_THREADS = 2, 4

@@ -28,7 +28,7 @@ from benchmarks.soaking.models import save_models
 from benchmarks.soaking.process_watch import Sample, look
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.straight_line import BLOCKS, rise
-from halfserve.serve.benchmark.load.connection import ConnectionLostError
+from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError
 
 MILLION = 1_000_000
 MAX_MB_PER_MILLION = 1.0

@@ -30,7 +30,7 @@ from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
-from halfserve.serve.client.connection import Balancing
+from halfserve.serve.client.channel_settings import Balancing
 
 ENDS_S = 60.0
 RETRIES = RetryPolicy(retries=5, wait_for_server=True)

@@ -101,7 +101,7 @@ STAGES = {
     "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction."),
     "bench": Stage(
-        module="halfserve.serve.benchmark.cli",
+        module="halfserve.serve.benchmark.bench_command",
         function="bench",
         help="Measure throughput and latency.",
         extra="bench",

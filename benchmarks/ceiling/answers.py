@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.messages import infer_request
-from halfserve.serve.client.tensors import datatype_named
+from halfserve.serve.client.array_conversion import datatype_named
+from halfserve.serve.client.infer_messages import infer_request
 from halfserve.serve.transports.grpc_framing import frame
 
 COUNT = (5 << 28) + (4 << 21) + (3 << 14) + (2 << 7) + 1  # as a varint: answer_at_once's MARK

@@ -18,8 +18,8 @@ from typing import Any
 import typer
 
 from halfserve.protos.cluster_pb2 import Directory, Member
+from halfserve.serve.client.channel_settings import CLUSTER, Tls
 from halfserve.serve.client.cluster.channel import watch_cluster
-from halfserve.serve.client.connection import CLUSTER, Tls
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.cluster import haproxy
 from halfserve.serve.security.options import SecurityError, TlsOptions

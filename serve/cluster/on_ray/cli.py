@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.channel_settings import Tls
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.cli.options import read_token, reading_options
-from halfserve.serve.client.connection import Tls
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments, bounds_of
 from halfserve.serve.cluster.on_ray.errors import ClusterError
 from halfserve.serve.cluster.proxy import ProxyError

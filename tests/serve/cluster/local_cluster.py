@@ -13,7 +13,7 @@ import grpc
 
 from halfserve import Client, RetryPolicy, Tls
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
-from halfserve.serve.client.connection import ChannelSettings, parse_address
+from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
 from halfserve.serve.cluster.agent import Agent, AgentOptions
 from halfserve.serve.cluster.controller import Controller, ControllerOptions
 from halfserve.serve.cluster.reports import Orders, Report

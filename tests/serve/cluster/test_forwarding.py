@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from halfserve import Client, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable, Tls
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory
-from halfserve.serve.client.connection import ChannelSettings, parse_address
+from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
 from halfserve.serve.cluster.controller import ControllerOptions
 from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore

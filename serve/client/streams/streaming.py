@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
+from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.errors import (
     RETRY_HINT_KEY,
     ClientError,
@@ -21,9 +22,8 @@ from halfserve.serve.client.errors import (
     hinted_s,
 )
 from halfserve.serve.client.exchange import Exchange
-from halfserve.serve.client.inference import InferState, fresh_metadata
-from halfserve.serve.client.messages import check_answer, infer_request, output_arrays
-from halfserve.serve.client.tensors import Array
+from halfserve.serve.client.infer_exchange import InferState, fresh_metadata
+from halfserve.serve.client.infer_messages import check_answer, infer_request, output_arrays
 
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
@@ -78,7 +78,7 @@ class StreamSession:
 
     Args:
         metadata: metadata of the model.
-        options: arguments of `halfserve.serve.client.messages.infer_request`.
+        options: arguments of `halfserve.serve.client.infer_messages.infer_request`.
         address: address of the server, for error texts.
     """
 

@@ -29,7 +29,7 @@ from halfserve import (
     Tls,
 )
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.connection import GRPC_ROOTS, bearer, checked_balancing, headers_of, parse_address
+from halfserve.serve.client.channel_settings import GRPC_ROOTS, bearer, checked_balancing, headers_of, parse_address
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, TypedDict
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.connection import Compression, HeaderValue
+from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.channel_settings import Compression, HeaderValue
 from halfserve.serve.client.errors import AccessDenied, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
-from halfserve.serve.client.management import model_config, model_metadata, register_region, unregister_region
-from halfserve.serve.client.messages import (
+from halfserve.serve.client.infer_messages import (
     InferAnswer,
     Parameter,
     answer_of,
@@ -22,6 +22,7 @@ from halfserve.serve.client.messages import (
     is_stateful,
     output_arrays,
 )
+from halfserve.serve.client.management import model_config, model_metadata, register_region, unregister_region
 from halfserve.serve.client.shared_regions import SharedRegion
 from halfserve.serve.client.shared_tensors import (
     MAY_STILL_RUN,
@@ -32,7 +33,6 @@ from halfserve.serve.client.shared_tensors import (
     settle,
     unregister_all,
 )
-from halfserve.serve.client.tensors import Array
 
 ModelKey = tuple[str, str]  # name and version; the version is empty for the server's choice
 
@@ -181,7 +181,7 @@ def infer(
         version: version of the model; empty for the one that the model's policy chooses.
         into: arrays in shared memory for outputs, by output name.
         idempotent: whether the request may be made twice.
-        options: arguments of `halfserve.serve.client.messages.infer_request`.
+        options: arguments of `halfserve.serve.client.infer_messages.infer_request`.
     """
     check_named(inputs)
     key = (model, version)

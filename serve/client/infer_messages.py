@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
-from halfserve.serve.client.connection import MAX_MESSAGE_BYTES
+from halfserve.serve.client.array_conversion import (
+    Array,
+    as_bfloat16,
+    as_input,
+    check_shape,
+    converted,
+    datatype_named,
+    to_wire,
+)
+from halfserve.serve.client.channel_settings import MAX_MESSAGE_BYTES
 from halfserve.serve.client.errors import ClientError, InvalidRequest, check_text, is_above_0
-from halfserve.serve.client.tensors import Array, as_bfloat16, as_input, check_shape, converted, datatype_named, to_wire
 from halfserve.serve.protocol.raw_tensors import from_raw
 
 if TYPE_CHECKING:
@@ -140,9 +148,9 @@ def infer_request(
 
     Args:
         metadata: metadata of the model, for the names, datatypes and shapes of its inputs.
-        inputs: name -> array, list, number or string; see `halfserve.serve.client.tensors.as_input`.
+        inputs: name -> array, list, number or string; see `halfserve.serve.client.array_conversion.as_input`.
         version: version of the model; empty for the one that the model's policy chooses.
-        outputs: see `halfserve.serve.client.inference.RequestOptions`, also for the following arguments up to `cast`.
+        outputs: see `halfserve.serve.client.infer_exchange.RequestOptions`, also for the following arguments up to `cast`.
         request_id: id that the server returns unchanged.
         parameters: request parameters.
         priority: 1 is the most urgent.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client import messages
+from halfserve.serve.client import infer_messages
 from halfserve.serve.client.errors import ClientError, InvalidRequest
-from halfserve.serve.client.messages import add_parameters, infer_request, is_stateful, output_arrays
+from halfserve.serve.client.infer_messages import add_parameters, infer_request, is_stateful, output_arrays
 
 
 def request(parameters: Any = None, *, priority: Any = 0, queue_timeout_s: Any = None) -> pb.ModelInferRequest:
@@ -154,7 +154,7 @@ def test_an_unknown_input_is_named_beside_the_known_ones(metadata: pb.ModelMetad
 
 
 def test_inputs_larger_than_a_message_are_refused(metadata: pb.ModelMetadataResponse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 7)
+    monkeypatch.setattr(infer_messages, "MAX_MESSAGE_BYTES", 7)
     with pytest.raises(InvalidRequest, match="the inputs have 8 bytes, expected at most 7 in one message; split them"):
         infer_request(metadata, {"x": np.zeros((2, 2), np.float16)})
 

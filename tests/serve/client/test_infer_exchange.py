@@ -20,7 +20,7 @@ from halfserve.serve.client.errors import (
     Unsupported,
 )
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
-from halfserve.serve.client.inference import InferState, infer
+from halfserve.serve.client.infer_exchange import InferState, infer
 from halfserve.serve.client.shared_regions import SharedRegion
 from tests.serve.client.driving import drive, metadata
 

@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from halfserve import Class, ClientError, classes_of
 from halfserve.protos.datatypes import BY_WIRE, DATATYPES
+from halfserve.serve.client.array_conversion import as_input, as_numpy, converted, datatype_named
 from halfserve.serve.client.errors import InvalidRequest
-from halfserve.serve.client.tensors import as_input, as_numpy, converted, datatype_named
 from tests.serve.client.conftest import Connect
 from tests.serve.running_server import RunningServer
 

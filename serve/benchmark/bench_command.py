@@ -20,20 +20,20 @@ import typer
 
 from halfserve.option_groups import takes_option_groups
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
 from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
 from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
 from halfserve.serve.benchmark.load.spec import Arrivals
 from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement
-from halfserve.serve.benchmark.report import BenchmarkReport
 from halfserve.serve.benchmark.report_files import report_writers
 from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
+from halfserve.serve.client.channel_settings import CLUSTER
 from halfserve.serve.client.cli.display import PipedConsole, printable
 from halfserve.serve.client.cli.inputs import InputArgumentError, read_inputs
 from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials
-from halfserve.serve.client.connection import CLUSTER
 from halfserve.serve.client.errors import ClientError
 
 LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cannot represent infinity
