@@ -19,6 +19,7 @@ that of all threads of the server and its child processes, for one request.
 from __future__ import annotations
 
 import csv
+import math
 import re
 import shlex
 import statistics
@@ -45,6 +46,7 @@ from halfserve.serve.benchmark.measurement import Measurement, measure
 from halfserve.serve.benchmark.request_inputs import parse_shapes
 
 LOADS = "h2load:1x1,h2load:1x16,h2load:4x16,h2load:16x4,perf_analyzer:1,perf_analyzer:4,perf_analyzer:16,perf_analyzer:64"
+WARM_UP_S = 1  # connecting is not measured
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 
 
@@ -133,27 +135,16 @@ def _answered(client: Client, model: str) -> int:
 
 
 def _h2load(numbers: str, server: RunningServer, settings: Settings) -> tuple[float, float | None]:
-    connections, streams = map(int, numbers.split("x"))
-    options = (
-        "-d",
-        server.request,
-        "-H",
-        "content-type: application/grpc",
-        "-H",
-        "te: trailers",
-        f"http://{server.address}{PATH}",
-    )
-    command = ("h2load", "-t1", "-c", str(connections), "-m", str(streams), *map(str, options))
-    first = _h2load_rate(_output([*command, "-n", str(300 * connections if connections * streams > 1 else 500)]))
-    return _h2load_rate(_output([*command, "-n", str(max(200, connections, int(first * settings.seconds)))])), None
-
-
-def _h2load_rate(printed: str) -> float:
+    connections, streams = numbers.split("x")
+    headers = ("-H", "content-type: application/grpc", "-H", "te: trailers")
+    lasting = ("-D", str(math.ceil(settings.seconds)), "--warm-up-time", str(WARM_UP_S))
+    url = f"http://{server.address}{PATH}"
+    printed = _output(["h2load", "-t1", "-c", connections, "-m", streams, *lasting, *headers, "-d", str(server.request), url])
     rate = re.search(r"([\d.]+) req/s", printed)
     failed = re.search(r"(\d+) failed, (\d+) errored, (\d+) timeout", printed)
     if rate is None or failed is None or any(map(int, failed.groups())):
         raise typer.BadParameter(f"h2load reports failed requests:\n{printed[-1500:]}")
-    return float(rate[1])
+    return float(rate[1]), None
 
 
 def _perf_analyzer(numbers: str, server: RunningServer, settings: Settings) -> tuple[float, float | None]:
@@ -172,7 +163,7 @@ def _perf_analyzer(numbers: str, server: RunningServer, settings: Settings) -> t
 
 def _rate(numbers: str, server: RunningServer, settings: Settings) -> tuple[float, float | None]:
     rate, connections = map(int, numbers.split("x"))
-    how = Measurement(seconds=settings.seconds, warmup_s=0.5, connections=connections)
+    how = Measurement(seconds=settings.seconds, warmup_s=WARM_UP_S, connections=connections)
     level = measure(server.target.bench, Load(rate=rate), how)
     return level.requests_per_second, level.percentile_ms(99) * 1e3
 
