@@ -24,9 +24,9 @@ from benchmarks.cluster_simulating.metering import Meter, MeteredLink, MeteredLo
 from benchmarks.cluster_simulating.traffic import Traffic, zipf
 from benchmarks.cluster_simulating.virtual_time import run_virtually
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.autoscaling import ScalingOptions, wanted_members
-from halfserve.serve.cluster.controller import Controller, ControllerOptions
-from halfserve.serve.cluster.reports import LEASE_S
+from halfserve.serve.fleet.control.autoscaling import ScalingOptions, wanted_members
+from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
+from halfserve.serve.fleet.control.reports import LEASE_S
 from halfserve.serve.protocol.service import SERVICE
 
 app = typer.Typer(add_completion=False)
@@ -149,7 +149,7 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
         await play("a member drained and left")
         killed = members.pop("c")
         await killed.kill()
-        add("f", left={"c": killed.figures()})
+        add("f", left={"c": killed.counters()})
         await play("a member killed and replaced")
         traffic.rates = zipf(names[::-1], 2000.0)
         await play("hot models become cold, and cold ones hot")

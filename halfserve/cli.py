@@ -92,7 +92,7 @@ STAGES = {
         module="halfserve.serve.triton_flags", function="triton", help="Serve models with the flags of tritonserver."
     ),
     "cluster": Stage(
-        module="halfserve.serve.cluster.on_ray.cli",
+        module="halfserve.serve.fleet.launch.cluster_commands",
         function="cluster",
         help="Serve models on many machines with Ray.",
         extra="ray",

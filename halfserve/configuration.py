@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 from halfserve.compiled_build import SWITCH
 
 PREFIX = "HALFSERVE_"
-SUPERVISED = "HALFSERVE_SUPERVISED"  # set by a supervisor for its workers: serve/supervisor/handover.py
+SUPERVISED = "HALFSERVE_SUPERVISED"  # set by a supervisor for its workers: serve/fleet/member/handover.py
 # The file as the supervisor's command read it: a restarted worker must not depend on later changes of the file.
 AS_READ = f"{SUPERVISED}_CONFIG"
 COMMON = {SWITCH, SUPERVISED, AS_READ}  # variables that belong to no single command

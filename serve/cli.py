@@ -22,9 +22,12 @@ from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.resource_limits import usable_cores
+from halfserve.serve.fleet.launch.supervision import become_supervisor
+from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
+from halfserve.serve.fleet.member.process_count import check_room, process_count
+from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
 from halfserve.serve.http.options import MIB, HttpLimits, HttpOptions, checked_origin
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
-from halfserve.serve.members.process_count import check_room, process_count
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions, TraceLevel
 from halfserve.serve.observability.summaries import latency_figures
@@ -36,8 +39,6 @@ from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restrict
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup
 from halfserve.serve.storage.options import DEFAULT_GIB, ObjectStorage, default_folder
-from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE
-from halfserve.serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
 from halfserve.serve.transports.listening import BindError
 from halfserve.serve.transports.transport import TransportName
 

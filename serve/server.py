@@ -23,8 +23,10 @@ from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
+from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
+from halfserve.serve.fleet.member.membership import Membership, membership
+from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
 from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.members.membership import Membership, membership
 from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlOptions
@@ -39,8 +41,6 @@ from halfserve.serve.security.security import PortSecurity, Security
 from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
-from halfserve.serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
-from halfserve.serve.supervisor.launch import SupervisorLink
 from halfserve.serve.transports.listener import ConnectionLimit
 from halfserve.serve.transports.listening import Address
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport

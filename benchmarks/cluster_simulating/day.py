@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfserve.serve.cluster.autoscaling import MemberLoad, ScalingOptions, wanted_members
-from halfserve.serve.cluster.server_load import LOAD_S
+from halfserve.serve.fleet.control.autoscaling import LOAD_S, MemberLoad, ScalingOptions, wanted_members
 
 STEP_S = 0.5
 COMPUTE_S = 0.02  # compute time of one request

@@ -10,8 +10,8 @@ from contextvars import Context
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from benchmarks.cluster_simulating.virtual_time import VirtualLoop
-from halfserve.serve.cluster.controller import Controller
-from halfserve.serve.cluster.reports import Orders, Report
+from halfserve.serve.fleet.control.controller import Controller
+from halfserve.serve.fleet.control.reports import Orders, Report
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -53,7 +53,7 @@ class MeteredLoop(VirtualLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        if getattr(callback, "__module__", "").startswith("halfserve.serve.cluster"):
+        if getattr(callback, "__module__", "").startswith("halfserve.serve.fleet"):
             return super().call_at(when, lambda: self._meter.run(lambda: callback(*args)), context=context)
         return super().call_at(when, callback, *args, context=context)
 

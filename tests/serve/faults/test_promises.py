@@ -46,7 +46,7 @@ TELLERS = {
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
     "serve/http/model_history.py",
-    "serve/members/ledger.py",
+    "serve/fleet/member/counter_file.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
     "serve/observability/tracing.py",
