@@ -49,10 +49,10 @@ from benchmarks.clustering.faults import FAULTS, Sums, cluster_under_load, idle_
 from benchmarks.clustering.machines import SERVER, Machines, machines
 from benchmarks.clustering.many_models import many_models
 from benchmarks.clustering.ray_serve_peer import ANSWER, CONCURRENCY, ROW, THROUGHPUT_OPTIMIZED, Ways, ask_grpc
+from benchmarks.harness.models import save_models
+from benchmarks.harness.server_process import server_process
+from benchmarks.harness.tally import Tally
 from benchmarks.processes import processor_us
-from benchmarks.soaking.models import save_models
-from benchmarks.soaking.server_process import server_process
-from benchmarks.soaking.tally import Tally
 from halfserve.serve.benchmark.level import Load
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Measurement, measure

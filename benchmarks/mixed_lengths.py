@@ -26,7 +26,7 @@ import numpy as np
 import typer
 from google.protobuf import text_format
 
-from benchmarks.soaking.server_process import ServerProcess, server_process
+from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY

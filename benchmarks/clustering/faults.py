@@ -26,9 +26,9 @@ from benchmarks.clustering.machines import (
     until,
 )
 from benchmarks.clustering.network import Host, Network, missing
-from benchmarks.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip
-from benchmarks.soaking.models import STEPS, save_models
-from benchmarks.soaking.tally import Tally
+from benchmarks.harness.clients import TIMEOUT_S, Work, ask_affine, ask_flip
+from benchmarks.harness.models import STEPS, save_models
+from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 from halfserve.serve.client.errors import Repeat
 
@@ -67,7 +67,7 @@ class Cluster:
 
     Attributes:
         machines: machines, of which the first is Ray's head and has no room for a member.
-        repository: repository of the models in `benchmarks.soaking.models`.
+        repository: repository of the models in `benchmarks.harness.models`.
         tally: results of the requests, by model.
         not_come: models of requests that a server may have answered, but whose answer did not arrive.
         known: addresses of members, the most recently seen first.

@@ -19,10 +19,10 @@ import tritonclient.grpc as triton
 
 from benchmarks.clustering.machines import SERVER, machines, processes_of, until
 from benchmarks.footprint import resident_kb
-from benchmarks.soaking.clients import TIMEOUT_S
-from benchmarks.soaking.models import save_shift
-from benchmarks.soaking.server_process import server_process
-from benchmarks.soaking.tally import Tally
+from benchmarks.harness.clients import TIMEOUT_S
+from benchmarks.harness.models import save_shift
+from benchmarks.harness.server_process import server_process
+from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.client.cluster.directory import DirectoryWatch

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.clustering.faults import OPTIONS
 from benchmarks.clustering.machines import WAIT_S, Machines, machines, serving, until
-from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
-from benchmarks.soaking.models import save_models
-from benchmarks.soaking.tally import Tally
+from benchmarks.harness.clients import TIMEOUT_S, ask_affine
+from benchmarks.harness.models import save_models
+from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -7,15 +7,14 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from benchmarks.malforming import connections, framing, messages, rest
-from benchmarks.malforming.case import Case, infer_case
-from benchmarks.malforming.chance import seeded
-from benchmarks.malforming.counts import Counts
-from benchmarks.malforming.good_requests import good_request
-from benchmarks.malforming.rest_client import RestClient
-from benchmarks.malforming.streams import REQUESTS, stream_case
-from benchmarks.soaking.exchange import Exchange, turn
-from benchmarks.soaking.server_process import ServerProcess
+from benchmarks.harness.server_process import ServerProcess
+from tests.serve.faults.exchange import Exchange, turn
+from tests.serve.faults.malforming import connections, framing, messages, rest
+from tests.serve.faults.malforming.case import Case, infer_case
+from tests.serve.faults.malforming.counts import Counts
+from tests.serve.faults.malforming.good_requests import good_request, seeded
+from tests.serve.faults.malforming.rest import RestClient
+from tests.serve.faults.malforming.streams import REQUESTS, stream_case
 
 # Percentages of the messages: broken connections and REST cost many times as much as calls.
 OF_CONNECTIONS, OF_REST, OF_STREAMS, OF_FRAMING = 1, 4, 16, 20

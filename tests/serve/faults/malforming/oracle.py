@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from benchmarks.malforming.interfaces import INTERFACES, MAX_BATCH, Array, Interface
-from benchmarks.malforming.tensor_bytes import BadBytesError, from_contents, from_raw
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from tests.serve.faults.malforming.interfaces import INTERFACES, MAX_BATCH, Array, Interface
+from tests.serve.faults.malforming.tensor_bytes import BadBytesError, from_contents, from_raw
 
 OK, INVALID, DEADLINE, NOT_FOUND, UNSUPPORTED = 0, 3, 4, 5, 12
 PLACE = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")

@@ -7,13 +7,13 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from benchmarks.malforming.case import Case, message_complaint
-from benchmarks.malforming.good_requests import good_request
-from benchmarks.malforming.messages import MAKERS
-from benchmarks.malforming.oracle import Due, due
-from benchmarks.soaking.exchange import Answer, call_headers, messages_in
 from halfserve.protos.inference_pb2 import ModelStreamInferResponse
 from halfserve.serve.benchmark.load.calls import framed
+from tests.serve.faults.exchange import Answer, call_headers, messages_in
+from tests.serve.faults.malforming.case import Case, message_complaint
+from tests.serve.faults.malforming.good_requests import good_request
+from tests.serve.faults.malforming.messages import MAKERS
+from tests.serve.faults.malforming.oracle import Due, due
 
 STREAM_HEADERS = call_headers("/inference.GRPCInferenceService/ModelStreamInfer")
 STATUS = "grpc-status"

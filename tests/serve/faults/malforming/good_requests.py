@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.malforming.interfaces import INTERFACES, MAX_BATCH
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from tests.serve.faults.malforming.interfaces import INTERFACES, MAX_BATCH
+
+
+def seeded(seed: int) -> random.Random:
+    """A generator that makes the same choices for the same seed."""
+    return random.Random(seed)  # noqa: S311  (what is tested with need not be hard to guess)
 
 
 def good_request(chance: random.Random) -> ModelInferRequest:

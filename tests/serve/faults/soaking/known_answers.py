@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.soaking.exchange import messages_in
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.serve.benchmark.load.calls import framed
+from tests.serve.faults.exchange import messages_in
 
 Array = np.ndarray[Any, Any]
 ID_BYTES = 10

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -57,21 +55,3 @@ def watch(pid: int, every_s: float, stop: threading.Event, samples: list[Sample]
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):  # a process that has just ended has no memory
         while not stop.wait(every_s):
             samples.append(look(pid))
-
-
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write the samples as CSV, with times relative to the first."""
-    with path.open("w", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow(field.name for field in fields(Sample))
-        for sample in samples:
-            lines.writerow([round(sample.at_s - samples[0].at_s, 3), round(sample.resident_mb, 2), *astuple(sample)[2:]])
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Read the samples that `write_samples` wrote."""
-    with path.open(newline="") as file:
-        return [
-            Sample(float(at), float(mb), int(descriptors), int(threads), float(cpu))
-            for at, mb, descriptors, threads, cpu in list(csv.reader(file))[1:]
-        ]

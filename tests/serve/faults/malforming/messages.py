@@ -1,15 +1,19 @@
-"""ModelInferRequests with one wrong field each."""
+"""Invalid ModelInferRequests of every kind: bytes changed, cut off, rearranged or random, or one wrong field."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.malforming.good_requests import good_request
-from benchmarks.malforming.interfaces import MAX_BATCH
+from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from tests.serve.faults.malforming.case import Case, infer_case
+from tests.serve.faults.malforming.good_requests import good_request
+from tests.serve.faults.malforming.interfaces import MAX_BATCH
 
 Random = random.Random
+MAX_CHANGES = 8
 NAMES = (
     "",
     "nobody",
@@ -25,6 +29,46 @@ NAMES = (
 VERSIONS = ("2", "0", "-1", "1.0", "latest", " 1", "\u0661", "1" * 30, "9" * 5000, "0x1", "../1", "1\0")
 DATATYPES = ("", "FP32", "fp16", "FP8", "BF16", "INT64", "BYTES", "BOOL", "FP16 ", "TYPE_FP16", "x" * 3000)
 SIZES = (-(2**63), -1, 0, 1, 7, MAX_BATCH + 1, 2**31, 2**62, 2**63 - 1)
+
+
+def changed_bytes(chance: Random) -> bytes:
+    """Change a few bytes."""
+    data = bytearray(good_request(chance).SerializeToString())
+    # The first fields determine the message; most bytes after them are tensors.
+    reach = len(data) if chance.random() < 0.3 else min(len(data), 48)
+    for _ in range(chance.randint(1, MAX_CHANGES)):
+        data[chance.randrange(reach)] = chance.randrange(256)
+    return bytes(data)
+
+
+def cut_off(chance: Random) -> bytes:
+    """Cut off the end."""
+    data = good_request(chance).SerializeToString()
+    return data[: chance.randrange(len(data))]
+
+
+def spliced(chance: Random) -> bytes:
+    """Rearrange, repeat or omit pieces of messages."""
+    first, second = (good_request(chance).SerializeToString() for _ in range(2))
+    cut, begin = chance.randrange(len(first)), chance.randrange(len(second))
+    return chance.choice([first + second, first[:cut] + second[begin:], first + second[begin:], first[:cut] + first])
+
+
+def random_bytes(chance: Random) -> bytes:
+    """Random bytes, which are most likely not a message."""
+    return chance.randbytes(chance.choice([1, 2, 7, 50, 400]))
+
+
+def huge_lengths(chance: Random) -> bytes:
+    """A field that claims to be longer than the message, by far or by one byte."""
+    tag = chance.choice([1, 2, 3, 4, 5, 6, 7, 15, 16, 2000]) << 3 | 2
+    length = chance.choice([2**63, 2**64 - 1, 2**32, 2**31 - 1, 2**35, 1000])
+    return (
+        good_request(chance).SerializeToString()
+        + encoded_varint(tag)
+        + encoded_varint(length)
+        + chance.randbytes(chance.randrange(20))
+    )
 
 
 def wrong_model(chance: Random) -> bytes:
@@ -139,3 +183,17 @@ def wrong_contents(chance: Random) -> bytes:
 
 def _output(request: ModelInferRequest) -> str:
     return "same_text" if request.model_name == "mixed" else "y"
+
+
+MAKERS: dict[str, Callable[[Random], bytes]] = {
+    make.__name__.replace("_", " "): make
+    for make in (
+        *(changed_bytes, cut_off, spliced, random_bytes, huge_lengths),
+        *(wrong_model, wrong_datatype, wrong_shape, wrong_byte_count, wrong_tensors, wrong_parameters, wrong_contents),
+    )
+}
+
+
+def message_case(kind: str, chance: Random) -> Case:
+    """Make a case of one kind of `MAKERS`."""
+    return infer_case(kind, MAKERS[kind](chance))

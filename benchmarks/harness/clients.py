@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.soaking.tally import Tally
+from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError
 
 Array = np.ndarray[Any, Any]

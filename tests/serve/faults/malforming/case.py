@@ -8,11 +8,11 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from benchmarks.malforming.oracle import Due, due
-from benchmarks.malforming.tensor_bytes import is_same
-from benchmarks.soaking.exchange import INFER_PATH, Answer, Headers, call_headers, messages_in
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.benchmark.load.calls import framed
+from tests.serve.faults.exchange import INFER_PATH, Answer, Headers, call_headers, messages_in
+from tests.serve.faults.malforming.oracle import Due, due
+from tests.serve.faults.malforming.tensor_bytes import is_same
 
 Check = Callable[[Answer], str]
 INFER_HEADERS = call_headers(INFER_PATH)

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.soaking.broken_clients import hang_up_in_a_message, talk_nonsense
-from benchmarks.soaking.models import LARGE_ROWS, PICKY, STEPS
-from benchmarks.soaking.tally import Tally
+from benchmarks.harness.broken_clients import hang_up_in_a_message, talk_nonsense
+from benchmarks.harness.models import LARGE_ROWS, PICKY, STEPS
+from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, InvalidRequest, ModelNotFound, ServerUnavailable
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
