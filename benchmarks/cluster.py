@@ -1,22 +1,11 @@
-"""Measures a cluster: overhead on the data path, speed of scaling, and the effect of faults on clients.
+"""Rate of a cluster's member beside a standalone server, and beside the same model in Ray Serve at its fastest settings.
 
-    python -m benchmarks.cluster data-path
-    python -m benchmarks.cluster scaling
-    python -m benchmarks.cluster faults --times 20
-    python -m benchmarks.cluster faults --only "machine cut off" --only "head restarted"
-    python -m benchmarks.cluster models
+    python -m benchmarks.cluster [--rounds 7 --seconds 1.5]
 
-Ray runs on this machine, as several machines where needed; all share its cores with the clients. Data path: a standalone
-server and a cluster member are loaded in turn, A B A B ..., and beside them the same model in Ray Serve at its fastest
-settings: gRPC and HTTP to the replica itself without a proxy, and handles. The results are medians, also of the ratio within a
-round. Faults: each client sends one request after the other, checks each answer, and retries as `Client("cluster://...")` does;
-the time is until as many members serve as before. Machines are cut off where network namespaces can be made (as root), and the
-head is restarted where redis-server is installed. Models: 100 of them, of which a member holds 40; the clients choose by Zipf's
-law. Their favourites change halfway; then a client uses a single member.
-
-At the end, ModelStatistics is compared with the clients' counts. Exits with 1 if a client saw an error or a wrong answer, or if
-the counts differ by more than the unavoidable uncertainty: answers that were sent but not received, and counts that a lost
-machine had not reported.
+Ray runs on this machine and shares its cores with the clients. A standalone server, a member of a cluster, and Ray Serve (gRPC
+and HTTP to the replica itself without a proxy, and handles) are loaded in random turns. The table has medians of requests a
+second, of the p99, of the processor time of the server or replica for a request, and of the ratio to the standalone server's
+rate within a round.
 """
 
 from __future__ import annotations
@@ -25,7 +14,6 @@ import asyncio
 import http.client
 import json
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,10 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -45,28 +32,22 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.clustering.faults import FAULTS, Sums, cluster_under_load, idle_cluster, left_out, scale_up, sums
-from benchmarks.clustering.machines import SERVER, Machines, machines
-from benchmarks.clustering.many_models import many_models
-from benchmarks.clustering.ray_serve_peer import ANSWER, CONCURRENCY, ROW, THROUGHPUT_OPTIMIZED, Ways, ask_grpc
 from benchmarks.harness.models import save_models
 from benchmarks.harness.server_process import server_process
-from benchmarks.harness.tally import Tally
 from benchmarks.processes import processor_us
+from benchmarks.ray_serve_peer import ANSWER, CONCURRENCY, ROW, THROUGHPUT_OPTIMIZED, Ways, ask_grpc
 from halfserve.serve.benchmark.level import Load
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Measurement, measure
+from tests.serve.ray_cluster.machines import SERVER, Machines, machines
 
-app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Rate = tuple[float, float, float]  # requests/s, 99th percentile in ms, the server's processor time for a request in us
 
 
-@app.command()
-def data_path(
+def main(
     rounds: Annotated[int, typer.Option(min=1, help="Loads of each.")] = 10,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of one load.")] = 2.0,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Load a standalone server, a member, and Ray Serve's own ways in turn."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -106,90 +87,6 @@ def data_path(
         spent = f"{row['processor_us']:.0f}"
         table.add_row(name, f"{row['requests_s']:,.0f}", f"{row['p99_ms']:.2f}", spent, f"{row['ratio']:.3f}")
     Console().print(table)
-
-
-@app.command()
-def scaling(
-    clients: Annotated[int, typer.Option(min=1, help="That keep one member busy.")] = 8, as_json: AsJson = False
-) -> None:
-    """Double the load, and remove it again."""
-    with tempfile.TemporaryDirectory() as folder, cluster_under_load(Path(folder), clients=1) as cluster:
-        up_s, down_s = scale_up(cluster, clients)
-    _print({"up_s": round(up_s, 1), "down_s": round(down_s, 1)}, cluster.tally, as_json=as_json)
-    _end(cluster.tally)
-
-
-@app.command()
-def faults(
-    times: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 20,
-    clients: Annotated[int, typer.Option(min=1, help="That ask one thing after the other.")] = 4,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of these: {', '.join(FAULTS)}.", show_default=False)] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Cause every fault on a cluster under load, repeatedly; then compare the counts of the clients and the cluster.
-
-    If something fails, the results until then are still printed.
-    """
-    for name in only or ():
-        if name not in FAULTS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(FAULTS)}", param_hint="--only")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` also cleans up, and keeps the results so far
-    say = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as folder, idle_cluster(Path(folder)) as cluster:
-        cannot = left_out(cluster)
-        chosen = {name: cause for name, cause in FAULTS.items() if name in (only or FAULTS) and name not in cannot}
-        for name in {*(only or FAULTS)} & {*cannot}:
-            say.print(f"left out: {name}, as {cannot[name]}", highlight=False)
-        seconds: dict[str, list[float]] = {name: [] for name in chosen}
-        counts: dict[str, Sums] = {}
-        try:
-            with cluster.clients(clients):
-                for number in range(times):
-                    for name, cause in chosen.items():
-                        seconds[name].append(cause(cluster))
-                        say.print(f"{number + 1} of {times}: {name}, {seconds[name][-1]:.1f} s", highlight=False)
-                        cluster.wait_for_answers()
-            counts = sums(cluster)
-        finally:
-            figures: dict[str, Any] = {
-                name: {"median_s": round(statistics.median(each), 2), "largest_s": round(max(each), 2), "times": len(each)}
-                for name, each in seconds.items()
-                if each
-            }
-            figures["counted"] = {model: {**asdict(found), "difference": found.difference} for model, found in counts.items()}
-            _print(figures, cluster.tally, as_json=as_json)
-    _end(cluster.tally, is_right=all(found.is_explained for found in counts.values()))
-
-
-@app.command()
-def models(
-    models: Annotated[int, typer.Option(min=1, help="In the repository.")] = 100,
-    members: Annotated[int, typer.Option(min=2, help="Servers.")] = 4,
-    models_per_member: Annotated[int, typer.Option(min=1, help="That one server may hold.")] = 40,
-    seconds: Annotated[float, typer.Option(min=1, help="Of load.")] = 90.0,
-    clients: Annotated[int, typer.Option(min=1, help="That ask one thing after the other.")] = 4,
-    as_json: AsJson = False,
-) -> None:
-    """Serve more models than a member holds; most requests are for few of them, later for few others."""
-    with tempfile.TemporaryDirectory() as folder:
-        figures = many_models(
-            Path(folder), models=models, members=members, most=models_per_member, seconds=seconds, clients=clients
-        )
-    print(json.dumps(figures) if as_json else "\n".join(f"{key}: {value}" for key, value in figures.items()))
-    raise typer.Exit(1 if figures["wrong_or_lost"] or figures["counted_otherwise"] else 0)
-
-
-def _print(figures: dict[str, Any], tally: Tally, *, as_json: bool) -> None:
-    counted = tally.counted()
-    answers = {"answered": sum(counted.answered.values()), "wrong_or_lost": counted.wrongs, "first_of_them": counted.wrong}
-    if as_json:
-        print(json.dumps(figures | answers), flush=True)
-    else:
-        Console().print("\n".join(f"{key}: {value}" for key, value in (figures | answers).items()), highlight=False)
-
-
-def _end(tally: Tally, *, is_right: bool = True) -> None:
-    raise typer.Exit(0 if is_right and not tally.counted().wrongs else 1)
 
 
 class _Halfserve(LoadTarget):
@@ -267,7 +164,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def _peer(found: Machines, model: Path) -> Iterator[_Peer]:
-    command = [sys.executable, "-m", "benchmarks.clustering.ray_serve_peer", str(model)]
+    command = [sys.executable, "-m", "benchmarks.ray_serve_peer", str(model)]
     environment = {**found.environment(found.nodes[0]), "RAY_ADDRESS": found.address}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -279,4 +176,4 @@ def _peer(found: Machines, model: Path) -> Iterator[_Peer]:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

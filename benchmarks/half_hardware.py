@@ -30,12 +30,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.prediction import Agreement
 from benchmarks.half_device.comparison import Comparison, compared
 from benchmarks.half_device.subjects import SETS, subjects
 from halfserve.export.half_types import HALF_TYPES, HalfName
 from halfserve.serve.backends.openvino.processor import computed_halves, processor_name
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 TIMEOUT_S = 600.0
 GOALS = "goals, of float16: 95 % within the prediction, 99.5 % within twice"

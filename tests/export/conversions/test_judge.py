@@ -5,8 +5,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from benchmarks.converters.cases import KINDS, Case, cases, holds_float32
-from benchmarks.converters.judge import judge, judgeable
+from tests.export.conversions.cases import KINDS, Case, cases, holds_float32
+from tests.export.conversions.judge import judge, judgeable
 
 pytestmark = pytest.mark.long
 

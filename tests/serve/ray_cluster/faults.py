@@ -13,7 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.clustering.machines import (
+from benchmarks.harness.clients import TIMEOUT_S, Work, ask_affine, ask_flip
+from benchmarks.harness.models import STEPS, save_models
+from benchmarks.harness.tally import Tally
+from halfserve import Client, ClientError, RetryPolicy
+from halfserve.serve.client.errors import Repeat
+from tests.serve.ray_cluster.machines import (
     CONTROLLER,
     RAYLET,
     REPLICA,
@@ -25,12 +30,7 @@ from benchmarks.clustering.machines import (
     serving,
     until,
 )
-from benchmarks.clustering.network import Host, Network, missing
-from benchmarks.harness.clients import TIMEOUT_S, Work, ask_affine, ask_flip
-from benchmarks.harness.models import STEPS, save_models
-from benchmarks.harness.tally import Tally
-from halfserve import Client, ClientError, RetryPolicy
-from halfserve.serve.client.errors import Repeat
+from tests.serve.ray_cluster.network import Host, Network, missing
 
 MEMBERS = 2
 COUNTED = 30_000  # steps of the counting model, which take about 30 ms

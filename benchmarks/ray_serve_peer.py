@@ -1,6 +1,6 @@
 """The same model in Ray Serve: a replica that computes it, called by gRPC, over HTTP, and by a handle of another process.
 
-    RAY_ADDRESS=HOST:PORT python -m benchmarks.clustering.ray_serve_peer model.onnx
+    RAY_ADDRESS=HOST:PORT python -m benchmarks.ray_serve_peer model.onnx
 
 Prints `Ways` as a line of JSON when it is ready. For each number of seconds read from its input, it calls by the handle for
 that time, with CONCURRENCY requests in flight, and prints the duration of each call in seconds. Ray must run with
@@ -133,7 +133,7 @@ async def main(model: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    servicers = ["benchmarks.clustering.ray_serve_peer:add_to_server"]
+    servicers = ["benchmarks.ray_serve_peer:add_to_server"]
     # Ports of the proxies, which are not used; replicas have their own.
     grpc_options = gRPCOptions(port=port, grpc_servicer_functions=servicers)
     serve.start(http_options={"host": "127.0.0.1", "port": 0}, grpc_options=grpc_options)

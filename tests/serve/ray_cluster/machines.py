@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from benchmarks.clustering.network import Host, Network, missing, network
 from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
+from tests.serve.ray_cluster.network import Host, Network, missing, network
 
 T = TypeVar("T")
 WAIT_S = 240.0  # on a busy machine with two cores; faster operations return at once

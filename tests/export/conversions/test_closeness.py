@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.converters.closeness import difference, right_elements
+from tests.export.conversions.closeness import difference, right_elements
 
 pytestmark = pytest.mark.long
 

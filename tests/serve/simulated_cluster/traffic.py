@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.cluster_simulating.members import SimulatedMember
+from tests.serve.simulated_cluster.members import SimulatedMember
 
 STEP_S = 0.1
 COMPUTE_S = 0.002  # compute time of one request

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from benchmarks.converters.crash_pool import Crash, CrashPool
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 pytestmark = pytest.mark.long
 

@@ -1,6 +1,6 @@
 """Judges whether a converted model is clean: checker, runtime, values, and types of inputs and outputs, for every converter.
 
-Judge in a child process (`benchmarks.converters.crash_pool`): some conversions make ONNX Runtime crash.
+Judge in a child process (`tests.export.conversions.crash_pool`): some conversions make ONNX Runtime crash.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from benchmarks.converters.cases import KINDS, Case, Value, cases, holds_float32
-from benchmarks.converters.closeness import difference
-from benchmarks.converters.io_types import wrong_io_type
-from benchmarks.converters.runtime import Session, rounded
+from tests.export.conversions.cases import KINDS, Case, Value, cases, holds_float32
+from tests.export.conversions.closeness import difference
+from tests.export.conversions.io_types import wrong_io_type
+from tests.export.conversions.runtime import Session, rounded
 
 __all__ = ["KINDS", "Case", "Verdict", "cases", "judge", "judgeable", "references"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from benchmarks.converters.cases import Value
 from halfserve.export.half_types import FP16, HalfType
+from tests.export.conversions.cases import Value
 
 _FLOATS = {"float": np.float32, "float16": np.float16, "double": np.float64}
 

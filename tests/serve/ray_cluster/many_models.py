@@ -17,7 +17,6 @@ import grpc
 import numpy as np
 import tritonclient.grpc as triton
 
-from benchmarks.clustering.machines import SERVER, machines, processes_of, until
 from benchmarks.footprint import resident_kb
 from benchmarks.harness.clients import TIMEOUT_S
 from benchmarks.harness.models import save_shift
@@ -26,6 +25,7 @@ from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.client.cluster.directory import DirectoryWatch
+from tests.serve.ray_cluster.machines import SERVER, machines, processes_of, until
 
 HIDDEN = 4096  # values per row: 1 MiB of weights in fp16, and twice that in memory on the CPU
 FORWARDED = re.compile(r"^halfserve_requests_forwarded_total (\S+)$", re.MULTILINE)
