@@ -17,9 +17,9 @@ import grpc
 import numpy as np
 import tritonclient.grpc as triton
 
-from benchmarks.footprint import resident_kb
 from benchmarks.harness.clients import TIMEOUT_S
 from benchmarks.harness.models import save_shift
+from benchmarks.harness.process_watch import look
 from benchmarks.harness.server_process import server_process
 from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
@@ -210,7 +210,7 @@ def many_models(folder: Path, *, models: int, members: int, most: int, seconds: 
             until(lambda: placement.served() == shifts.keys(), "members for all models")
             load = _load(placement, Favourites(shifts), seconds, clients)
             there = list(placement.members.values())
-        resident_mib = [resident_kb(pid) >> 10 for pid in processes_of(found.nodes[0], SERVER)]
+        resident_mib = [round(look(pid).resident_mb) for pid in processes_of(found.nodes[0], SERVER)]
         with Client(there[0].grpc_address, timeout_s=TIMEOUT_S) as client:
             sums = {each.name: each.inference_stats.success.count for each in client.statistics()}
     answered = [sum(tally.counted().answered.values()) for tally in (load.ours, load.foreign)]
@@ -236,4 +236,4 @@ def _resident_mib(folder: Path, shifts: Mapping[str, int]) -> int:
     with server_process(folder, "--warm-up-seconds", "0") as server, Client(server.address, timeout_s=TIMEOUT_S) as client:
         for name in shifts:
             client.infer(name, {"x": np.ones((4, 64), np.float16)})
-        return resident_kb(server.process.pid) >> 10
+        return round(look(server.process.pid).resident_mb)
