@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.harness.broken_clients import PREFACE, SETTINGS, connected, frame
+from benchmarks.harness.http2_frames import PREFACE, SETTINGS, connected, frame
 from benchmarks.harness.process_watch import look
 from benchmarks.harness.server_process import server_process
 

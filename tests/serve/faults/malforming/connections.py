@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.harness.broken_clients import (
+from benchmarks.harness.http2_frames import (
     DATA,
     END_HEADERS,
     HEADERS,

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.harness.broken_clients import connected
+from benchmarks.harness.http2_frames import connected
 
 INFER = "/v2/models/affine/infer"
 WAIT_S = 30.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.harness.broken_clients import hang_up_in_a_message, talk_nonsense
+from benchmarks.harness.http2_frames import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, call_block, connected, frame
 from benchmarks.harness.models import LARGE_ROWS, PICKY, STEPS
 from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, InvalidRequest, ModelNotFound, ServerUnavailable
@@ -23,6 +26,8 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 30.0
 FAR = 1_500_000  # steps that take several times the model's time limit
 STOPPED_S = 0.1
+ANNOUNCED_BYTES = 1_000_000  # announced size of a message that is sent only in part
+RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 
 @dataclass
@@ -154,6 +159,25 @@ def vanish(scene: Scene) -> None:
     for future in [call.future(data, timeout=WAIT_S) for _ in range(8)]:
         future.cancel()
     scene.tally.survived("vanished clients")
+
+
+def hang_up_in_a_message(address: str) -> None:
+    """Begin a call, send a part of its message, and reset the connection."""
+    with contextlib.suppress(ConnectionError), connected(address) as connection:
+        message = b"\0" + struct.pack(">I", ANNOUNCED_BYTES) + bytes(1000)
+        connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, call_block()))
+        connection.sendall(frame(DATA, 0, 1, message))
+        connection.recv(1)  # the server has taken the connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+
+
+def talk_nonsense(address: str, nonsense: bytes) -> None:
+    """Send bytes that are not HTTP/2, and wait for the server to disconnect."""
+    with contextlib.suppress(ConnectionError), connected(address) as connection:
+        connection.sendall(nonsense)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
 
 
 def hurry(scene: Scene) -> None:
