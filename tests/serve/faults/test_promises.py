@@ -32,9 +32,13 @@ def test_the_named_tests_exist(file: str) -> None:
 
 
 def test_the_commands_exist() -> None:
-    programs = set(re.findall(r"python -m (benchmarks\.\w+)", TEXT))
-    assert {"benchmarks.soak", "benchmarks.million", "benchmarks.malformed"} <= programs
+    programs, files = (
+        set(re.findall(r"python -m (benchmarks\.\w+)", TEXT)),
+        set(re.findall(r"pytest (?:-\S+ )*(tests/\S+\.py)", TEXT)),
+    )
+    assert "tests/end_to_end/test_soak.py" in files
     assert [program for program in programs if find_spec(program) is None] == []
+    assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
