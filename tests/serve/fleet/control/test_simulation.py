@@ -115,7 +115,7 @@ def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0
         await play("a member drained and left")
         killed = members.pop("c")
         await killed.kill()
-        add("f", left={"c": killed.figures()})
+        add("f", left={"c": killed.counters()})
         await play("a member killed and replaced")
         traffic.rates = zipf(names[::-1], 2000.0)
         await play("hot models become cold, and cold ones hot")
