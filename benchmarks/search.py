@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.conversion_options import SearchLimits
 from halfserve.export.onnx_fp16.settings import Settings
-from halfserve.export.search.narrowing import SearchLimits
 from halfserve.export.search.searched_model import SearchedModel, searched_model
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.search.trials import Trials
