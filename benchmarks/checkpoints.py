@@ -34,10 +34,10 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.converters import peers
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.packaged_checkpoints import CHECKPOINTS, ROOT, PackagedCheckpoint, unpack
 from benchmarks.converters.real import RealOutcome, judged
 from benchmarks.converters.synthetic_inputs import Trial
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 OURS, OPTIMUM = "halfserve export", "optimum-cli export onnx"
 CONVERTERS = (*peers.LOCAL[1:], *peers.MODELOPT)

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.converters import peers
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.real import RealOutcome, evaluate
 from benchmarks.converters.wheels import PackagedModel, packaged_models
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 TIMEOUT_SECONDS = 600
 console = Console(stderr=True)

@@ -26,7 +26,7 @@ from benchmarks.attacks import (
     unread_answers,
 )
 from benchmarks.attacks.measure import Attack, Outcome, measure
-from benchmarks.soaking.broken_clients import INFER
+from benchmarks.harness.http2_frames import INFER
 
 BUDGET_MB = 256.0
 CHECK = b"/grpc.health.v1.Health/Check"

@@ -11,15 +11,15 @@ import numpy as np
 import onnx
 
 from benchmarks.converters.float_share import Share, share_of
-from benchmarks.converters.io_types import wrong_io_type
-from benchmarks.converters.judge import failed
 from benchmarks.converters.peers import converter
-from benchmarks.converters.runtime import Session
-from benchmarks.converters.runtime import rounded as as_float16
 from benchmarks.converters.synthetic_inputs import Trial, trials
 from halfserve.export.verification.error_units import ErrorUnits
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
+from tests.export.conversions.io_types import wrong_io_type
+from tests.export.conversions.judge import failed
+from tests.export.conversions.runtime import Session
+from tests.export.conversions.runtime import rounded as as_float16
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

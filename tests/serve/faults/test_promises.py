@@ -32,9 +32,13 @@ def test_the_named_tests_exist(file: str) -> None:
 
 
 def test_the_commands_exist() -> None:
-    programs = set(re.findall(r"python -m (benchmarks\.\w+)", TEXT))
-    assert {"benchmarks.soak", "benchmarks.million", "benchmarks.malformed"} <= programs
+    programs, files = (
+        set(re.findall(r"python -m (benchmarks\.\w+)", TEXT)),
+        set(re.findall(r"pytest (?:-\S+ )*(tests/\S+\.py)", TEXT)),
+    )
+    assert "tests/end_to_end/test_soak.py" in files
     assert [program for program in programs if find_spec(program) is None] == []
+    assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
@@ -42,11 +46,11 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "
 
 # Modules that show the time. Any other module that reads the wall clock may decide something by it.
 TELLERS = {
-    "serve/benchmark/report.py",
+    "serve/benchmark/benchmark_report.py",
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
     "serve/http/model_history.py",
-    "serve/members/ledger.py",
+    "serve/fleet/member/counter_file.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
     "serve/observability/tracing.py",
