@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,35 +14,23 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 import typer
 
-from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.certificate.budget import Budget, usual_budgets
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.conversion_options import verification
+from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.errors import ExportError, UsageError
-from halfserve.export.file_conversion import Accumulators
-from halfserve.export.half_types import DtypeChoice, HalfName, half_named
+from halfserve.export.file_conversion import Beside
+from halfserve.export.half_types import HalfName, half_named
+from halfserve.export.tasks.task import Task
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
-conversion = partial(typer.Option, rich_help_panel="Conversion")
-verification = partial(typer.Option, rich_help_panel="Verification")
 budget_limit = partial(typer.Option, rich_help_panel="Budget")
 report = partial(typer.Option, rich_help_panel="Report")
 repository_version = partial(typer.Option, rich_help_panel="Model repository")
 
-KeepIoTypes: TypeAlias = Annotated[
-    bool, conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become --dtype too.")
-]
-MaxAbsError: TypeAlias = Annotated[
-    float | None, budget_limit(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
-]
-MaxScaledError: TypeAlias = Annotated[
-    float | None,
-    budget_limit(
-        help="Largest error of an output, as a share of its largest magnitude; by default 0.01 for float16, 0.04 for bfloat16."
-    ),
-]
-Dtype: TypeAlias = Annotated[
-    DtypeChoice,
-    conversion(help="The type to convert to; auto takes float16 where it passes, else bfloat16, else searches, and says why."),
-]
+MAX_BATCH_SIZE = RepositoryTarget.max_batch_size
+
 Precisions: TypeAlias = Annotated[
     str,
     verification(
@@ -51,36 +40,102 @@ Precisions: TypeAlias = Annotated[
     ),
 ]
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
-Adversarial: TypeAlias = Annotated[
-    bool, verification(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")
-]
-AccumulatorType: TypeAlias = Annotated[
-    Accumulators, verification(help="In which type the runtime sums: float32 as ONNX Runtime, or float16 as TensorRT.")
-]
-Search: TypeAlias = Annotated[
-    bool, verification(help="Find the fewest nodes to keep in float32 where the result is over budget.")
-]
-MaxRuns: TypeAlias = Annotated[
-    int, verification(help="How many sets of such nodes the search may try; it keeps the smallest that passed.")
-]
-MaxMinutes: TypeAlias = Annotated[
-    float | None, verification(help="Minutes after which the search tries no further set; no limit by default.")
-]
-CertificateFile: TypeAlias = Annotated[Path | None, report(help="Write the verdict to this JSON file too.")]
-HtmlPage: TypeAlias = Annotated[bool, report("--html", help="Write it as an HTML page beside --certificate too.")]
-CertificateKey: TypeAlias = Annotated[
-    Path | None,
-    report(help="Sign the certificate with the Ed25519 private key in this PEM file, for servers that hold the public key."),
-]
-ModelVersion: TypeAlias = Annotated[int | None, repository_version(help="The version; the next free one by default.")]
-Fp32Twin: TypeAlias = Annotated[
-    bool, repository_version("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
-]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """Limits of the errors, for models of every type."""
+
+    max_abs_error: Annotated[
+        float | None, budget_limit(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
+    ] = None
+    max_scaled_error: Annotated[
+        float | None,
+        budget_limit(
+            help="Largest error of an output, as a share of its largest magnitude; by default 0.01 for float16, 0.04 for "
+            "bfloat16."
+        ),
+    ] = None
+    min_agreement: MinAgreement = Budget.min_agreement
+
+    def budgets(self) -> dict[HalfName, Budget]:
+        """The budget of each type.
+
+        Raises:
+            UsageError: A limit is out of range.
+        """
+        return usual_budgets(
+            max_abs_error=self.max_abs_error, max_scaled_error=self.max_scaled_error, min_agreement=self.min_agreement
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictFiles:
+    """Files that hold the verdict, and the key that signs it."""
+
+    certificate: Annotated[Path | None, report(help="Write the verdict to this JSON file too.")] = None
+    html: Annotated[bool, report("--html", help="Write it as an HTML page beside --certificate too.")] = False
+    certificate_key: Annotated[
+        Path | None,
+        report(
+            help="Sign the certificate with the Ed25519 private key in this PEM file, for servers that hold the public key."
+        ),
+    ] = None
+
+    def beside(self, *others: Path | None) -> Beside:
+        """The files to write with a model: its certificate as JSON, and as an HTML page.
+
+        Args:
+            others: The files that the command reads or writes besides.
+
+        Raises:
+            UsageError: `html` without a certificate.
+            ExportError: One of the two cannot be written.
+        """
+        if self.html and self.certificate is None:
+            raise UsageError("--html writes its page beside the certificate; give --certificate PATH too")
+        page = self.certificate.with_suffix(".html") if self.html and self.certificate is not None else None
+        require_output(self.certificate, "the certificate", others=others)
+        require_output(page, "the page", others=(*others, self.certificate))
+
+        def files(verdict: Certificate) -> Sequence[tuple[Path, bytes]]:
+            found = [] if self.certificate is None else [(self.certificate, verdict.to_bytes())]
+            if page is not None:
+                from halfserve.export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
+
+                found.append((page, certificate_page(verdict).encode()))
+            return found
+
+        return files
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionOptions:
+    """A version in a model repository."""
+
+    name: Annotated[str | None, repository_version(help="The model's name; by default from the source.")] = None
+    version: Annotated[int | None, repository_version(help="The version; the next free one by default.")] = None
+    max_batch_size: Annotated[int | None, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE
+    fp32_twin: Annotated[
+        bool, repository_version("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
+    ] = False
+
+    def target(self, repository: str, *, default_name: str, task: Task | None = None) -> RepositoryTarget:
+        """The version as a target of a conversion; `default_name` names the model where the user did not."""
+        return RepositoryTarget(
+            repository=repository,
+            name=default_name if self.name is None else self.name,
+            version=self.version,
+            max_batch_size=MAX_BATCH_SIZE if self.max_batch_size is None else self.max_batch_size,
+            fp32_twin=self.fp32_twin,
+            default_name=self.name is None,
+            task=task,
+        )
+
 
 Array = np.ndarray[Any, Any]
 
-MAX_BATCH_SIZE = 32
 DYNAMIC = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<size>(?:[1-9]\d*\*)?(?P<name>\w+))")
 
 
@@ -170,18 +225,3 @@ def require_output(path: Path | None, what: str, *, others: Iterable[Path | None
                 pass
     except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
         raise ExportError(f"cannot write {what} {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def page_beside(certificate: Path | None, *, html: bool, others: Sequence[Path | None]) -> Path | None:
-    """Check the paths of a certificate and of its HTML page (see `require_output`), and return the page's, None without `html`.
-
-    Raises:
-        UsageError: `html` without a certificate.
-        ExportError: One of the two cannot be written.
-    """
-    if html and certificate is None:
-        raise UsageError("--html writes its page beside the certificate; give --certificate PATH too")
-    page = certificate.with_suffix(".html") if html and certificate is not None else None
-    require_output(certificate, "the certificate", others=others)
-    require_output(page, "the page", others=(*others, certificate))
-    return page
