@@ -31,6 +31,7 @@ from halfserve.serve.observability.summaries import latency_figures
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.options import ClientLimits, RestrictedGroup, SecurityError, SecurityOptions, TlsOptions
 from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
@@ -140,6 +141,14 @@ def serve(
             help="Let clients on this machine leave tensors in shared memory (the system's, or a CUDA device's).",
         ),
     ] = ServerOptions.shared_memory,
+    shared_memory_mode: Annotated[
+        SharedMemoryMode,
+        _listening(
+            help="Access to system shared memory. safe: the server copies inputs and outputs, so that no client can harm it. "
+            "trusted: the server maps the clients' files and computes on them without a copy; a client that truncates its "
+            "registered file ends the server (SIGBUS)."
+        ),
+    ] = ServerOptions.shared_memory_mode,
     model_control: Annotated[
         ControlMode,
         _models(
@@ -433,6 +442,7 @@ def serve(
         drain_s=drain_seconds,
         transport=transport,
         shared_memory=shared_memory,
+        shared_memory_mode=_shared_memory_mode(shared_memory_mode, is_on=shared_memory),
         response_cache_mib=response_cache_mib,
         latencies=_latencies(metrics_config),
         forwarded=ForwardedHeaders(
@@ -510,6 +520,12 @@ def _restricted(option: str, texts: list[str] | None, prefix: str = "") -> tuple
         return tuple(restricted_group(text, prefix) for text in texts or ())
     except ValueError as error:
         raise typer.BadParameter(f"{option} {error}") from None
+
+
+def _shared_memory_mode(mode: SharedMemoryMode, *, is_on: bool) -> SharedMemoryMode:
+    if mode is SharedMemoryMode.TRUSTED and not is_on:
+        raise typer.BadParameter(f"--shared-memory-mode {mode} needs --shared-memory; add it or leave the mode out")
+    return mode
 
 
 def _pattern(option: str, text: str | None) -> HeaderPattern | None:

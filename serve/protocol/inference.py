@@ -227,13 +227,12 @@ class Inference:
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
     ) -> Tensors:
-        for place in cached.slices:  # since the request was cached, the region may have been unregistered
-            self._memory.check(place)
-        if cached.input_slices is None:
+        if not cached.slices:
             return RawInputs(layout, data, offsets)
-        read = partial(self._memory.read_into, since=self._memory.latest)
-        readers = tuple([None if place is None else partial(read, place) for place in cached.input_slices])
-        return RawInputs(layout, data, offsets, readers)
+        binding = cached.binding
+        if not binding.is_bound:
+            self._memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
+        return RawInputs(layout, data, offsets, binding.outside)
 
     def _checked(self, request: ModelInferRequest) -> tuple[CachedRequest, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
