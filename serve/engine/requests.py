@@ -22,14 +22,21 @@ CUT_BYTES: Final = 65_536
 
 
 class BatchOutputs:
-    """All outputs of one batch."""
+    """All outputs of one batch.
 
-    __slots__ = ("_raw", "arrays", "row_shapes")
+    Attributes:
+        arrays: outputs by name.
+        row_shapes: shape of one row of each output.
+        is_large: whether the outputs together have more than CUT_BYTES.
+    """
+
+    __slots__ = ("_raw", "arrays", "is_large", "row_shapes")
 
     def __init__(self, arrays: Tensors, raw: dict[str, bytes | None] | None = None) -> None:
         """`raw`: the bytes of outputs by name, as far as known."""
         self.arrays = arrays
         self.row_shapes = tuple(array.shape[1:] for array in arrays.values())
+        self.is_large = sum([array.nbytes for array in arrays.values()]) > CUT_BYTES
         self._raw: dict[str, bytes | None] = {} if raw is None else raw
 
     def raw(self, name: str) -> bytes | None:
@@ -68,12 +75,15 @@ class Answer(Mapping[str, Array]):
         """Return the answer's last row, with only these outputs."""
         return Answer(self.batch, names, self._end - 1, self._end)
 
-    def raw(self, name: str, row_bytes: int) -> bytes:
-        """Return one output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
+    def raw(self, name: str, row_bytes: int) -> bytes | memoryview:
+        """Return one output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes.
+
+        The bytes of a large batch are a view on the output.
+        """
         raw = self.batch.raw(name)
         if raw is not None:
             return raw[self._start * row_bytes : self._end * row_bytes]
-        return np.ascontiguousarray(self.batch.arrays[name][self._start : self._end]).tobytes()
+        return np.ascontiguousarray(self.batch.arrays[name][self._start : self._end]).reshape(-1).view(np.uint8).data
 
 
 Parameter = bool | int | float | str
