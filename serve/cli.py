@@ -98,6 +98,7 @@ def serve(
         drain_s=ending.drain_seconds,
         transport=listening.transport,
         shared_memory=listening.shared_memory,
+        shared_memory_mode=listening.shared_memory_mode,
         response_cache_mib=computing.response_cache_mib,
         latencies=as_triton.latencies(),
         forwarded=as_triton.forwarded(),

@@ -35,6 +35,7 @@ from halfserve.serve.process import collect_when_idle, infrequent_collection, st
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
@@ -76,6 +77,7 @@ class ServerOptions:
         drain_s: time for requests in flight after SIGTERM or SIGINT, in seconds.
         transport: gRPC implementation.
         shared_memory: whether clients on this machine may pass tensors in shared memory.
+        shared_memory_mode: whether the server copies these tensors, or maps the clients' files.
         observe: logs and traces.
         compute_slots: most batches computed at once on the CPU, over all models, shared fairly (see `ComputeSlots`). 0: no
             bound; the operating system shares the CPU, and can preempt a long batch for a short one. A bound helps if models
@@ -99,6 +101,7 @@ class ServerOptions:
     drain_s: float = 30.0
     transport: TransportName = TransportName.NGHTTP2
     shared_memory: bool = False
+    shared_memory_mode: SharedMemoryMode = SharedMemoryMode.SAFE
     observe: ObserveOptions = field(default_factory=ObserveOptions)
     compute_slots: int = 0
     http: HttpOptions | None = None
@@ -202,6 +205,7 @@ async def serve(
             core,
             server_version=version("halfserve"),
             shared_memory=options.shared_memory,
+            shared_memory_mode=options.shared_memory_mode,
             observe=options.observe,
             forwarded=options.forwarded,
         )

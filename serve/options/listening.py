@@ -10,6 +10,7 @@ import typer
 
 from halfserve.option_groups import reading
 from halfserve.serve.http.options import MIB, HttpLimits, HttpOptions, checked_origin
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.server import ServerOptions
 from halfserve.serve.transports.transport import TransportName
 
@@ -71,6 +72,14 @@ class Listening:
             help="Let clients on this machine leave tensors in shared memory (the system's, or a CUDA device's).",
         ),
     ] = ServerOptions.shared_memory
+    shared_memory_mode: Annotated[
+        SharedMemoryMode,
+        _listening(
+            help="Access to system shared memory. safe: the server copies inputs and outputs, so that no client can harm it. "
+            "trusted: the server maps the clients' files and computes on them without a copy; a client that truncates its "
+            "registered file ends the server (SIGBUS)."
+        ),
+    ] = ServerOptions.shared_memory_mode
     max_buffered_mib: Annotated[
         int | None,
         _listening(
@@ -82,6 +91,8 @@ class Listening:
     ] = None
 
     def __post_init__(self) -> None:
+        if self.shared_memory_mode is SharedMemoryMode.TRUSTED and not self.shared_memory:
+            raise typer.BadParameter("--shared-memory-mode trusted needs --shared-memory; add it or leave the mode out")
         for option, is_given in (
             ("--http-port", self.http_port is not None),
             ("--metrics-port", self.metrics_port is not None and self.metrics_port >= 0),

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
@@ -20,7 +19,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import NO_PARAMETERS, Done, InferRequest, Parameter, RawInputs, RawLayout
+from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, Parameter, RawInputs, RawLayout
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
@@ -163,22 +162,14 @@ class Inference:
         if cached.slices:
             use = RegionUse(self._memory, cached.slices)
             reply = _Releasing(use, reply)
-        deferred: DeferredResponse | None = None
-        answer: Done
-        if cached.takes_long:
-            deferred = DeferredResponse(
-                partial(self.response, cached, request_id, self._memory.latest), reply, self._core.wait_for
-            )
-            answer = deferred.done
-        else:
-            answer = _Answering(self, cached, request_id, reply)
+        answering = _Answering(self, cached, request_id, self._memory.latest, reply)
         queued = InferRequest(
             inputs,
             cached.outputs,
             cached.rows,
             cached.bucket,
             None if time_left_s is None else _deadline(time_left_s),
-            answer,
+            answering,
             turn.level,
             None if turn.delay_after_s is None else _deadline(turn.delay_after_s),
             None if turn.drop_after_s is None else _deadline(turn.drop_after_s),
@@ -193,7 +184,7 @@ class Inference:
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
-        return _Cancellation(cached.model.scheduler, queued, deferred, use)
+        return _Cancellation(cached.model.scheduler, queued, answering, use)
 
     def _ask_elsewhere(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, error: InferenceError
@@ -227,13 +218,12 @@ class Inference:
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
     ) -> Tensors:
-        for place in cached.slices:  # since the request was cached, the region may have been unregistered
-            self._memory.check(place)
-        if cached.input_slices is None:
+        if not cached.slices:
             return RawInputs(layout, data, offsets)
-        read = partial(self._memory.read_into, since=self._memory.latest)
-        readers = tuple([None if place is None else partial(read, place) for place in cached.input_slices])
-        return RawInputs(layout, data, offsets, readers)
+        binding = cached.binding
+        if not binding.is_bound:
+            self._memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
+        return RawInputs(layout, data, offsets, binding.outside)
 
     def _checked(self, request: ModelInferRequest) -> tuple[CachedRequest, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
@@ -256,6 +246,10 @@ class Inference:
         )
         return cached, decoded.inputs
 
+    def deferred(self, write: Callable[[Tensors | InferenceError], bytes | InferenceError], reply: Reply) -> DeferredResponse:
+        """Return a response that `write` serializes, on a thread if it is large."""
+        return DeferredResponse(write, reply, self._core.wait_for)
+
     def response(
         self, cached: CachedRequest, request_id: bytes, since: int, result: Tensors | InferenceError
     ) -> bytes | InferenceError:
@@ -273,18 +267,36 @@ class Inference:
 
 
 class _Answering:
-    """Serializes the response once the outputs are there. A class, because making one is faster than `functools.partial`."""
+    """Serializes the response once the outputs are there, on a thread if that takes long.
 
-    __slots__ = ("_cached", "_inference", "_reply", "_request_id")
+    A class, because making one is faster than `functools.partial`.
+    """
 
-    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, reply: Reply) -> None:
+    __slots__ = ("_cached", "_deferred", "_inference", "_reply", "_request_id", "_since")
+
+    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, since: int, reply: Reply) -> None:
+        """`since`: see `SharedMemory.check`."""
         self._inference = inference
         self._cached = cached
         self._request_id = request_id
+        self._since = since
         self._reply = reply
+        self._deferred: DeferredResponse | None = None
 
     def __call__(self, result: Tensors | InferenceError) -> None:
-        self._reply(self._inference.response(self._cached, self._request_id, 0, result))
+        if type(result) is not Answer or result.batch.is_large or self._cached.takes_long:
+            self._deferred = self._inference.deferred(self._written, self._reply)
+            self._deferred.done(result)
+        else:
+            self._reply(self._written(result))
+
+    def gone(self) -> None:
+        """Drop the response."""
+        if self._deferred is not None:
+            self._deferred.gone()
+
+    def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
+        return self._inference.response(self._cached, self._request_id, self._since, result)
 
 
 class _Responding:
@@ -322,21 +334,18 @@ class _Cancellation:
     Made once the request is queued; from then on its regions are in use.
     """
 
-    __slots__ = ("_deferred", "_request", "_scheduler", "_use")
+    __slots__ = ("_answering", "_request", "_scheduler", "_use")
 
-    def __init__(
-        self, scheduler: Scheduler, request: InferRequest, deferred: DeferredResponse | None, use: RegionUse | None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, request: InferRequest, answering: _Answering, use: RegionUse | None) -> None:
         self._scheduler = scheduler
         self._request = request
-        self._deferred = deferred
+        self._answering = answering
         self._use = use
         if use is not None:
             use.begin()
 
     def __call__(self) -> None:
-        if self._deferred is not None:
-            self._deferred.gone()
+        self._answering.gone()
         if self._use is not None:
             self._use.end()
         self._scheduler.cancel(self._request)
