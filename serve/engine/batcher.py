@@ -292,7 +292,7 @@ class Batcher:
         return (
             self._latest_size == 1
             and self._takes_lone
-            and self._short is not None
+            and self._share is None
             and self._admission is None
             and request.deadline is None
             and request.leave_by is None
@@ -308,22 +308,22 @@ class Batcher:
             self._queue.offer(lone)
 
     def _run_lone(self) -> None:
-        """Compute and answer the lone request on the loop: the way of most requests of a server that is not busy.
+        """Compute and answer the lone request: the way of most requests of a server that is not busy.
 
-        What the queue does for a batch is left out, as there is nothing to wait for and nobody to share with.
+        What the queue does for a batch is left out, as there is nothing to wait for, and no request to share a batch with.
         """
         request, short, idle = self._lone, self._short, self._free.idle
-        if request is None or short is None or not idle:
+        if request is None or not idle:
             self._queue_lone()
             self._gather()
             return
-        now, bucket, rows = time.monotonic(), request.bucket, request.rows
-        if not short.suits(bucket, rows, limit_s(1, request.size, alone=self.occupancy.is_alone(self, now))):
-            self._queue_lone()
-            self._dispatch()
-            return
         self._lone = self._soon = request.line = None
-        instance = idle.pop()
+        now, bucket, rows = time.monotonic(), request.bucket, request.rows
+        instance, alone = idle.pop(), self.occupancy.is_alone(self, now)
+        if short is None or not short.suits(bucket, rows, limit_s(1, request.size, alone=alone)):
+            self._start(Batch(bucket, [request], [], rows), now, instance)
+            self._away_since = now
+            return
         spent_s = time.thread_time()
         results = instance.run_on_loop([request])
         spent_s = time.thread_time() - spent_s

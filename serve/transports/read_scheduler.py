@@ -27,17 +27,21 @@ class Reader(Protocol):
 
 
 class ReadScheduler:
-    """The read queue of an event loop."""
+    """The read queue of an event loop.
 
-    __slots__ = ("_call_soon", "_clock", "_granted", "_left", "_looks_soon", "_queue", "_stop")
+    Attributes:
+        has_begun_turn: whether this loop iteration has spent time on reading, so that its time is limited.
+    """
+
+    __slots__ = ("_call_soon", "_clock", "_granted", "_left", "_queue", "_stop", "has_begun_turn")
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._call_soon = call_soon
         self._clock = clock
         self._queue: deque[Reader] = deque()
         self._granted: set[Reader] = set()  # have left the queue in this iteration, and have not read their socket yet
-        self._looks_soon = False
-        self._stop, self._left = 0.0, 0  # when, and after how many pieces, this iteration has read enough; while `_looks_soon`
+        self.has_begun_turn = False
+        self._stop, self._left = 0.0, 0  # when, and after how many pieces, this iteration has read enough; in a turn
 
     def receive_bytes(self, reader: Reader, most: int) -> int:
         """Bytes to read from a socket at once, up to `most`.
@@ -45,7 +49,7 @@ class ReadScheduler:
         After a spent turn it is one byte over "small": uvloop would read on if small input filled the buffer, and larger input
         queues after the first read.
         """
-        if not self._looks_soon or reader in self._granted or self._has_time():
+        if not self.has_begun_turn or reader in self._granted or self._has_time():
             return most
         return SMALL_BYTES + 1
 
@@ -53,7 +57,7 @@ class ReadScheduler:
         """Whether `size` received bytes must be read later, through `wait`."""
         if size <= SMALL_BYTES:
             return False
-        if not self._looks_soon:
+        if not self.has_begun_turn:
             self._begin()
         elif reader in self._granted:
             self._granted.remove(reader)
@@ -66,7 +70,7 @@ class ReadScheduler:
     def wait(self, reader: Reader) -> None:
         """Queue a connection that listens no more; `read_on` is called once, in a later loop iteration."""
         self._queue.append(reader)
-        if not self._looks_soon:
+        if not self.has_begun_turn:
             self._begin()
 
     def _has_time(self) -> bool:
@@ -74,14 +78,14 @@ class ReadScheduler:
 
     def _begin(self) -> None:
         """Begin a turn, which lasts until the loop has read its sockets."""
-        self._looks_soon = True
+        self.has_begun_turn = True
         self._stop, self._left = self._clock() + TURN_S, PIECES_A_TURN
         self._call_soon(self._look)
 
     def _look(self) -> None:
         """Let the first of the queue read."""
         queue, granted, clock = self._queue, self._granted, self._clock
-        self._looks_soon = False
+        self.has_begun_turn = False
         granted.clear()
         if not queue:
             return

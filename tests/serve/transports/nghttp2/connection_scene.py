@@ -96,6 +96,9 @@ class ConnectionServer:
         if self._scene.flushes:
             connection.flush()
 
+    def flush_last(self, connection: GrpcConnection) -> None:
+        self.flush_soon(connection)
+
     def sent(self, connection: GrpcConnection) -> None:
         pass
 
