@@ -17,7 +17,7 @@ from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
-from halfserve.serve.engine.execution.request_batch import Begun, Rescheduled
+from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled
 from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
@@ -87,7 +87,7 @@ class Delivery:
                     self.fail(result.request, result.error)
                 elif isinstance(result, LostRequests):
                     again |= self._replay(result)
-                elif isinstance(result, Begun):
+                elif isinstance(result, PendingAnswers):
                     self._await(result)
                 elif isinstance(result, Rescheduled):
                     again |= self._reschedule(result)
@@ -111,7 +111,7 @@ class Delivery:
             else:
                 request.finish(answer)
 
-    def _await(self, begun: Begun) -> None:
+    def _await(self, pending: PendingAnswers) -> None:
         """Answer requests once their model has given its answers."""
 
         def answer_later(request: InferRequest, later: LaterAnswer) -> None:
@@ -120,13 +120,13 @@ class Delivery:
                 if isinstance(result, InferenceError):
                     self.fail(request, result)
                 else:
-                    self._answer(Answered([request], [result], begun.times), request.rows)
+                    self._answer(Answered([request], [result], pending.times), request.rows)
                 self.on_late_answer()
 
             self.awaited += 1
             later.then(answered)
 
-        for request, later in begun.later:
+        for request, later in pending.later:
             answer_later(request, later)
 
     def _reschedule(self, rescheduled: Rescheduled) -> bool:

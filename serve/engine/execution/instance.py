@@ -20,7 +20,7 @@ from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch, 
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
-from halfserve.serve.engine.execution.request_batch import Begun, Rescheduled, run_requests
+from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.padding import Padding
@@ -63,7 +63,7 @@ class LateRequests:
     requests: list[InferRequest]
 
 
-Results = Sequence[Answered | Failed | Begun | Rescheduled | LostRequests | LateRequests]
+Results = Sequence[Answered | Failed | PendingAnswers | Rescheduled | LostRequests | LateRequests]
 Finished = Callable[[Results], None]
 
 

@@ -252,13 +252,13 @@ class GrpcConnection(GrpcSession):
         if self._transport is not None:
             self._transport.abort()
 
-    def _press(self) -> None:
+    def _shed_calls(self) -> None:
         """Give up the latest calls, or the connection if its client does not read its responses."""
         patience_s = self.share.patience_s(self.limits.short_stall_s)
         if self._transport is not None and self._send_buffer.is_unread_since(self.loop.time() - patience_s):
             self._end_unread(self._transport)
         else:
-            super()._press()
+            super()._shed_calls()
 
     def _end_unread(self, transport: asyncio.Transport) -> None:
         """End the connection without its unread responses, and free their memory at once."""

@@ -107,8 +107,8 @@ class ReceiveWindows:
             return stream != next(iter(self._unfinished)) or not self._share.goes_on()
         if self._unfinished.pop(stream, 0):
             self._share.step_back()
-            self._let_go_on(stream)  # its next message needs the withheld window
-            self.let_oldest_go_on()
+            self._resume(stream)  # its next message needs the withheld window
+            self.resume_oldest()
         return False
 
     def answer_later(self, stream: int, size: int, *, is_last: bool) -> None:
@@ -119,7 +119,7 @@ class ReceiveWindows:
         self.answering[stream] = size
         if held:
             self._share.step_back()
-            self.let_oldest_go_on()
+            self.resume_oldest()
 
     def give_back(self, stream: int, size: int) -> bool:
         """Acknowledge up to `size` withheld bytes of a stream; False if none are withheld."""
@@ -139,7 +139,7 @@ class ReceiveWindows:
         if held:
             self._count(-held)
             self._share.step_back()
-            self.let_oldest_go_on()
+            self.resume_oldest()
 
     def closed(self, stream: int) -> None:
         """Release a closed stream; its withheld bytes still count against the connection's window."""
@@ -148,13 +148,13 @@ class ReceiveWindows:
         if withheld:
             self._release(withheld, stream)
 
-    def let_oldest_go_on(self) -> None:
+    def resume_oldest(self) -> None:
         """Let the oldest unfinished message continue if it is this connection's turn."""
         oldest = next(iter(self._unfinished), None)
         if oldest is None:
             self._share.step_back()
         elif self._share.goes_on():
-            self._let_go_on(oldest)
+            self._resume(oldest)
             self._keep_open()
 
     def _keep_open(self) -> None:
@@ -166,7 +166,7 @@ class ReceiveWindows:
         self._held += more
         self._share.add(more)
 
-    def _let_go_on(self, stream: int) -> None:
+    def _resume(self, stream: int) -> None:
         self.give_back(stream, self._withheld.get(stream, 0))
 
     def _release(self, size: int, stream: int) -> None:

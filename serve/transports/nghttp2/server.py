@@ -74,7 +74,7 @@ class Nghttp2Server:
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
         self._sweeping: asyncio.TimerHandle | None = None
         self._busy_poll: BusyPoll | None = None  # once it listens
-        self._told_broken, self._told_unread = LogThrottle(logger.info), LogThrottle(logger.warning)
+        self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
@@ -155,10 +155,10 @@ class Nghttp2Server:
         self._changed.set()
 
     def broken(self, error: NGH2Error) -> None:
-        self._told_broken.say("a connection broke HTTP/2: %s", error)
+        self._broken_log.say("a connection broke HTTP/2: %s", error)
 
     def unread(self, size: int) -> None:
-        self._told_unread.say("a connection was closed: its client left %d bytes of answers unread", size)
+        self._unread_log.say("a connection was closed: its client left %d bytes of answers unread", size)
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Flush at the end of this loop iteration, once for all responses."""
