@@ -60,21 +60,7 @@ class ManyReplies(Protocol):
 
 
 # Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
-Elsewhere = Callable[[bytes, float | None, Reply], Cancel | None]
-
-
-class TakenRequest:
-    """The request that is being taken now, so that the layers between a stream and `Inference` need not pass it on.
-
-    Attributes:
-        many: takes the request's responses; None for a request that gets a single response.
-    """
-
-    def __init__(self) -> None:
-        self.many: ManyReplies | None = None
-
-
-TAKEN: Final = TakenRequest()
+ForwardRequest = Callable[[bytes, float | None, Reply, ManyReplies | None], Cancel | None]
 
 
 class OutcomeListener(Protocol):
@@ -87,7 +73,10 @@ class OutcomeListener(Protocol):
 class InferenceEntry(Protocol):
     """Takes serialized requests."""
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel: ...  # see `Inference.infer`
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
+        """See `Inference.infer`."""
 
 
 class AnyInference(InferenceEntry, OutcomeListener, Protocol):
@@ -97,7 +86,15 @@ class AnyInference(InferenceEntry, OutcomeListener, Protocol):
 class WatchableInference(AnyInference, Protocol):
     """An entry that reports each request before it is queued."""
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         """See `Inference.infer`."""
 
 
@@ -109,21 +106,29 @@ class Inference:
         core: InferenceCore,
         memory: SharedMemory,
         cache: RequestCache | None = None,
-        elsewhere: Elsewhere | None = None,
+        forward: ForwardRequest | None = None,
     ) -> None:
         self._core = core
         self._memory = memory
-        self._elsewhere = elsewhere
+        self._forward = forward
         if cache is None:
             cache = RequestCache()
             core.on_change(cache.forget)
         self._cache = cache
 
-    def with_elsewhere(self, elsewhere: Elsewhere) -> Inference:
+    def with_forwarding(self, forward: ForwardRequest) -> Inference:
         """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
-        return Inference(self._core, self._memory, self._cache, elsewhere)
+        return Inference(self._core, self._memory, self._cache, forward)
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
 
         Args:
@@ -131,6 +136,7 @@ class Inference:
             time_left_s: seconds until the client's deadline; None without one.
             reply: gets the serialized ModelInferResponse, or the error.
             watch: is called before the request is queued.
+            many: takes the responses of a decoupled model; None for a client that takes a single response.
 
         Returns:
             A function that cancels the request.
@@ -152,7 +158,7 @@ class Inference:
             else:
                 cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
-            cancel = self._ask_elsewhere(data, time_left_s, reply, error)
+            cancel = self._forwarded(data, time_left_s, reply, many, error)
             if cancel is not None:
                 return cancel
             self._core.figures.refuse(error)
@@ -178,21 +184,26 @@ class Inference:
             request_id,
             parameters,
         )
-        if cached.model.is_decoupled and TAKEN.many is not None:
-            TAKEN.many.begin(wants_empty_final=bool(cached.parameters.get(EMPTY_FINAL)))
-            queued.respond = _Responding(self, cached, request_id, TAKEN.many)
+        if many is not None and cached.model.is_decoupled:
+            many.begin(wants_empty_final=bool(cached.parameters.get(EMPTY_FINAL)))
+            queued.respond = _Responding(self, cached, request_id, many)
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
         return _Cancellation(cached.model.scheduler, queued, answering, use)
 
-    def _ask_elsewhere(
-        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, error: InferenceError
+    def _forwarded(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        many: ManyReplies | None,
+        error: InferenceError,
     ) -> Cancel | None:
         """Forward a request that this server refuses with `error`; None if no other server can answer it."""
-        if self._elsewhere is None or not isinstance(error, NotFoundError | UnavailableError):
+        if self._forward is None or not isinstance(error, NotFoundError | UnavailableError):
             return None
-        return self._elsewhere(bytes(data), time_left_s, reply)
+        return self._forward(bytes(data), time_left_s, reply, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Do nothing: only observed inference records failures."""
@@ -464,13 +475,15 @@ class ObservedInference:
         self._caller = Caller(peer, headers, token, is_rest=is_rest)
         self.has_parent = self._caller.parent is not None  # whether the client sent a trace context
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
         """See `Inference.infer`."""
         observer = self._observer
         observer.until -= 1
         if observer.until and (observer.tracer is None or not self.has_parent):
-            return self._inference.infer(data, time_left_s, reply)
-        return self.chosen().infer(data, time_left_s, reply)
+            return self._inference.infer(data, time_left_s, reply, many=many)
+        return self.chosen().infer(data, time_left_s, reply, many=many)
 
     def chosen(self) -> ChosenInference:
         """The entry for one counted request that may be observed."""
@@ -494,11 +507,13 @@ class ChosenInference(ObservedRequest):
         super().__init__(observer, caller)
         self._inference = inference
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
         """See `Inference.infer`."""
         self.expect(len(data), reply)
         try:
-            self.cancel = self._inference.infer(data, time_left_s, self.answered, self)
+            self.cancel = self._inference.infer(data, time_left_s, self.answered, self, many=many)
         except Exception as error:
             self.refused(error)
             raise

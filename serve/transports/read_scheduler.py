@@ -29,11 +29,15 @@ class Reader(Protocol):
 
 
 class ReadScheduler:
-    """The read queue of an event loop."""
+    """The read queue of an event loop.
+
+    Attributes:
+        has_begun_turn: whether this loop iteration has spent time on reading, so that its time is limited.
+    """
 
     __slots__ = (
-        "_call_soon", "_clock", "_forget_at", "_granted", "_left", "_looks_soon", "_number", "_passed", "_queue", "_size",
-        "_stop", "_tags",
+        "_call_soon", "_clock", "_forget_at", "_granted", "_left", "_number", "_passed", "_queue", "_size", "_stop", "_tags",
+        "has_begun_turn",
     )  # fmt: skip
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,8 +52,8 @@ class ReadScheduler:
         self._size = SMALL_BYTES  # bytes of the connection that waits next
         self._forget_at = FEW_READERS
         self._granted: set[Reader] = set()  # have left the queue in this iteration, and have not read their socket yet
-        self._looks_soon = False
-        self._stop, self._left = 0.0, 0  # when, and after how many pieces, this iteration has read enough; while `_looks_soon`
+        self.has_begun_turn = False
+        self._stop, self._left = 0.0, 0  # when, and after how many pieces, this iteration has read enough; in a turn
 
     def receive_bytes(self, reader: Reader, most: int) -> int:
         """Bytes to read from a socket at once, up to `most`.
@@ -57,7 +61,7 @@ class ReadScheduler:
         After a spent turn it is one byte over "small": uvloop would read on if small input filled the buffer, and larger input
         queues after the first read.
         """
-        if not self._looks_soon or reader in self._granted or self._has_time():
+        if not self.has_begun_turn or reader in self._granted or self._has_time():
             return most
         return SMALL_BYTES + 1
 
@@ -65,7 +69,7 @@ class ReadScheduler:
         """Whether `size` received bytes must be read later, through `wait`."""
         if size <= SMALL_BYTES:
             return False
-        if not self._looks_soon:
+        if not self.has_begun_turn:
             self._begin()
         elif reader in self._granted:
             self._granted.remove(reader)
@@ -85,7 +89,7 @@ class ReadScheduler:
         start, end = self._charge(reader, self._size)
         self._size = SMALL_BYTES
         heappush(self._queue, (end, self._number, start, reader))
-        if not self._looks_soon:
+        if not self.has_begun_turn:
             self._begin()
 
     def _has_time(self) -> bool:
@@ -103,14 +107,14 @@ class ReadScheduler:
 
     def _begin(self) -> None:
         """Begin a turn, which lasts until the loop has read its sockets."""
-        self._looks_soon = True
+        self.has_begun_turn = True
         self._stop, self._left = self._clock() + TURN_S, PIECES_A_TURN
         self._call_soon(self._look)
 
     def _look(self) -> None:
         """Let the first of the queue read."""
         queue, granted, clock = self._queue, self._granted, self._clock
-        self._looks_soon = False
+        self.has_begun_turn = False
         granted.clear()
         if not queue:
             self._passed = 0

@@ -14,7 +14,7 @@ from halfserve.serve.engine.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingAnswers:
     """Requests whose responses come later.
 
     Attributes:
@@ -33,7 +33,9 @@ class Rescheduled:
     requests: list[InferRequest]
 
 
-def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[Answered | Failed | Begun | Rescheduled]:
+def run_requests(
+    backend: RequestBackend, requests: list[InferRequest]
+) -> list[Answered | Failed | PendingAnswers | Rescheduled]:
     """Have a backend answer requests.
 
     Raises:
@@ -42,7 +44,7 @@ def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[
     started = time.monotonic_ns()
     given = backend.compute(requests)
     computed = time.monotonic_ns()
-    results: list[Answered | Failed | Begun | Rescheduled] = []
+    results: list[Answered | Failed | PendingAnswers | Rescheduled] = []
     answered: list[InferRequest] = []
     answers: list[Tensors] = []
     later: list[tuple[InferRequest, LaterAnswer]] = []
@@ -65,5 +67,5 @@ def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[
     if again:
         results.append(Rescheduled(again))
     if later or not results:
-        results.append(Begun(later, times))
+        results.append(PendingAnswers(later, times))
     return results
