@@ -20,10 +20,10 @@ from halfserve.serve.engine.execution.instance import FreeInstances, Instance, L
 from halfserve.serve.engine.execution.request_batch import Begun, Rescheduled
 from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
 from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator
 from typing import Final
 
+from halfserve.serve.engine.padding.mixed_lengths import Candidate, MixedLengths
 from halfserve.serve.engine.queueing.batch_growth import BatchGrowth
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.queueing.waiting_line import WaitingLine
 from halfserve.serve.engine.requests import InferRequest
@@ -130,13 +130,24 @@ class BatchQueue:
         if self._mixed is not None:
             most = self._mixed.most_rows(line.bucket, most)
             if len(self._lines) > 1:
-                lines = self._mixed.group(line, self._lines.values(), self._bound, now, now if begins is None else begins)
+                lines = self._sharing(line, self._mixed, now, now if begins is None else begins)
                 if len(lines) > 1:
                     return self._take_mixed(lines, now, finish)
         requests, late, rows = line.take(now, most, finish)
         self._left(requests, late)
         self._drop_empty(line)
         return Batch(line.bucket, requests, late, rows)
+
+    def _sharing(self, line: WaitingLine, mixed: MixedLengths, now: float, begins: float) -> list[WaitingLine]:
+        """Return the lines that form the next batch with `line`, the most urgent one, in rising length of their requests."""
+        level = line.urgency(now)[0] // 2
+        others = [
+            Candidate(other.bucket, other.rows, other.soonest_deadline)
+            for other in self._lines.values()
+            if other is not line and other.rows and other.urgency(now)[0] // 2 == level
+        ]
+        buckets = mixed.group(Candidate(line.bucket, line.rows, line.soonest_deadline), others, self._bound, begins)
+        return [self._lines[bucket] for bucket in buckets]
 
     def _take_mixed(self, lines: list[WaitingLine], now: float, finish: float) -> Batch:
         """Take a batch of all requests in these lines; the last line has the longest requests."""

@@ -203,9 +203,9 @@ def test_requests_above_every_bucket_keep_their_length(tmp_path: Path) -> None:
     version = loaded(tmp_path)
     assert version.mixed is not None
     padding = version.mixed.padding
-    places = [padding.place(((length,), (length,))) for length in (12, 20, 30)]
-    assert [place and place.padded for place in places] == [16, 20, 30]
-    assert len({place.family for place in places if place is not None}) == 3, "longer ones are not padded to each other"
+    found = [padding.length_of(((length,), (length,))) for length in (12, 20, 30)]
+    assert [one and one.padded for one in found] == [16, 20, 30]
+    assert len({one.family for one in found if one is not None}) == 3, "longer ones are not padded to each other"
 
 
 class Slow(BackendView):
