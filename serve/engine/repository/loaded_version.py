@@ -28,7 +28,7 @@ from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.repository.picture_inputs import read_pictures
-from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
+from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
