@@ -37,7 +37,7 @@ from rich.progress import track
 from rich.table import Table
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.execution.batch import run_batch

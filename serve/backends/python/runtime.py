@@ -13,9 +13,9 @@ from google.protobuf import json_format
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.python.backend import PythonBackend, PythonModel, Runner
 from halfserve.serve.backends.python.environment import interpreter_for
 from halfserve.serve.backends.python.process import ChildFailedError, ChildProcess, OnEvent
+from halfserve.serve.backends.python.python_backend import PythonBackend, PythonModel, Runner
 from halfserve.serve.backends.python.services import CopyServices, Services
 from halfserve.serve.backends.python.thread import ModelThread
 from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterface

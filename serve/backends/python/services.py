@@ -9,7 +9,7 @@ from typing import Any
 
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.backends.python.custom_metrics import CustomMetrics
-from halfserve.serve.backends.python.messages import END, SEQUENCE, START, TIMEOUT, code_of, from_wire, to_wire
+from halfserve.serve.backends.python.process_messages import END, SEQUENCE, START, TIMEOUT, code_of, from_wire, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import BackendError, FailedPreconditionError, InferenceError, ModelLoadError, NotFoundError

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
 FILE_PREFIX = "file:"

@@ -11,7 +11,7 @@ from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
-from halfserve.serve.engine.ensembles.binding import Binding, Plan
+from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
@@ -108,7 +108,7 @@ class EnsembleRun:
         self._claim = self._held = self._most = 0  # bytes of the tensors between the steps
         self._statistics = statistics
         self._ended = ended
-        self._plan: Plan = binding.plan(request.outputs)
+        self._plan: ExecutionPlan = binding.plan(request.outputs)
         self._calls: dict[StepCall, None] = {}  # calls that may get further answers
         self._first_ns: int | None = None  # time at which the first of many responses was there
 
@@ -249,9 +249,9 @@ class EnsembleRun:
         given = self._request.parameters
         if not given or not given.get(SEQUENCE_ID):
             return outputs
-        told = {SEQUENCE_ID: given[SEQUENCE_ID]} | {flag: given.get(flag, False) for flag in (SEQUENCE_START, SEQUENCE_END)}
+        sequence = {SEQUENCE_ID: given[SEQUENCE_ID]} | {flag: given.get(flag, False) for flag in (SEQUENCE_START, SEQUENCE_END)}
         own = outputs.parameters if isinstance(outputs, RemarkedAnswer) else NO_PARAMETERS
-        return RemarkedAnswer(outputs, told | {**own})
+        return RemarkedAnswer(outputs, sequence | {**own})
 
     def _respond(self, outputs: Tensors, branch: Branch) -> None:
         """Send one of many responses."""

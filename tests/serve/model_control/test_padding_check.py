@@ -17,7 +17,7 @@ import tritonclient.grpc.aio as triton_aio
 from onnx import NodeProto, TensorProto, helper
 
 from halfserve.protos.certificates import SCHEMA, certificate_sha256, named_entry
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError

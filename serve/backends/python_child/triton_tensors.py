@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.wire import DTYPES, WireTensor
 
 Array = np.ndarray[Any, Any]

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from halfserve.serve.backends.python_child.errors import ErrorCode, TritonError, TritonModelException
 from halfserve.serve.backends.python_child.server_access import Reply, ServerAccess, server
-from halfserve.serve.backends.python_child.tensors import Tensor, to_wire
+from halfserve.serve.backends.python_child.triton_errors import ErrorCode, TritonError, TritonModelException
+from halfserve.serve.backends.python_child.triton_tensors import Tensor, to_wire
 
 COMPLETE_FINAL = 1
 RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2

@@ -13,11 +13,11 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from halfserve.serve.backends.python.messages import ResponseReader, error_of, request_message, to_wire
 from halfserve.serve.backends.python.process import ChildFailedError
+from halfserve.serve.backends.python.process_messages import ResponseReader, error_of, request_message, to_wire
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.wire import WireTensor
-from halfserve.serve.engine.backend import AGAIN, LaterAnswer, ModelInterface, Outcome, RequestBackend
+from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
 from halfserve.serve.engine.requests import CallingExecution, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
@@ -210,16 +210,16 @@ class PythonBackend(RequestBackend):
             return self._lost(numbered)
         answers: list[Outcome] = []
         at = 0
-        for (number, request), told in zip(numbered.items(), reply["responses"], strict=True):
-            if told is None:
+        for (number, request), message in zip(numbered.items(), reply["responses"], strict=True):
+            if message is None:
                 answers.append(None if self._model.is_decoupled else self._later_answer(number, request))
-            elif "again" in told:
+            elif "rescheduled" in message:
                 with self._lock:
                     self._active.pop(number, None)  # it gets another number
-                answers.append(AGAIN)
+                answers.append(RESCHEDULE)
             else:
-                end = at + told["n"]
-                answers.append(self._response(request, told, outputs[at:end]))
+                end = at + message["n"]
+                answers.append(self._response(request, message, outputs[at:end]))
                 at = end
         return answers
 
@@ -234,10 +234,12 @@ class PythonBackend(RequestBackend):
             self._later[number] = request, later
             return later
 
-    def _response(self, request: InferRequest, told: Mapping[str, Any], tensors: list[WireTensor]) -> Tensors | InferenceError:
-        if "error" in told:
-            return error_of(told["error"])
-        return self._reader.outputs(request.outputs, request.rows, tensors, told.get("p"))
+    def _response(
+        self, request: InferRequest, message: Mapping[str, Any], tensors: list[WireTensor]
+    ) -> Tensors | InferenceError:
+        if "error" in message:
+            return error_of(message["error"])
+        return self._reader.outputs(request.outputs, request.rows, tensors, message.get("p"))
 
     def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Outcome]:
         """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
@@ -262,24 +264,24 @@ class PythonBackend(RequestBackend):
             self._copy.handle(header, tensors)
 
     def _respond(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
-        number, final, told = header["number"], bool(header["final"]), header.get("response")
+        number, final, message = header["number"], bool(header["final"]), header.get("response")
         if not self._model.is_decoupled:
-            if told is not None:
-                self._respond_once(number, told, tensors)
+            if message is not None:
+                self._respond_once(number, message, tensors)
             return
         with self._lock:
             request = self._active.pop(number, None) if final else self._active.get(number)
         if request is None or request.respond is None:
             return
-        response = None if told is None else self._response(request, told, tensors)
+        response = None if message is None else self._response(request, message, tensors)
         self._services.connected().soon(_Delivery(request, request.respond, response, final=final))
 
-    def _respond_once(self, number: int, told: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+    def _respond_once(self, number: int, message: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """The one response of a request, from its response sender, which may come before the reply of `execute` or after it."""
         request = self._open(number)
         if request is None:
             return
-        response = self._response(request, told, tensors)
+        response = self._response(request, message, tensors)
         with self._lock:
             _, later = self._later.pop(number, (None, None))
             if later is None and number in self._active:
