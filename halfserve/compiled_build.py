@@ -45,6 +45,7 @@ MODULES = (
     "engine.queueing.compute_slots",
     "engine.queueing.pace",
     "engine.queueing.waiting_line",
+    "engine.queueing.waiting_requests",
     "engine.requests",
     "engine.tensors",
     "observability.observed_request",

@@ -22,9 +22,10 @@ from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortB
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
-from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
@@ -253,7 +254,7 @@ class Batcher:
     def cancel(self, request: InferRequest) -> None:
         """Drop a request whose client has gone: free its place if it still waits, otherwise discard its answer."""
         request.cancelled = True
-        if request.line is not None and self._queue.remove(request):
+        if request.line is not None and self._queue.waiting.remove(request):
             self._statistics.failed(request.arrived_ns)
             self._notice_drained()
 
@@ -450,7 +451,7 @@ class Batcher:
     def _make_room(self, request: InferRequest, full: FullError) -> None:
         """Drop late requests from a full queue."""
         now = time.monotonic()
-        late = self._queue.take_late(now)
+        late = self._queue.waiting.take_late(now)
         try:
             self._queue.offer(request)
         except FullError:

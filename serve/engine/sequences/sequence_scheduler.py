@@ -13,8 +13,8 @@ from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import full_error
-from halfserve.serve.engine.queueing.batch_queue import FullError
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence import Sequence, SequenceId, Step

@@ -149,7 +149,7 @@ def test_late_and_cancelled_requests_leave_without_being_computed() -> None:
     late, gone, kept = request(5, leave_by=1.0), request(6), request(7)
     for one in (late, gone, kept):
         offer(q, one, 0)
-    assert q.remove(gone)
+    assert q.waiting.remove(gone)
     batch = take(q, 2)
     assert (batch.late, batch.requests, len(q)) == ([late], [kept], 0)
 
