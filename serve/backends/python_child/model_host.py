@@ -20,9 +20,9 @@ from halfserve.serve.backends.python_child import triton_python_backend_utils
 from halfserve.serve.backends.python_child.server_access import server
 from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.triton_model_config import ModelConfig
-from halfserve.serve.backends.python_child.triton_requests import (
+from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
+from halfserve.serve.backends.python_child.triton_responses import (
     COMPLETE_FINAL,
-    InferenceRequest,
     InferenceResponse,
     ResponseSender,
     error_of,
@@ -112,7 +112,7 @@ def _check_response(request: InferenceRequest, response: Any) -> None:
 
 
 def _ended_by_failure(requests: list[InferenceRequest]) -> list[int]:
-    """Close the senders of a failed batch; returns the places of those that have sent their response before."""
+    """Close the response senders of a failed batch; returns the places of requests that were answered before it failed."""
     sent = []
     for place, request in enumerate(requests):
         if request.asked_sender is not None:

@@ -15,17 +15,15 @@ from halfserve.serve.backends.python_child.triton_model_config import (
     using_decoupled_model_transaction_policy,
 )
 from halfserve.serve.backends.python_child.triton_requests import (
-    COMPLETE_FINAL,
     RELEASE_ALL,
     RELEASE_RESCHEDULE,
     InferenceRequest,
-    InferenceResponse,
     InferenceTrace,
     MemoryType,
     PreferredMemory,
-    ResponseIterator,
 )
-from halfserve.serve.backends.python_child.triton_requests import ResponseSender as InferenceResponseSender
+from halfserve.serve.backends.python_child.triton_responses import COMPLETE_FINAL, InferenceResponse, ResponseIterator
+from halfserve.serve.backends.python_child.triton_responses import ResponseSender as InferenceResponseSender
 from halfserve.serve.backends.python_child.triton_tensors import (
     CONFIG_NAMES as TRITON_STRING_TO_NUMPY,
 )

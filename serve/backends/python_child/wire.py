@@ -194,7 +194,7 @@ class Channel:
         return header, tensors
 
     def _more(self, have: bytes, size: int) -> bytes:
-        """What has been received, `have`, and more, `size` bytes at least."""
+        """Receive until there are `size` bytes or more; `have` was received before, and comes first."""
         parts, count = [have], len(have)
         while count < size:
             try:

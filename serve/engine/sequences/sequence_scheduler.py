@@ -130,8 +130,8 @@ class SequenceScheduler:
         await self._batcher.drain()
 
     def follow(self, old: SequenceScheduler) -> None:
-        """Forward requests of running sequences to the scheduler of the previous version. The version before that one is
-        released: at most two run.
+        """Forward requests of running sequences to `old`, the scheduler of the previous version. At most two versions run, so
+        `old` lets go of the version before it.
         """
         if old.predecessor is not None:
             old.predecessor.let_go()
