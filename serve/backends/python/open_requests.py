@@ -34,7 +34,7 @@ class OpenRequests:
             self._active.update(numbered)
 
     def discard(self, numbers: Iterable[int]) -> None:
-        """Remove the requests of a batch, except those that `execute` has left open."""
+        """Remove the requests of a batch that `execute` has not left open."""
         with self._lock:
             for number in numbers:
                 self._active.pop(number, None)

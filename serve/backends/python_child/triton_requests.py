@@ -52,6 +52,9 @@ class InferenceTrace:
         return self._context
 
 
+NO_TRACE = InferenceTrace()
+
+
 class InferenceRequest:
     """A request that a model gets, or one that it makes."""
 
@@ -112,25 +115,29 @@ class InferenceRequest:
     def received(
         cls, access: ServerAccess, message: Mapping[str, Any], inputs: list[Tensor], *, is_decoupled: bool
     ) -> InferenceRequest:
-        """One that the server has sent to a model."""
-        made = cls(
-            message.get("id", ""),
-            message.get("correlation", 0),
-            inputs,
-            message["outputs"],
-            message["model"],
-            message["version"],
-            message.get("flags", 0),
-            message.get("timeout", 0),
-            None,
-            None,
-            message.get("p"),
-        )
-        made._number = message["number"]
-        made._priority = message.get("priority", 0)
-        made._access = access
-        made._is_decoupled = is_decoupled
+        """Return a request that the server, which has checked it, has sent to a model."""
+        made = cls.__new__(cls)
+        made._receive(access, message, inputs, is_decoupled=is_decoupled)  # noqa: SLF001  (of this class)
         return made
+
+    def _receive(self, access: ServerAccess, message: Mapping[str, Any], inputs: list[Tensor], *, is_decoupled: bool) -> None:
+        self._id = message.get("id", "")
+        self._correlation_id = message.get("correlation", 0)
+        self._inputs = inputs
+        self._requested = list(message["outputs"])  # a tuple, where the model runs on a thread of the server
+        self._model = message["model"]
+        self._version = message["version"]
+        self._flags = message.get("flags", 0)
+        self._timeout = message.get("timeout", 0)
+        self._preferred_memory = None
+        self._trace = NO_TRACE
+        self._parameters = message.get("p", {})
+        self._priority = message.get("priority", 0)
+        self._number = message["number"]
+        self._access = access
+        self._sender = None
+        self._is_decoupled = is_decoupled
+        self._release_flags = RELEASE_ALL
 
     def inputs(self) -> list[Tensor]:
         return self._inputs

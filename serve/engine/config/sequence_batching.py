@@ -88,11 +88,6 @@ class SequencePlan:
     enough_rows: int = 1
     is_iterative: bool = False
 
-    @property
-    def hidden_inputs(self) -> frozenset[str]:
-        """Inputs that clients do not send."""
-        return frozenset(entry.spec.name for entry in self.controls) | {state.input.name for state in self.states}
-
     def control(self, kind: int) -> ControlInput | None:
         return next((control for control in self.controls if control.kind == kind), None)
 
