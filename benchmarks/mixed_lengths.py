@@ -27,9 +27,8 @@ from benchmarks.harness.process_watch import look
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY
-from halfserve.serve.engine.config.padding_rule import padding_rule
-from halfserve.serve.engine.queueing.padding import PaddingRule
+from halfserve.serve.engine.padding.padding_rule import PaddingRule, parse_padding_rule
+from halfserve.serve.engine.padding.padding_settings import BUCKETS_KEY, KEY, TOKENS_KEY
 from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
@@ -59,7 +58,7 @@ def write_ways(model: Path, repository: Path) -> PaddingRule:
     config = text_format.Parse((model / "config.pbtxt").read_text(), ModelConfig())
     if KEY not in config.parameters:
         raise typer.BadParameter(f"{model} has no parameter {KEY!r}; export it again, or add it")
-    rule = padding_rule(config.parameters[KEY].string_value)
+    rule = parse_padding_rule(config.parameters[KEY].string_value)
     for way in WAYS:
         folder = repository / way
         folder.mkdir(parents=True)

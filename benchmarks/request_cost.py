@@ -33,7 +33,7 @@ from onnx import TensorProto, helper
 
 from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache

@@ -20,11 +20,12 @@ from halfserve.serve.engine.execution.instance import FreeInstances, Instance, L
 from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled
 from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
-from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
@@ -265,7 +266,7 @@ class Batcher:
         request.cancelled = True
         if request is self._lone:
             self._lone = request.line = None
-        elif request.line is None or not self._queue.remove(request):
+        elif request.line is None or not self._queue.waiting.remove(request):
             return
         self._statistics.failed(request.arrived_ns)
         self._notice_drained()
@@ -524,7 +525,7 @@ class Batcher:
     def _make_room(self, request: InferRequest, full: FullError) -> None:
         """Drop late requests from a full queue."""
         now = time.monotonic()
-        late = self._queue.take_late(now)
+        late = self._queue.waiting.take_late(now)
         try:
             self._queue.offer(request)
         except FullError:

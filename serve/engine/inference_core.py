@@ -19,7 +19,7 @@ from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.step_memory import StepMemory
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.sequences.handover import hand_over
+from halfserve.serve.engine.sequences.sequence_loading import hand_over
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import time
 
 from halfserve.serve.engine.config.model_config import DeclaredConfig
-from halfserve.serve.engine.ensembles.ensemble import Ensemble
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
@@ -91,7 +91,7 @@ class Switch:
         self._core.notify()
         try:
             model = await self._made(files)
-            if isinstance(model.composition, Ensemble):
+            if isinstance(model.composition, EnsembleComposition):
                 model.composition.connect(self._core)
         except ModelLoadError as error:
             self._refuse(repository, name, [files.version], error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from halfserve.serve.engine.backend import Again, LaterAnswer, RequestBackend
+from halfserve.serve.engine.backend import LaterAnswer, RequestBackend, Reschedule
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.model_statistics import BatchTimes
@@ -54,7 +54,7 @@ def run_requests(
             continue
         if isinstance(answer, LaterAnswer):
             later.append((request, answer))
-        elif isinstance(answer, Again):
+        elif isinstance(answer, Reschedule):
             again.append(request)
         elif isinstance(answer, InferenceError):
             results.append(Failed(request, answer))

@@ -135,7 +135,7 @@ def test_a_folders_own_code_is_run_where_it_is_trusted(tmp_path: Path, monkeypat
 
 
 def _runtime() -> Any:
-    from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime  # noqa: PLC0415
+    from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime  # noqa: PLC0415
 
     return OnnxRuntime()
 

@@ -400,7 +400,7 @@ def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     scene.delivery.add([LostRequests([request], SORRY)], 1)
     assert scene.delivery.deliver()
     request.cancelled = True
-    assert scene.queue.remove(request)
+    assert scene.queue.waiting.remove(request)
     alive = weakref.ref(request.inputs["x"])
     del request
     gc.collect()

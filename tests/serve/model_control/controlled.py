@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore

@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import Worker, pause
 from halfserve.serve.engine.config.model_config import Defaults

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, ModelLoadError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions

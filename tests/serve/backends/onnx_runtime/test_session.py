@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime import session as onnxruntime_session
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.session import SessionOpener, is_quick, may_be_quick
 from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettings
 from halfserve.serve.engine.backend import DevicePlacement

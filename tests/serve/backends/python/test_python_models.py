@@ -16,7 +16,7 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.backends.python_child.requests import InferenceRequest
+from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.errors import ModelLoadError

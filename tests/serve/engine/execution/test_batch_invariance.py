@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement, Runtime
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.model_config import Defaults

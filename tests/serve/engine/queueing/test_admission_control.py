@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from halfserve.serve.engine.errors import DeadlineExceededError, OverloadedError, QueueFullError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, full_error
-from halfserve.serve.engine.queueing.batch_queue import BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, hold_first, run

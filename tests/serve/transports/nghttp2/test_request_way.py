@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, save
 import halfserve
 from halfserve.compiled_build import build_in_use
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore

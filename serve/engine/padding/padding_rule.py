@@ -1,17 +1,44 @@
-"""The text of the parameter `halfserve.padding`, which names the axes of a model that may be padded, and their values."""
+"""The rule of a model's padding: which axes of its inputs may be padded, with which values, and where its outputs are cut."""
 
 from __future__ import annotations
 
 import re
-
-from halfserve.serve.engine.queueing.padding import PaddedInput, PaddingRule
+from dataclasses import dataclass
 
 EXPECTED = "expected inputs with axis and value, then outputs, such as 'input_ids[1]=0 attention_mask[1]=0 -> hidden[1]'"
 _INPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]=(?P<value>\S+)")
 _OUTPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]")
 
 
-def padding_rule(text: str) -> PaddingRule:
+@dataclass(frozen=True, kw_only=True)
+class PaddedInput:
+    """An input that may be padded.
+
+    Attributes:
+        name: name of the input.
+        axes: axes that are as long as the request; 0 is the batch dimension.
+        value: value of the padding.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingRule:
+    """The rule that `halfserve.padding` contains. All axes in it have the same size in one request, which is its length.
+
+    Attributes:
+        inputs: padded inputs, in the order of the text.
+        cut: (output, axis) pairs whose axes are as long as the request, where answers are cut.
+    """
+
+    inputs: tuple[PaddedInput, ...]
+    cut: tuple[tuple[str, int], ...] = ()
+
+
+def parse_padding_rule(text: str) -> PaddingRule:
     """Read the text of `halfserve.padding`.
 
     Raises:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from halfserve.serve.engine.config.padding_rule import padding_rule
-from halfserve.serve.engine.queueing.batch_costs import CONFIDENT, BatchCosts, Measured
+from halfserve.serve.engine.padding.batch_costs import CONFIDENT, BatchCosts, Measured
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
+from halfserve.serve.engine.padding.padding_settings import PaddingSettings
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.simulation import new_request, offer, take
 
@@ -37,7 +38,7 @@ def measured(seconds: Seconds) -> list[Measured]:
 
 
 def mixed(seed: Sequence[Measured] = (), **settings: Any) -> MixedLengths:
-    return MixedLengths(Padding(PaddingSettings(rule=padding_rule("x[1]=0"), **settings), ["x"]), BatchCosts(seed))
+    return MixedLengths(Padding(PaddingSettings(rule=parse_padding_rule("x[1]=0"), **settings), ["x"]), BatchCosts(seed))
 
 
 def queue(of: MixedLengths | None, **limits: Any) -> BatchQueue:
@@ -148,7 +149,7 @@ def test_late_and_cancelled_requests_leave_without_being_computed() -> None:
     late, gone, kept = request(5, leave_by=1.0), request(6), request(7)
     for one in (late, gone, kept):
         offer(q, one, 0)
-    assert q.remove(gone)
+    assert q.waiting.remove(gone)
     batch = take(q, 2)
     assert (batch.late, batch.requests, len(q)) == ([late], [kept], 0)
 

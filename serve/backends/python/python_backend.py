@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
 import numpy as np
 
-from halfserve.serve.backends.python.messages import ResponseReader, error_of, request_message, to_wire
-from halfserve.serve.backends.python.process import ChildFailedError
+from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
+from halfserve.serve.backends.python.open_requests import OpenRequests
+from halfserve.serve.backends.python.process_messages import ResponseReader, error_of, request_message, to_wire
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.wire import WireTensor
-from halfserve.serve.engine.backend import AGAIN, LaterAnswer, ModelInterface, Outcome, RequestBackend
+from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
 from halfserve.serve.engine.requests import CallingExecution, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
@@ -25,19 +26,6 @@ from halfserve.serve.engine.tensors import Tensors
 logger = logging.getLogger(__name__)
 
 FINALIZE_S = 30.0  # as in Triton
-
-
-class Runner(Protocol):
-    """Runs a model.py: a process, or this one."""
-
-    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
-        """See `ChildProcess.call`."""
-
-    def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
-        """See `ChildProcess.answer`."""
-
-    def kill(self) -> None:
-        """See `ChildProcess.kill`."""
 
 
 # Starts a runner, given what takes its events and what is called at its end.
@@ -89,12 +77,7 @@ class PythonBackend(RequestBackend):
             keeps_rows=not model.is_decoupled,
         )
         self._numbers = count()
-        self._lock = threading.Lock()
-        self._active: dict[int, InferRequest] = {}  # not answered yet, by their numbers
-        # Of a model that is not decoupled: responses that were sent while `execute` runs, and requests that it has left open.
-        self._early: dict[int, Tensors | InferenceError] = {}
-        self._later: dict[int, tuple[InferRequest, LaterAnswer]] = {}
-        self._has_ended = False
+        self._open = OpenRequests()
         self._copy = CopyServices(services, model.label)
         # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
         event, ended = WeakMethod(self._event), WeakMethod(self._ended)
@@ -124,16 +107,16 @@ class PythonBackend(RequestBackend):
             InstanceLostError: the process has ended.
         """
         model = self._model
-        self._copy.is_loading = True
+        self._copy.calls.is_loading = True
         try:
             self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
         finally:
-            self._copy.is_loading = False
+            self._copy.calls.is_loading = False
 
     @property
     def caller(self) -> CallingExecution | None:
         """See `RequestBackend`."""
-        return self._copy.caller
+        return self._copy.calls.caller
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """See `Backend`."""
@@ -152,7 +135,7 @@ class PythonBackend(RequestBackend):
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
         """See `RequestBackend`."""
         model = self._model
-        if self._has_ended and model.is_decoupled:  # nothing of these has begun: another copy can take them
+        if self._open.has_ended and model.is_decoupled:  # none of these was executed: another copy can take them
             raise InstanceLostError(f"the process of {model.label} has ended")
         messages: list[dict[str, Any]] = []
         tensors: list[WireTensor] = []
@@ -170,19 +153,15 @@ class PythonBackend(RequestBackend):
             tensors += given
         if not numbered:
             return [failed[place] for place in range(len(requests))]
-        with self._lock:
-            self._active.update(numbered)
-        self._copy.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
+        self._open.add(numbered)
+        self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
         try:
             answers = self._execute(numbered, messages, tensors)
         finally:
-            self._copy.caller = None
+            self._copy.calls.caller = None
             caller.end()
             if not model.is_decoupled:
-                with self._lock:
-                    for number in numbered:
-                        self._active.pop(number, None)
-                        self._early.pop(number, None)
+                self._open.discard(numbered)
         if not failed:
             return answers
         rest = iter(answers)
@@ -206,45 +185,38 @@ class PythonBackend(RequestBackend):
             if not self._model.is_decoupled:
                 raise
             return self._lost(numbered)
-        if self._model.is_decoupled and self._has_ended:
+        if self._model.is_decoupled and self._open.has_ended:
             return self._lost(numbered)
         answers: list[Outcome] = []
         at = 0
-        for (number, request), told in zip(numbered.items(), reply["responses"], strict=True):
-            if told is None:
+        for (number, request), message in zip(numbered.items(), reply["responses"], strict=True):
+            if message is None:
                 answers.append(None if self._model.is_decoupled else self._later_answer(number, request))
-            elif "again" in told:
-                with self._lock:
-                    self._active.pop(number, None)  # it gets another number
-                answers.append(AGAIN)
+            elif "rescheduled" in message:
+                self._open.receiver(number, final=True)  # it gets another number
+                answers.append(RESCHEDULE)
             else:
-                end = at + told["n"]
-                answers.append(self._response(request, told, outputs[at:end]))
+                end = at + message["n"]
+                answers.append(self._response(request, message, outputs[at:end]))
                 at = end
         return answers
 
     def _later_answer(self, number: int, request: InferRequest) -> Tensors | InferenceError | LaterAnswer:
-        """The answer of a request that the model left to its response sender."""
-        with self._lock:
-            if number in self._early:
-                return self._early.pop(number)
-            if self._has_ended:
-                return self._lost_error()
-            later = LaterAnswer()
-            self._later[number] = request, later
-            return later
+        """Return the answer of a request that the model left to its response sender."""
+        answer = self._open.leave_open(number, request)
+        return self._lost_error() if answer is None else answer
 
-    def _response(self, request: InferRequest, told: Mapping[str, Any], tensors: list[WireTensor]) -> Tensors | InferenceError:
-        if "error" in told:
-            return error_of(told["error"])
-        return self._reader.outputs(request.outputs, request.rows, tensors, told.get("p"))
+    def _response(
+        self, request: InferRequest, message: Mapping[str, Any], tensors: list[WireTensor]
+    ) -> Tensors | InferenceError:
+        if "error" in message:
+            return error_of(message["error"])
+        return self._reader.outputs(request.outputs, request.rows, tensors, message.get("p"))
 
     def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Outcome]:
         """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
         error = self._lost_error()
-        with self._lock:
-            self._has_ended = True
-            return [error if self._active.pop(number, None) is not None else None for number in numbered]
+        return [error if is_open else None for is_open in self._open.lose(numbered)]
 
     def _lost_error(self) -> InferenceError:
         return UnavailableError(
@@ -254,7 +226,7 @@ class PythonBackend(RequestBackend):
     def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """On the thread of the runner's events."""
         if header["k"] == "is_cancelled":
-            request = self._open(header["number"])
+            request = self._open.find(header["number"])
             self._copy.reply({"call": header["call"], "cancelled": request is None or request.cancelled}, [])
         elif header["k"] == "respond":
             self._respond(header, tensors)
@@ -262,54 +234,38 @@ class PythonBackend(RequestBackend):
             self._copy.handle(header, tensors)
 
     def _respond(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
-        number, final, told = header["number"], bool(header["final"]), header.get("response")
+        number, final, message = header["number"], bool(header["final"]), header.get("response")
         if not self._model.is_decoupled:
-            if told is not None:
-                self._respond_once(number, told, tensors)
+            if message is not None:
+                self._respond_once(number, message, tensors)
             return
-        with self._lock:
-            request = self._active.pop(number, None) if final else self._active.get(number)
+        request = self._open.receiver(number, final=final)
         if request is None or request.respond is None:
             return
-        response = None if told is None else self._response(request, told, tensors)
+        response = None if message is None else self._response(request, message, tensors)
         self._services.connected().soon(_Delivery(request, request.respond, response, final=final))
 
-    def _respond_once(self, number: int, told: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+    def _respond_once(self, number: int, message: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """The one response of a request, from its response sender, which may come before the reply of `execute` or after it."""
-        request = self._open(number)
+        request = self._open.find(number)
         if request is None:
             return
-        response = self._response(request, told, tensors)
-        with self._lock:
-            _, later = self._later.pop(number, (None, None))
-            if later is None and number in self._active:
-                self._early[number] = response
+        response = self._response(request, message, tensors)
+        later = self._open.respond(number, response)
         if later is not None:
             self._services.connected().soon(partial(later.give, response))
-
-    def _open(self, number: int) -> InferRequest | None:
-        """A request without an answer."""
-        with self._lock:
-            return self._active.get(number) or self._later.get(number, (None,))[0]
 
     def _ended(self) -> None:
         """The runner has gone: requests that it should still answer fail."""
         self._copy.stop()
-        with self._lock:
-            self._has_ended = True
-            caller = self._copy.caller
-            executing = set() if caller is None else set(map(id, caller.requests))
-            left = {number: request for number, request in self._active.items() if id(request) not in executing}
-            for number in left:
-                del self._active[number]
-            later = [answer for _, answer in self._later.values()]
-            self._later.clear()
+        caller = self._copy.calls.caller
+        left, later = self._open.end(set() if caller is None else set(map(id, caller.requests)))
         if self._services.calls is None:
             return
         for answer in later:
             self._services.calls.soon(partial(answer.give, self._lost_error()))
         if self._model.is_decoupled:
-            for request in left.values():
+            for request in left:
                 self._services.calls.soon(_Failure(request, self._lost_error()))
 
     def give_up(self) -> None:

@@ -1,8 +1,8 @@
-"""Makes a model version's sequences from its configuration and files."""
+"""Makes a model version's sequences from its configuration and files, and lets those of the version before it end there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -86,3 +86,22 @@ def first_step(plan: SequencePlan, inputs: Mapping[str, Array], rows: int) -> Te
     added |= {state.input.name: state.initial for state in plan.states}
     repeated = {name: np.repeat(row, rows, axis=0) if plan.batched else row for name, row in added.items()}
     return {**inputs, **repeated}
+
+
+def hand_over(before: Mapping[int, Model], models: Sequence[Model]) -> None:
+    """Link the sequences of new versions to those of the version that clients used before, if both have the same interface.
+
+    Args:
+        before: the versions served so far.
+        models: the versions served from now on.
+    """
+    for model in models:
+        scheduler = model.scheduler
+        old = before.get(model.version) or (before[max(before)] if before else None)
+        if old is None or old is model or not isinstance(scheduler, SequenceScheduler) or scheduler.predecessor is not None:
+            continue
+        if model in before.values() or not isinstance(old.scheduler, SequenceScheduler):
+            continue
+        if (old.interface.inputs, old.interface.outputs) != (model.interface.inputs, model.interface.outputs):
+            continue
+        scheduler.follow(old.scheduler)

@@ -1,64 +1,20 @@
-"""Requests of different lengths in one batch: the length that each is padded to, and the place where its answer is cut."""
+"""Pads requests of different lengths to one length, and cuts their answers back."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from halfserve.serve.engine.errors import BackendError
+from halfserve.serve.engine.padding.padding_rule import PaddedInput
+from halfserve.serve.engine.padding.padding_settings import PaddingSettings
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest
-from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
 
 MAX_BUCKETS: Final = 4096  # limits the memory that clients with varying shapes can take
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaddedInput:
-    """An input that may be padded.
-
-    Attributes:
-        name: name of the input.
-        axes: axes that are as long as the request; 0 is the batch dimension.
-        value: value of the padding.
-    """
-
-    name: str
-    axes: tuple[int, ...]
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddingRule:
-    """The rule that `halfserve.padding` contains. All axes in it have the same size in one request, which is its length.
-
-    Attributes:
-        inputs: padded inputs, in the order of the text.
-        cut: (output, axis) pairs whose axes are as long as the request, where answers are cut.
-    """
-
-    inputs: tuple[PaddedInput, ...]
-    cut: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddingSettings:
-    """The padding of a model's requests.
-
-    Attributes:
-        rule: names the axes and values.
-        buckets: lengths that requests are padded to, in rising order; if empty, they are padded to the longest of their batch.
-        max_tokens: most rows times padded length in a batch; None for any.
-        longest: greatest length that requests are padded to; longer requests keep theirs. None for any.
-    """
-
-    rule: PaddingRule
-    buckets: tuple[int, ...] = ()
-    max_tokens: int | None = None
-    longest: int | None = None
-
-
-class Place:
+class RequestLength:
     """The length and family of requests of one shape.
 
     Attributes:
@@ -83,7 +39,7 @@ class Padding:
         inputs: the padded inputs by name.
     """
 
-    __slots__ = ("_axes", "_is_single", "_places", "inputs", "settings")
+    __slots__ = ("_axes", "_is_single", "_lengths", "inputs", "settings")
 
     def __init__(self, settings: PaddingSettings, input_names: Sequence[str]) -> None:
         """`input_names`: the model's inputs, in the order in which a request's `bucket` has their shapes."""
@@ -97,27 +53,57 @@ class Padding:
             if name in self.inputs
             for axis in self.inputs[name].axes
         ]
-        self._places: dict[Hashable, Place | None] = {}
+        self._lengths: dict[Hashable, RequestLength | None] = {}
 
-    def place(self, bucket: Hashable) -> Place | None:
+    def length_of(self, bucket: Hashable) -> RequestLength | None:
         """Return the length and family of requests of a bucket; None for one that cannot be padded."""
-        place = self._places.get(bucket)
-        if place is None and bucket not in self._places:
-            if len(self._places) >= MAX_BUCKETS:
-                self._places.clear()
-            place = self._places[bucket] = self._found(bucket)
-        return place
+        found = self._lengths.get(bucket)
+        if found is None and bucket not in self._lengths:
+            if len(self._lengths) >= MAX_BUCKETS:
+                self._lengths.clear()
+            found = self._lengths[bucket] = self._found(bucket)
+        return found
 
     def common_length(self, requests: Sequence[InferRequest]) -> int:
         """Return the length to which a batch is padded; 0 if nothing needs padding."""
         longest, differs = 0, False
         for request in requests:
-            place = self.place(request.bucket)
-            if place is None:
+            found = self.length_of(request.bucket)
+            if found is None:
                 return 0
-            differs = differs or place.padded != place.length or (longest > 0 and place.padded != longest)
-            longest = max(longest, place.padded)
+            differs = differs or found.padded != found.length or (longest > 0 and found.padded != longest)
+            longest = max(longest, found.padded)
         return longest if differs else 0
+
+    def shape(self, name: str, request_shape: Sequence[int], rows: int, length: int) -> list[int]:
+        """Return the shape of a padded input of a batch, from that of one of its requests."""
+        shape = [rows, *request_shape[1:]]
+        for axis in self.inputs[name].axes:
+            shape[axis] = length
+        return shape
+
+    def fill(self, batch: Array, name: str, arrays: Sequence[Array]) -> None:
+        """Write a padded input of a batch.
+
+        Args:
+            batch: array of the input's `shape`, to overwrite; rows beyond the requests' repeat the last one.
+            name: name of the input.
+            arrays: the input of each request, in order, of shape [rows, ...].
+        """
+        padded = self.inputs[name]
+        length = batch.shape[padded.axes[0]]
+        start = 0
+        for array in arrays:
+            end = start + array.shape[0]
+            place = [slice(start, end)] + [slice(None)] * (array.ndim - 1)
+            if array.shape[padded.axes[0]] != length:
+                batch[start:end] = padded.value
+                for axis in padded.axes:
+                    place[axis] = slice(array.shape[axis])
+            batch[tuple(place)] = array
+            start = end
+        if start < len(batch):
+            batch[start:] = batch[start - 1]
 
     def answers(self, outputs: Tensors, requests: Sequence[InferRequest], rows: int, length: int) -> list[Tensors]:
         """Return each request's rows of a batch's outputs, as views, cut to its length.
@@ -149,8 +135,8 @@ class Padding:
             if whole is not None:
                 answers.append(Answer(whole, request.outputs, start, end))
             else:
-                place = self.place(request.bucket)
-                own = self._cut(outputs, start, end, length if place is None else place.length)
+                found = self.length_of(request.bucket)
+                own = self._cut(outputs, start, end, length if found is None else found.length)
                 answers.append(Answer(BatchOutputs(own), request.outputs, 0, request.rows))
             start = end
         return answers
@@ -162,7 +148,7 @@ class Padding:
                 own[name] = own[name][(slice(None),) * axis + (slice(length),)]
         return own
 
-    def _found(self, bucket: Hashable) -> Place | None:
+    def _found(self, bucket: Hashable) -> RequestLength | None:
         if not isinstance(bucket, tuple):
             return None
         shapes = [list(shape) for shape in ((bucket,) if self._is_single else bucket)]
@@ -175,6 +161,6 @@ class Padding:
         family = tuple(map(tuple, shapes))
         longest = self.settings.longest
         if longest is not None and length > longest:
-            return Place((family, length), length, length)
+            return RequestLength((family, length), length, length)
         padded = next((size for size in self.settings.buckets if size >= length), length)
-        return Place(family, length, padded)
+        return RequestLength(family, length, padded)

@@ -1,16 +1,15 @@
-"""The padding of a model's requests of different lengths, as read from its configuration and checked against its interface."""
+"""The settings of a model's padding, their keys in its configuration, and their check against its interface."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
-from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.queueing.padding import PaddingRule, PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import PaddingRule
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 KEY = "halfserve.padding"
@@ -19,25 +18,34 @@ TOKENS_KEY = "halfserve.max_batch_tokens"
 PROVED_KEY = "halfserve.padding_proved"  # reported to clients: the longest length that requests are padded to
 
 
-def padding_settings(config: ModelConfig, interface: ModelInterface) -> PaddingSettings | None:
-    """Read the padding that a completed configuration asks for; None for none.
+@dataclass(frozen=True, kw_only=True)
+class PaddingSettings:
+    """The padding of a model's requests.
+
+    Attributes:
+        rule: names the axes and values.
+        buckets: lengths that requests are padded to, in rising order; if empty, they are padded to the longest of their batch.
+        max_tokens: most rows times padded length in a batch; None for any.
+        longest: greatest length that requests are padded to; longer requests keep theirs. None for any.
+    """
+
+    rule: PaddingRule
+    buckets: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    longest: int | None = None
+
+
+def require_fit(rule: PaddingRule, interface: ModelInterface, where: str) -> None:
+    """Check that a model has the inputs, outputs and axes that a rule names.
 
     Args:
-        config: the completed configuration.
+        rule: the rule of its configuration.
         interface: the interface that clients see.
+        where: the model, for error texts.
 
     Raises:
-        ModelLoadError: the padding does not fit the model.
+        ModelLoadError: the rule does not fit the model.
     """
-    where = f"model {config.name!r}"
-    rule: PaddingRule | None = own_parameter(config, KEY, where)
-    if rule is None:
-        idle = [key for key in (BUCKETS_KEY, TOKENS_KEY) if key in config.parameters]
-        if idle:
-            raise ModelLoadError(f"{where}: parameter {idle[0]!r} has no effect without {KEY!r}; add that, or remove it")
-        return None
-    if not config.max_batch_size:
-        raise ModelLoadError(f"{where}: {KEY} is set, but the model has no batch dimension; remove it")
     inputs = {spec.name: spec for spec in interface.inputs}
     outputs = {spec.name: spec for spec in interface.outputs}
     for padded in rule.inputs:
@@ -46,8 +54,6 @@ def padding_settings(config: ModelConfig, interface: ModelInterface) -> PaddingS
         _require_value(where, spec, padded.value)
     for name, axis in rule.cut:
         _require_open(where, _known(where, "output", name, outputs), (axis,))
-    buckets: tuple[int, ...] | None = own_parameter(config, BUCKETS_KEY, where)
-    return PaddingSettings(rule=rule, buckets=buckets or (), max_tokens=own_parameter(config, TOKENS_KEY, where))
 
 
 def _known(where: str, kind: str, name: str, specs: dict[str, TensorSpec]) -> TensorSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.wire import DTYPES, WireTensor
 
 Array = np.ndarray[Any, Any]
@@ -101,15 +101,6 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
     return next((number for number, known in CONFIG_NUMBERS.items() if known == data_type), None)
 
 
-class _Received:
-    """Marks a received tensor in the constructor of `Tensor`."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: WireTensor) -> None:
-        self.tensor = tensor
-
-
 class _Capsule:
     """Gives numpy a DLPack capsule, as it only takes objects that make one."""
 
@@ -128,23 +119,13 @@ class Tensor:
 
     __slots__ = ("_array", "_datatype", "_is_encoded", "_name", "_shape")
 
-    def __init__(self, name: str, numpy_array: Array | _Received) -> None:
+    def __init__(self, name: str, numpy_array: Array) -> None:
         """A tensor of an array's elements, which are not copied. Text and bytes come as an array of objects or of bytes.
 
         Raises:
             TritonModelException: the name is empty, or no datatype stands for the array's dtype.
             TypeError: the name is no text, or there is no array.
         """
-        if isinstance(numpy_array, _Received):
-            tensor = numpy_array.tensor
-            self._name, self._datatype, self._shape, self._array = (
-                tensor.name,
-                tensor.datatype,
-                tuple(tensor.shape),
-                tensor.data,
-            )
-            self._is_encoded = tensor.datatype == "BYTES"
-            return
         if not isinstance(name, str) or numpy_array is None:
             raise TypeError(f"Tensor takes a name and an array, got {name!r} and {type(numpy_array).__name__}")
         if not name:
@@ -166,8 +147,15 @@ class Tensor:
 
     @classmethod
     def from_wire(cls, tensor: WireTensor) -> Tensor:
-        """A tensor that has been received; it stays a view."""
-        return cls(tensor.name, _Received(tensor))
+        """Return a received tensor, whose array stays a view. It was checked by its sender."""
+        made = cls.__new__(cls)
+        made._receive(tensor)  # noqa: SLF001  (of this class)
+        return made
+
+    def _receive(self, tensor: WireTensor) -> None:
+        self._name, self._datatype, self._array = tensor.name, tensor.datatype, tensor.data
+        self._shape = tuple(tensor.shape)
+        self._is_encoded = tensor.datatype == "BYTES"
 
     def to_wire(self) -> WireTensor:
         """For a message."""

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from halfserve.protos.datatypes import BY_WIRE
-from halfserve.serve.engine.config.padding_rule import padding_rule
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
+from halfserve.serve.engine.padding.padding_settings import PaddingSettings
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Tally
-from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
 
@@ -49,7 +50,7 @@ class Echo:
 
 
 def padding_of(rule: str = "x[1]=0 -> twice[1]", names: Sequence[str] = ("x",), **settings: Any) -> Padding:
-    return Padding(PaddingSettings(rule=padding_rule(rule), **settings), names)
+    return Padding(PaddingSettings(rule=parse_padding_rule(rule), **settings), names)
 
 
 def request_of(x: Array, outputs: tuple[str, ...] = ("twice", "total")) -> InferRequest:
@@ -174,11 +175,11 @@ def test_a_square_mask_is_padded_in_both_axes() -> None:
 
 def test_inputs_that_disagree_about_the_length_are_not_padded() -> None:
     padding = padding_of("x[1]=0 mask[1]=0", ("x", "mask"))
-    assert padding.place(((3,), (4,))) is None
-    fits = padding.place(((3,), (3,)))
+    assert padding.length_of(((3,), (4,))) is None
+    fits = padding.length_of(((3,), (3,)))
     assert fits is not None
     assert fits.length == 3
-    assert padding.place(object()) is None, "what is computed alone stays alone"
+    assert padding.length_of(object()) is None, "what is computed alone stays alone"
 
 
 def test_an_output_that_is_not_as_long_as_its_inputs_fails_no_request() -> None:

@@ -1,8 +1,7 @@
-"""A served ensemble: takes its requests, and follows the models of its steps as they are loaded, replaced and unloaded."""
+"""The composition of an ensemble: follows the models of its steps as they are loaded, replaced and unloaded."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,46 +11,40 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.ensembles.binding import Binding
 from halfserve.serve.engine.ensembles.fit import misfit
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep, dependency_order
-from halfserve.serve.engine.ensembles.run import EnsembleRun
-from halfserve.serve.engine.errors import UnavailableError, UnmetStepsError
+from halfserve.serve.engine.errors import UnmetStepsError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.step_memory import RunSizes, StepMemory
-from halfserve.serve.engine.requests import CallingExecution, InferRequest
-from halfserve.serve.engine.whole_requests import require_many
+from halfserve.serve.engine.requests import CallingExecution
 
 logger = logging.getLogger(__name__)
 
-SHUTTING_DOWN: Final = "the model is shutting down; send the request to another replica"
 NOT_CONNECTED: Final = "the ensemble is being loaded"
-RETRY_S: Final = 1.0  # about the time in which a model is reloaded
 
 
-class Ensemble:
-    """The scheduler and composition of an ensemble's model. Lives on the event loop once it is connected.
+class EnsembleComposition:
+    """The steps of an ensemble and their models. Lives on the event loop once it is connected.
 
     Attributes:
         graph: graph of the steps.
-        fault: reason why the present models cannot compute the graph; "" if they can.
+        label: name and version of the ensemble.
+        binding: the graph with the models that are served for its steps now; None if they cannot compute it.
+        sizes: sizes of the ensemble's runs.
+        own_fault: reason why there is no binding; "" with one.
         is_decoupled: whether a step is decoupled, so that a request gets any number of responses.
     """
 
-    def __init__(self, graph: EnsembleGraph, config: ModelConfig, source: Path, statistics: Statistics, version: int) -> None:
+    def __init__(self, graph: EnsembleGraph, config: ModelConfig, source: Path, version: int) -> None:
         """`config`: the model's configuration, into which the steps are written; `source`: its file, for error texts."""
         self.graph = graph
+        self.label = f"{graph.name}/{version}"
+        self.binding: Binding | None = None
+        self.sizes = RunSizes(StepMemory())  # replaced by the core's memory when the ensemble is connected
+        self.own_fault = NOT_CONNECTED
+        self.is_decoupled = False
         self._config = config
         self._source = source
-        self._statistics = statistics
-        self._label = f"{graph.name}/{version}"
         self._core: InferenceCore | None = None
-        self._sizes = RunSizes(StepMemory())  # replaced by the core's memory when the ensemble is connected
-        self._binding: Binding | None = None
-        self.is_decoupled = False
-        self._own_fault = NOT_CONNECTED
-        self._in_flight = 0
-        self._is_draining = False
-        self._idle = asyncio.Event()
 
     def connect(self, core: InferenceCore) -> None:
         """Find the models of the steps, and follow their changes. To be called once, before the ensemble is served.
@@ -63,15 +56,24 @@ class Ensemble:
         if isinstance(found, str):
             raise UnmetStepsError(f"{self._source}: {found}")
         self._core = core
-        self._sizes = RunSizes(core.step_memory)
+        self.sizes = RunSizes(core.step_memory)
         self._bind(found)
         core.on_change(self._follow)
 
+    def disconnect(self) -> None:
+        """Release the models of the steps, and follow them no longer."""
+        if self._core is not None:
+            self._core.off_change(self._follow)
+            self._core = None
+        if self.binding is not None:
+            self.binding.retire()
+
     @property
     def fault(self) -> str:
-        if self._binding is None:
-            return self._own_fault
-        for step in self._binding.steps:
+        """Reason why the present models cannot compute the graph; "" if they can."""
+        if self.binding is None:
+            return self.own_fault
+        for step in self.binding.steps:
             if step.model.fault:
                 return f"{step.label}: {step.model.fault}"
         return ""
@@ -79,7 +81,7 @@ class Ensemble:
     @property
     def is_ready(self) -> bool:
         """Whether the model of every step is ready."""
-        return self._binding is not None and all(model.is_ready for model in self._binding.models)
+        return self.binding is not None and all(model.is_ready for model in self.binding.models)
 
     @property
     def provider(self) -> str:
@@ -99,61 +101,15 @@ class Ensemble:
 
     def labels_of(self, output: str) -> Sequence[str]:
         """See `Composition`."""
-        return () if self._binding is None else self._binding.labels_of(output)
+        return () if self.binding is None else self.binding.labels_of(output)
 
     @property
     def parts(self) -> list[str]:
         """One line per step, in their order; a step that is an ensemble is replaced by the lines of its steps."""
         return [line for model in self._models() for line in _lines(model)]
 
-    def submit(self, request: InferRequest) -> None:
-        """Begin a request; see `Scheduler.submit`.
-
-        Raises:
-            UnavailableError: the ensemble is draining, or a step's model is not served or does not fit.
-            UnsupportedError: a step is decoupled, and the request takes one response.
-            QueueFullError: too many requests wait for memory for their tensors between the steps.
-            InferenceError: the model of a first step refuses its request.
-        """
-        binding = self._binding
-        if self._is_draining or binding is None:
-            away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
-            self._statistics.failed(request.arrived_ns, away)
-            raise away
-        if self.is_decoupled:
-            require_many(request, self.graph.name)
-        run = EnsembleRun(request, binding, self._sizes, self._statistics, self._ended)
-        self._in_flight += 1
-        run.start()
-
-    def cancel(self, request: InferRequest) -> None:
-        """Drop a request whose client has gone: steps in progress are cancelled, further ones are not computed."""
-        request.cancelled = True
-        if isinstance(request.line, EnsembleRun):
-            request.line.cancel()
-
-    async def drain(self) -> None:
-        """Refuse new requests, finish the accepted ones, and release the steps' models."""
-        self._is_draining = True
-        while self._in_flight:
-            self._idle.clear()
-            await self._idle.wait()
-        if self._core is not None:
-            self._core.off_change(self._follow)
-            self._core = None
-        if self._binding is not None:
-            self._binding.retire()
-
-    def _ended(self) -> None:
-        self._in_flight -= 1
-        if not self._in_flight and self._is_draining:
-            self._idle.set()
-
-    def _unbound(self) -> UnavailableError:
-        return UnavailableError(f"the ensemble cannot be computed now: {self._own_fault}", retry_after_s=RETRY_S)
-
     def _models(self) -> tuple[Model, ...]:
-        return () if self._binding is None else self._binding.models
+        return () if self.binding is None else self.binding.models
 
     def _follow(self) -> None:
         """Bind the graph to the served models, which have changed."""
@@ -161,18 +117,18 @@ class Ensemble:
             return
         found = self._found(self._core)
         if isinstance(found, str):
-            if found != self._own_fault:
-                logger.warning("%s: cannot be computed: %s", self._label, found, extra={"model": self._label})
+            if found != self.own_fault:
+                logger.warning("%s: cannot be computed: %s", self.label, found, extra={"model": self.label})
             self._unbind(found)
         elif tuple(found) != self._models() or self.is_decoupled is not _is_decoupled(found):
-            if self._own_fault:
-                logger.info("%s: can be computed again", self._label, extra={"model": self._label})
+            if self.own_fault:
+                logger.info("%s: can be computed again", self.label, extra={"model": self.label})
             self._unbind("")
             self._bind(found)
 
     def _bind(self, models: list[Model]) -> None:
-        self._own_fault = ""
-        self._binding = Binding(self.graph, models, self._config.max_batch_size, CallingExecution(self._label))
+        self.own_fault = ""
+        self.binding = Binding(self.graph, models, self._config.max_batch_size, CallingExecution(self.label))
         self.is_decoupled = _is_decoupled(models)
         if self.is_decoupled or self._config.HasField("model_transaction_policy"):
             self._config.model_transaction_policy.decoupled = self.is_decoupled
@@ -182,10 +138,10 @@ class Ensemble:
         parameters["halfserve.steps"].string_value = "\n".join(self.parts)
 
     def _unbind(self, fault: str) -> None:
-        self._own_fault = fault
-        if self._binding is not None:
-            self._binding.retire()
-            self._binding = None
+        self.own_fault = fault
+        if self.binding is not None:
+            self.binding.retire()
+            self.binding = None
 
     def _found(self, core: InferenceCore) -> list[Model] | str:
         """Return the served models of the steps, or the reason why they cannot compute the graph."""
@@ -207,7 +163,9 @@ class Ensemble:
         if name == self.graph.name:
             return [step.model for step in self.graph.steps]
         made_of = (model.composition for model in core.served(name))
-        return [step.model for ensemble in made_of if isinstance(ensemble, Ensemble) for step in ensemble.graph.steps]
+        return [
+            step.model for ensemble in made_of if isinstance(ensemble, EnsembleComposition) for step in ensemble.graph.steps
+        ]
 
 
 def _served(core: InferenceCore, step: EnsembleStep) -> Model | str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
-from halfserve.serve.backends.python_child.tensors import deserialize_bytes_tensor, serialize_byte_tensor
+from halfserve.serve.backends.python_child.triton_tensors import deserialize_bytes_tensor, serialize_byte_tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine import errors
 from halfserve.serve.engine.errors import BackendError, InferenceError, ModelLoadError
@@ -38,7 +38,7 @@ CODES: dict[type[Exception], int] = {
 INTERNAL = 1
 # Parameters of a request that Triton does not hand to the model as such.
 SEQUENCE, START, END, PRIORITY, TIMEOUT = "sequence_id", "sequence_start", "sequence_end", "priority", "timeout"
-OF_THE_PROTOCOL = frozenset(
+PROTOCOL_PARAMETERS = frozenset(
     {SEQUENCE, START, END, PRIORITY, TIMEOUT, "binary_data_output", "triton_enable_empty_final_response"}
 )
 
@@ -56,7 +56,7 @@ def request_message(request: InferRequest, number: int, model: str, version: int
         message["id"] = request.id.decode()
     given = request.parameters
     if given:
-        message["p"] = {name: value for name, value in given.items() if name not in OF_THE_PROTOCOL}
+        message["p"] = {name: value for name, value in given.items() if name not in PROTOCOL_PARAMETERS}
         message["correlation"] = given.get(SEQUENCE, 0)
         message["flags"] = bool(given.get(START)) + 2 * bool(given.get(END))
         message["priority"], message["timeout"] = given.get(PRIORITY, 0), given.get(TIMEOUT, 0)
@@ -83,10 +83,10 @@ def from_wire(tensor: WireTensor) -> Array:
     return tensor.data.view(datatype.array_dtype) if datatype.numpy is None else tensor.data
 
 
-def error_of(told: Sequence[Any]) -> InferenceError:
+def error_of(given: Sequence[Any]) -> InferenceError:
     """The error of a response: [code, text]."""
-    kind = BY_CODE.get(told[0], BackendError)
-    return kind(str(told[1]).strip().split("\n")[0] or "the model failed on this request")
+    kind = BY_CODE.get(given[0], BackendError)
+    return kind(str(given[1]).strip().split("\n")[0] or "the model failed on this request")
 
 
 def code_of(error: InferenceError | ModelLoadError) -> list[Any]:

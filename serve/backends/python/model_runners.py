@@ -1,4 +1,4 @@
-"""The process of one copy of a Python model: start it, talk to it, notice its end, kill it."""
+"""Runs a copy of a Python model in a process of its own, or on the thread of its instance."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from halfserve.serve.backends import python_child
 from halfserve.serve.backends.python.environment import Interpreter
+from halfserve.serve.backends.python_child.model_host import ModelFailedError
+from halfserve.serve.backends.python_child.model_server import ModelServer
+from halfserve.serve.backends.python_child.server_access import EventAccess, connect, using
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 
@@ -39,6 +42,19 @@ class ChildFailedError(Exception):
         super().__init__(text)
         self.trace = trace
         self.sent = sent
+
+
+class Runner(Protocol):
+    """Runs a model.py, in a process or on a thread."""
+
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
+        """See `ChildProcess.call`."""
+
+    def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
+        """See `ChildProcess.answer`."""
+
+    def kill(self) -> None:
+        """See `ChildProcess.kill`."""
 
 
 class ChildProcess:
@@ -65,7 +81,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [*interpreter.command, "-u", str(PROGRAM), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
-                stdout=_standard_error(),  # what a model prints belongs to the log, not to the server's answers
+                stdout=_standard_error(),  # prints of a model go to the log, as standard output holds the server's answers
                 pass_fds=numbers,
                 env=interpreter.environment(),
                 start_new_session=True,  # Ctrl-C is for the server, which ends it in order
@@ -167,3 +183,39 @@ def _ended(pid: int) -> Any:
 def _standard_error() -> int:
     sys.stderr.flush()
     return STDERR
+
+
+class ModelThread:
+    """A model.py that runs in the server's own process, on the thread of its instance. It cannot be killed, and shares modules
+    and Python's lock with the server.
+    """
+
+    def __init__(self, on_event: OnEvent, on_end: Callable[[], None]) -> None:
+        """See ChildProcess."""
+        self._on_end: Callable[[], None] | None = on_end
+        self._access = EventAccess(on_event)
+        self._model = ModelServer(self._access)
+        connect(self._access)  # for threads that the model starts
+
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
+        """See ChildProcess.
+
+        Raises:
+            ChildFailedError: the model.py failed.
+        """
+        aligned = [one if one.data.flags.aligned else one._replace(data=one.data.copy()) for one in tensors]
+        try:
+            with using(self._access):
+                return self._model.do(header, aligned)
+        except ModelFailedError as error:
+            raise ChildFailedError(str(error), error.traceback, error.sent) from None
+
+    def answer(self, header: Mapping[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
+        """See ChildProcess."""
+        self._access.deliver(header, list(tensors))
+
+    def kill(self) -> None:
+        """Nothing but the end of its requests: a thread cannot be killed."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
