@@ -25,9 +25,9 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import StageHistograms
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.observability.observability import Observability
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.server import start_http
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server

@@ -23,22 +23,22 @@ from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.members.membership import Membership, membership
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlOptions
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.model_control.version_loading import VersionLoader
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
+from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.startup_report import StartupReport
-from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.supervisor.launch import SupervisorLink
 from halfserve.serve.transports.listener import ConnectionLimit

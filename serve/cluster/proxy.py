@@ -22,7 +22,7 @@ from halfserve.serve.client.cluster.channel import watch_cluster
 from halfserve.serve.client.connection import CLUSTER, Tls
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.cluster import haproxy
-from halfserve.serve.security.options import SecurityError, TlsOptions
+from halfserve.serve.security.security_options import SecurityError, TlsOptions
 from halfserve.serve.security.tls import read_tls_files
 from halfserve.serve.supervisor.supervisor import in_words
 from halfserve.serve.transports.listening import Address, BindError, address_of, close, listen

@@ -29,8 +29,8 @@ from halfserve import Client, ClientError, RetryPolicy, cli
 from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.connection import Tls, parse_address
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, print_text
 from halfserve.serve.transports.listening import Address
@@ -269,7 +269,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(mlp: Path) -> None:
     program = (
-        "import sys; import halfserve.serve.cli, halfserve.serve.server; from pathlib import Path; "
+        "import sys; import halfserve.serve.serve_command, halfserve.serve.server; from pathlib import Path; "
         "import halfserve.serve.backends.onnx_runtime.backend as b; "
         "from halfserve.serve.engine.backend import DevicePlacement; "
         "from halfserve.protos.model_config_pb2 import ModelConfig; "

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.cli.connection_options import read_token, reading_options
 from halfserve.serve.client.cli.inputs import InputArgumentError
-from halfserve.serve.client.cli.options import read_token, reading_options
 from halfserve.serve.client.connection import Tls
 from halfserve.serve.cluster.on_ray.arguments import ClusterArgumentError, ClusterArguments, bounds_of
 from halfserve.serve.cluster.on_ray.errors import ClusterError
@@ -24,7 +24,7 @@ from halfserve.serve.cluster.proxy import ProxyError
 from halfserve.serve.cluster.proxy import proxy as run_proxy
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.protocol.service import SERVICE
-from halfserve.serve.security.options import TlsOptions
+from halfserve.serve.security.security_options import TlsOptions
 
 EXIT_CODES: dict[type[Exception], int] = {
     ClusterArgumentError: 2,

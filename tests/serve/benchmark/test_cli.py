@@ -15,12 +15,12 @@ import pytest
 
 from halfserve import Client
 from halfserve.cli import main
-from halfserve.serve.benchmark import BenchmarkError, campaign, cli
-from halfserve.serve.benchmark.cli import SAME_S, sigterm_as_interrupt
+from halfserve.serve.benchmark import BenchmarkError, bench_command, campaign
+from halfserve.serve.benchmark.bench_command import SAME_S, sigterm_as_interrupt
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import INTERRUPTED
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
@@ -104,8 +104,10 @@ def test_processes_do_not_exceed_connections(
     monkeypatch: pytest.MonkeyPatch, connections: tuple[str, ...], expected: tuple[int, int]
 ) -> None:
     used: list[tuple[int, int]] = []
-    monkeypatch.setattr(cli, "default_processes", lambda: 4)
-    monkeypatch.setattr(cli, "_run", lambda spec, *_, **__: used.append((spec.options.processes, spec.how.connections)))
+    monkeypatch.setattr(bench_command, "default_processes", lambda: 4)
+    monkeypatch.setattr(
+        bench_command, "_run", lambda spec, *_, **__: used.append((spec.options.processes, spec.how.connections))
+    )
     assert bench("mlp", *connections) == 0
     assert used == [expected]
 
@@ -292,7 +294,7 @@ def test_sigterm_for_the_whole_group_keeps_what_was_measured(server: RunningServ
 
 def test_tokens_stay_out_of_the_report() -> None:
     arguments = ["bench", "mlp", "--header", "authorization: Bearer a:b", "--header=x-key:secret", "--rate", "5"]
-    assert cli._command(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"
+    assert bench_command._command(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"
 
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])

@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.http.error_forms import in_form
-from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
