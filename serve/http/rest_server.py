@@ -18,7 +18,15 @@ from halfserve.serve.http.infer_route import InferRoute
 from halfserve.serve.http.page import Page
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import HANDLERS, on_unexpected
-from halfserve.serve.http.routes import MODEL, VERSION, RpcRoutes, metrics_route, openapi_route
+from halfserve.serve.http.routes import (
+    MODEL,
+    VERSION,
+    ModelRoutes,
+    SettingRoutes,
+    SharedMemoryRoutes,
+    metrics_route,
+    openapi_route,
+)
 from halfserve.serve.http.tasks.picture_routes import PictureRoutes
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
 from halfserve.serve.http.tasks.text_routes import TextRoutes
@@ -119,7 +127,9 @@ class RestServer:
             *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
             *(Route(f"{path}/generate", generate.answer, methods=["POST"]) for path in (MODEL, VERSION)),
             *(Route(f"{path}/generate_stream", generate.stream, methods=["POST"]) for path in (MODEL, VERSION)),
-            *RpcRoutes(service, self._bodies).routes(),
+            *ModelRoutes(service, self._bodies).routes(),
+            *SharedMemoryRoutes(service, self._bodies).routes(),
+            *SettingRoutes(service, self._bodies).routes(),
             *PictureRoutes(service, self._bodies, self._texts.threads).routes(),
             *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
             metrics_route(service),
