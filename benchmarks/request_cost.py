@@ -42,9 +42,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.process import infrequent_collection
 from halfserve.serve.protocol.service import INFER_PATH, Service
 from halfserve.serve.transports.grpc_framing import frame

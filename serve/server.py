@@ -26,21 +26,19 @@ from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.membership import Membership, membership
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlOptions
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.model_control.version_loading import VersionLoader
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
+from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.startup_report import StartupReport
-from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.transports.listener import ConnectionLimit
 from halfserve.serve.transports.listening import Address

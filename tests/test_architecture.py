@@ -98,7 +98,7 @@ TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing 
 def imported(path: Path) -> Iterator[str]:
     """Every module that a file imports, wherever in the file; names that it takes from them look like modules.
 
-    Ours are named by their place in the checkout: `halfserve.serve.cli` is `serve.cli`.
+    Ours are named by their place in the checkout: `halfserve.serve.server` is `serve.server`.
     """
     yield from (module.removeprefix("halfserve.") for module in written(path))
 

@@ -31,9 +31,9 @@ from halfserve.serve.benchmark.report_files import report_writers
 from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from halfserve.serve.client.channel_settings import CLUSTER
+from halfserve.serve.client.cli.connection_options import ADDRESS, AsJson, Credentials
 from halfserve.serve.client.cli.display import PipedConsole, printable
 from halfserve.serve.client.cli.inputs import InputArgumentError, read_inputs
-from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials
 from halfserve.serve.client.errors import ClientError
 
 LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cannot represent infinity

@@ -288,7 +288,7 @@ def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measur
         if settings.max_tokens is not None and rows > 1 and rows * length > settings.max_tokens:
             continue
         try:
-            requests = [trial.request(length, seed) for seed in range(rows)]
+            requests = [trial.requests.of_length(length, seed) for seed in range(rows)]
             seconds = min(trial.seconds(requests, length) for _ in range(TIMES))
         except (NotProvedError, OutOfTimeError):
             return  # the length is over the model's limit, or no time is left

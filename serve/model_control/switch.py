@@ -13,7 +13,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
 logger = logging.getLogger(__name__)

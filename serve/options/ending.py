@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.server import ServerOptions
 
 _ending = partial(typer.Option, rich_help_panel="Ending")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from halfserve.option_groups import reading
-from halfserve.serve.http.options import MIB, HttpLimits, HttpOptions, checked_origin
+from halfserve.serve.http.http_options import MIB, HttpLimits, HttpOptions, checked_origin
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.server import ServerOptions
 from halfserve.serve.transports.transport import TransportName

@@ -12,8 +12,8 @@ import typer
 
 from halfserve.files.object_storage import is_url
 from halfserve.serve.engine.backend import Trust
-from halfserve.serve.model_control.options import ControlMode, ControlOptions
-from halfserve.serve.storage.options import DEFAULT_GIB, ObjectStorage, default_folder
+from halfserve.serve.model_control.control_options import ControlMode, ControlOptions
+from halfserve.serve.storage.storage_options import DEFAULT_GIB, ObjectStorage, default_folder
 
 _models = partial(typer.Option, rich_help_panel="Models")
 

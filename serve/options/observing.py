@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from halfserve.serve.log_handler import LineFormat
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions, TraceLevel
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions, TraceLevel
 
 _observing = partial(typer.Option, rich_help_panel="Observing")
 

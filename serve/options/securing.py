@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.options.as_triton import AsTriton
-from halfserve.serve.security.options import ClientLimits, SecurityOptions, TlsOptions
+from halfserve.serve.security.security_options import ClientLimits, SecurityOptions, TlsOptions
 
 _security = partial(typer.Option, rich_help_panel="Security")
 

@@ -18,7 +18,7 @@ from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
 from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.observability.observability import Observability
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.inference import Inference, WatchableInference
 from halfserve.serve.protocol.rpcs import (

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError, RateLimitedError
 from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch, WatchableInference
 from halfserve.serve.protocol.messages import parse_request
-from halfserve.serve.security.options import ClientLimits
+from halfserve.serve.security.security_options import ClientLimits
 
 MAX_REMEMBERED = 10_000  # most clients whose allowance is remembered while they are not connected
 CONCURRENCY_RETRY_S = 0.1  # suggested wait: when a request in progress will end is unknown

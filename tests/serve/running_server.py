@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode

@@ -19,10 +19,10 @@ from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.protocol.service import INFER_PATH
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp, save_model, save_table
 from tests.serve.conftest import load_repository

@@ -45,7 +45,7 @@ class OpenVinoTrial:
         return (OptimizationLevel.ALL,)
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:  # noqa: ARG002  (there is one)
-        """See `Trial`."""
+        """See `LoadTrial`."""
         return {
             "openvino": properties(self.settings, 1),
             "extension": self.settings.extension or "",

@@ -26,7 +26,6 @@ from halfserve.serve.client.cli.inputs import (
     read_inputs,
     tensors_of_json,
 )
-from halfserve.serve.client.cli.options import AsJson, Connection
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ClientError, InvalidRequest
 from halfserve.serve.client.infer_exchange import RequestOptions

@@ -27,7 +27,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.version_loading import VersionLoader
 from tests.serve.backends.torch_programs import BATCH, Mlp, Outputs, Twice, save_program
 from tests.serve.hostile_files import PICKLES, save_hostile_archive
 

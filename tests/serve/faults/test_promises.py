@@ -56,7 +56,7 @@ TELLERS = {
     "serve/observability/tracing.py",
     "serve/startup_report.py",
     "serve/storage/file_cache.py",  # which copies were used last, across restarts: a clock that jumps removes others first
-    "serve/security/cli.py",  # `halfserve token --expires 90d`
+    "serve/security/token_command.py",  # `halfserve token --expires 90d`
     # Tokens expire at a time of day: a clock that jumps expires them early or late, until it is right again.
     "serve/security/security.py",
     "serve/security/tokens.py",

@@ -16,7 +16,7 @@ from typing import Any
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.server import ServerOptions, serve
 from halfserve.serve.startup_report import StartupReport
 

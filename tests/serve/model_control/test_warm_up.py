@@ -24,7 +24,7 @@ from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control import loading as loader_module
+from halfserve.serve.model_control import version_loading as loader_module
 from halfserve.serve.model_control import warm_up as module
 from halfserve.serve.model_control.warm_up import short_sizes, warm_up
 from tests.models import save_mlp, save_model, save_picky, save_unbatched

@@ -13,7 +13,7 @@ from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, RateLimitedError
 from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
-from halfserve.serve.security.options import ClientLimits
+from halfserve.serve.security.security_options import ClientLimits
 
 
 class Clock:

@@ -17,10 +17,10 @@ import pytest
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
+from halfserve.serve.security.security_options import ClientLimits, SecurityError, SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.server import ServerOptions, serve
 from halfserve.serve.startup_report import StartupReport

@@ -26,7 +26,7 @@ from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_models
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.serve.model_control.controlled import controlled_server, loader
 from tests.serve.running_server import running_server
 

@@ -23,9 +23,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.guards import GRANT, peer_of
+from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.json_bodies import Fields
 from halfserve.serve.http.json_tensors import array_from_json, json_text
-from halfserve.serve.http.options import HttpLimits
 from halfserve.serve.http.request_body import (
     SMALLEST_WORTH_BYTES,
     BodyReader,

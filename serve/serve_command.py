@@ -31,7 +31,7 @@ from halfserve.serve.options.observing import Observing
 from halfserve.serve.options.securing import Securing
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
 from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
-from halfserve.serve.security.options import SecurityError
+from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup
 from halfserve.serve.transports.listening import BindError

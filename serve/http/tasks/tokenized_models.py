@@ -77,7 +77,7 @@ class TokenRow:
         return ROW_BYTES + self.ids.nbytes + (0 if self.type_ids is None else self.type_ids.nbytes)
 
 
-class TextModel:
+class TokenizedModel:
     """One model version with its tokenizer. Its methods may be called on any thread.
 
     Attributes:
@@ -255,7 +255,7 @@ class TextModel:
         )
 
 
-class TextModels:
+class TokenizedModels:
     """The text models of a server. Lives on the event loop.
 
     Attributes:
@@ -264,7 +264,7 @@ class TextModels:
 
     def __init__(self, core: InferenceCore) -> None:
         self._core = core
-        self._loading: dict[Model, asyncio.Task[TextModel | InferenceError]] = {}
+        self._loading: dict[Model, asyncio.Task[TokenizedModel | InferenceError]] = {}
         self.threads = TokenizerThreads()
         self._follows = False
 
@@ -283,7 +283,7 @@ class TextModels:
             task.cancel()
         self._loading.clear()
 
-    async def of(self, model: Model) -> TextModel:
+    async def of(self, model: Model) -> TokenizedModel:
         """A text model.
 
         Raises:
@@ -302,7 +302,7 @@ class TextModels:
         for model in served:
             self._begin(model)
 
-    def _begin(self, model: Model) -> asyncio.Task[TextModel | InferenceError]:
+    def _begin(self, model: Model) -> asyncio.Task[TokenizedModel | InferenceError]:
         task = self._loading.get(model)
         if task is None:
             task = self._loading[model] = asyncio.get_running_loop().create_task(asyncio.to_thread(_load, model))
@@ -323,11 +323,11 @@ def _longest(text: Text) -> int:
     return len(text) if isinstance(text, str) else max(map(len, text))
 
 
-def _load(model: Model) -> TextModel | InferenceError:
+def _load(model: Model) -> TokenizedModel | InferenceError:
     """A text model, or why there is none, which is logged."""
     label = f"{model.name}/{model.version}"
     try:
-        return TextModel(model, _tokenizer(model))
+        return TokenizedModel(model, _tokenizer(model))
     except ImportError:
         lacking = "the server lacks the package tokenizers; in a checkout of halfserve, run: pip install '.[text]'"
         logger.warning("%s: takes no text: %s", label, lacking, extra={"model": label})

@@ -14,12 +14,12 @@ from uvicorn.server import ServerState
 
 from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.http.error_forms import in_form
-from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
+from halfserve.serve.http.unread_answer import LARGE_BYTES, TimeLimit, UnreadAnswer
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
 
-LARGE_BYTES = 16_384  # smaller buffers are not counted
 # h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Ordinary clients send chunks
 # of 4 KiB and more, which all fit into one turn.
 EVENTS = 64
@@ -38,6 +38,7 @@ class HttpConnection(H11Protocol):
 
     conn: EventTurns
     flow: HeldFlow
+    unread: UnreadAnswer
 
     def __init__(
         self, config: Config, state: ServerState, limits: HttpLimits, budget: MemoryBudget, scheduler: ReadScheduler
@@ -48,10 +49,7 @@ class HttpConnection(H11Protocol):
         self._limits = limits
         self._waits = False  # whether it waits for its turn to read
         self._has_answered = False  # while an answer ends: the next request, if it has come, takes a turn of its own
-        self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
-        self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
-        self._unread_bytes, self._unread_since_s = 0, 0.0
-        self._held_bytes = 0  # of a large answer that is not read to its end: the transport keeps it whole
+        self._overdue = TimeLimit(self.loop)  # until the headers of a request are complete
         self._share = budget.share(is_known=True, press=self._press)
         self._leaving: asyncio.TimerHandle | None = None  # the client's end
         self._drops = False  # whether further input is dropped
@@ -59,14 +57,15 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)
         self.flow = HeldFlow(self.transport)
+        self.unread = UnreadAnswer(self.transport, self.loop, self._limits, self._share, self._count)
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._share.close()
-        self._stop_waiting()
-        for timer in (self._unread, self._leaving):
-            if timer is not None:
-                timer.cancel()
+        self._overdue.cancel()
+        self.unread.close()
+        if self._leaving is not None:
+            self._leaving.cancel()
         if self.cycle is not None:
             self.cycle.transport = self.transport  # instead of what leads back here
         super().connection_lost(exc)
@@ -100,8 +99,8 @@ class HttpConnection(H11Protocol):
             self.cycle.transport = cast("asyncio.Transport", _Answering(self))
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not begun:
-            self._stop_waiting()
-        elif self._overdue is None:
+            self._overdue.cancel()
+        elif not self._overdue.is_running:
             self._await_headers()
         if not begun and self._is_answered() and self.timeout_keep_alive_task is None:
             # uvicorn starts this timer only with an answer, and more of the request may follow the answer.
@@ -129,32 +128,19 @@ class HttpConnection(H11Protocol):
         self._has_answered = True
         super().on_response_complete()
         self._has_answered = False
-        self._expect_reading()
+        self.unread.expect_reading()
 
     def pause_writing(self) -> None:
         """Start the time limit of reading what is written so far: an answer may be written in pieces."""
         super().pause_writing()
-        self._expect_reading()
+        self.unread.expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._let_go()
+        self.unread.let_go()
         self._count()
-        if self._unread is not None and not self._is_answered():
-            self._unread.cancel()
-            self._unread = None
-
-    def write(self, data: bytes) -> None:
-        """Send a part of an answer."""
-        if len(data) > LARGE_BYTES:
-            self.transport.set_write_buffer_limits(0)  # writing is paused until the client has read everything
-            self._held_bytes = len(data)
-        self.transport.write(data)
-
-    def _let_go(self) -> None:
-        if self._held_bytes:
-            self._held_bytes = 0
-            self.transport.set_write_buffer_limits()
+        if not self._is_answered():
+            self.unread.stop_waiting()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, after a moment to read what has arrived."""
@@ -217,67 +203,21 @@ class HttpConnection(H11Protocol):
         return self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
 
     def _await_headers(self) -> None:
-        self._overdue = self.loop.call_later(self._limits.header_s, self._abort_soon)
-
-    def _abort_soon(self) -> None:
-        self._overdue = self.loop.call_later(MOMENT_S, self.transport.abort)
-
-    def _stop_waiting(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
-
-    def _expect_reading(self) -> None:
-        self._unread_bytes = self._write_buffer()
-        if not self._unread_bytes:
-            self._let_go()
-        self._count()
-        if self._unread_bytes and self._unread is None:
-            self._await_reading()
-
-    def _await_reading(self) -> None:
-        self._unread_since_s = self.loop.time()
-        self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread_soon)
-
-    def _check_unread_soon(self) -> None:
-        self._unread = self.loop.call_later(MOMENT_S, self._check_unread)
-
-    def _check_unread(self) -> None:
-        """Abort if nothing of the answer was read since the last check."""
-        self._unread = None
-        left = self._write_buffer()
-        if not left:
-            return
-        if left >= self._unread_bytes:
-            self.transport.abort()
-            return
-        self._has_read(left)
-        self._await_reading()
+        self._overdue.start(self._limits.header_s, self.transport.abort)
 
     def _press(self) -> None:
         """Free memory: abort a client that has sent much ahead, or that reads too slowly."""
-        left, now_s = self._write_buffer(), self.loop.time()
         if self._share.excess and self.conn.buffered_bytes > LARGE_BYTES:
             self._share.close()
             self.transport.abort()
-        elif left < self._unread_bytes:
-            self._has_read(left)
-        elif left and now_s - self._unread_since_s > self._share.patience_s(self._limits.short_stall_s):
-            self._share.close()
-            self.transport.abort()
-
-    def _has_read(self, left: int) -> None:
-        self._unread_bytes, self._unread_since_s = left, self.loop.time()
-        self._count()
+        else:
+            self.unread.press()
 
     def _count(self) -> None:
         """Count what the client has sent ahead and has not read, if it is much."""
         ahead = self.conn.buffered_bytes
-        unread = max(self._write_buffer(), self._held_bytes) if self.flow.write_paused else 0
+        unread = self.unread.size if self.flow.write_paused else 0
         self._share.resize(memory_of((ahead if ahead > LARGE_BYTES else 0) + unread))
-
-    def _write_buffer(self) -> int:
-        return int(self.transport.get_write_buffer_size())
 
 
 class SocketReader(asyncio.BufferedProtocol):
@@ -324,7 +264,7 @@ class _Answering:
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
-        self.write = connection.write
+        self.write = connection.unread.write
         self.is_closing = connection.transport.is_closing
 
     def close(self) -> None:

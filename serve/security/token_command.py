@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from halfserve.serve.security.options import SecurityError
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.security.tokens import new_token, parse_end, write_time
 
 EXIT_CODES: dict[type[Exception], int] = {SecurityError: 1}

@@ -30,7 +30,7 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.picture_inputs import LACKING
 from halfserve.serve.http.error_forms import InputError
-from halfserve.serve.http.inference import inference_entry, joined, named, record_refusal
+from halfserve.serve.http.infer_route import inference_entry, joined, named, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
 from halfserve.serve.http.routes import MODEL, VERSION
@@ -38,7 +38,7 @@ from halfserve.serve.http.tasks.classification import softmax
 from halfserve.serve.http.tasks.row_requests import RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import Content, read_content, shown, text_field, whole_field
 from halfserve.serve.http.tasks.text_endpoint import json_rows, sigmoid
-from halfserve.serve.http.tasks.text_models import labels_of, task_of
+from halfserve.serve.http.tasks.tokenized_models import labels_of, task_of
 from halfserve.serve.http.tasks.tokenizing import TokenizerThreads
 from halfserve.serve.protocol.service import Service
 
