@@ -247,6 +247,7 @@ def test_the_option_bounds_the_memory_and_the_metrics_say_what_it_holds(mlp: Pat
     assert 0 < int(lines["halfserve_response_cache_evictions_total"]) < 1501
 
 
+@pytest.mark.long
 def test_a_cache_smaller_than_a_mib_holds_as_much_as_asked(mlp: Path) -> None:
     with serving(mlp, "--response-cache-mib", str(2048 / 2**20), "--cpu") as (_, ready):
         with triton.InferenceServerClient(f"127.0.0.1:{ready['grpc_port']}") as client:

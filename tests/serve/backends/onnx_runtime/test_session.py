@@ -266,7 +266,11 @@ def test_a_batch_of_gigabytes_is_not_tried(tmp_path: Path, monkeypatch: pytest.M
     assert not is_quick(opened, 2_000_000_000)
 
 
-@pytest.mark.parametrize("flushes", [["1"], ["1", "0"], ["0", "1"], ["1", "1"]], ids="-".join)
+@pytest.mark.parametrize(
+    "flushes",
+    [*(pytest.param(given, marks=pytest.mark.long) for given in (["1"], ["1", "1"])), ["1", "0"], ["0", "1"]],
+    ids="-".join,
+)
 def test_a_model_that_flushes_subnormals_does_so_to_nobody_else(tmp_path: Path, flushes: list[str]) -> None:
     asking = [sys.executable, "-c", PROGRAM, str(save_mlp(tmp_path / "m.onnx")), *flushes]
     done = subprocess.run(asking, capture_output=True, text=True, check=False)

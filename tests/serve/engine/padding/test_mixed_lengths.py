@@ -241,7 +241,7 @@ MIXES = [
 ]
 
 
-@pytest.mark.parametrize("in_flight", [1, 16, 64])
+@pytest.mark.parametrize("in_flight", [16, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 64))])
 @pytest.mark.parametrize(("seconds", "lengths"), MIXES)
 def test_no_mix_of_lengths_is_slower_than_without_padding(
     in_flight: int, lengths: Callable[[random.Random], int], seconds: Seconds

@@ -80,7 +80,12 @@ SECONDS, SETTLED = 3.0, 1.0
 
 
 @pytest.mark.parametrize(
-    ("within", "load", "instances"), [(0.04, 2.0, 1), (0.1, 2.0, 1), (0.4, 2.0, 1), (0.04, 5.0, 1), (0.1, 2.0, 2)]
+    ("within", "load", "instances"),
+    [
+        (0.04, 5.0, 1),
+        (0.1, 2.0, 2),
+        *(pytest.param(within, 2.0, 1, marks=pytest.mark.long) for within in (0.04, 0.1, 0.4)),
+    ],
 )
 def test_under_overload_as_much_is_answered_in_time_as_ever(within: float, load: float, instances: int) -> None:
     simulation = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW, noise=0.1), instances=instances)
