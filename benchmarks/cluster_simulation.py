@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfserve.serve.cluster.autoscaling import ScalingOptions, wanted_members
-from halfserve.serve.cluster.controller import Controller, ControllerOptions
-from halfserve.serve.cluster.reports import LEASE_S, Orders, Report
+from halfserve.serve.fleet.control.autoscaling import ScalingOptions, wanted_members
+from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
+from halfserve.serve.fleet.control.reports import LEASE_S, Orders, Report
 from halfserve.serve.protocol.service import SERVICE
 from tests.serve.simulated_cluster.members import SimulatedMember
 from tests.serve.simulated_cluster.virtual_time import VirtualLoop, run_virtually
@@ -69,7 +69,7 @@ class MeteredLoop(VirtualLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        if getattr(callback, "__module__", "").startswith("halfserve.serve.cluster"):
+        if getattr(callback, "__module__", "").startswith("halfserve.serve.fleet"):
             return super().call_at(when, lambda: self._meter.run(lambda: callback(*args)), context=context)
         return super().call_at(when, callback, *args, context=context)
 

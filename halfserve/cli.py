@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from halfserve.configuration import ConfigurableCommand, ConfigurationError, variable
+from halfserve.option_groups import OptionCommand
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -92,16 +93,18 @@ STAGES = {
         module="halfserve.serve.triton_flags", function="triton", help="Serve models with the flags of tritonserver."
     ),
     "cluster": Stage(
-        module="halfserve.serve.cluster.on_ray.cli",
+        module="halfserve.serve.fleet.launch.cluster_commands",
         function="cluster",
         help="Serve models on many machines with Ray.",
         extra="ray",
     ),
     "token": Stage(module="halfserve.serve.security.cli", function="token", help="Make a bearer token for a server."),
     "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
-    "infer": Stage(module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction."),
+    "infer": Stage(
+        module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction.", configurable=True
+    ),
     "bench": Stage(
-        module="halfserve.serve.benchmark.cli",
+        module="halfserve.serve.benchmark.bench_command",
         function="bench",
         help="Measure throughput and latency.",
         extra="bench",
@@ -113,7 +116,7 @@ STAGES = {
 }
 
 
-class StageCommand(TyperCommand):
+class StageCommand(OptionCommand):
     """One stage's command; its help has a heading for each group of options (their `rich_help_panel`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+VALIDATOR = "Value error, "  # pydantic writes this before the text of a validator's ValueError
 
 
 def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -23,6 +29,27 @@ def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     shown = [option for parameter in signature.parameters.values() for option in _options(parameter)]
     with_options.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return with_options
+
+
+class OptionCommand(TyperCommand):
+    """A command whose errors name a wrong value, and not the library that checked it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(VALIDATOR)
+            raise
+
+
+@contextmanager
+def reading(option: str) -> Iterator[None]:
+    """Report a value that the block rejects with a ValueError as a wrong value of the option."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}") from None
 
 
 def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:

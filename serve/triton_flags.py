@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from halfserve.serve.supervisor.launch import program
+from halfserve.serve.fleet.agent.worker_process import program
 
 
 class TritonFlagError(Exception):

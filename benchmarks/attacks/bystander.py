@@ -11,7 +11,7 @@ from threading import Event
 import numpy as np
 
 from halfserve import Client, ClientError, RetryPolicy
-from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.channel_settings import Tls
 
 EVERY_S = 0.005
 TIMEOUT_S = 30.0

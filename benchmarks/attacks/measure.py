@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.attacks.bystander import Account, ask
 from benchmarks.harness.models import save_models
 from benchmarks.harness.server_process import ServerProcess, server_process
-from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.channel_settings import Tls
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.attacks.bystander import TIMEOUT_S, Account, at_a_pace
 from halfserve import Client
-from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.channel_settings import Tls
 
 FREE, FIXED = "free", "fixed"  # models of texts of any length, and of texts that are padded to one length
 INPUTS = ("input_ids", "attention_mask")

@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from halfserve.serve.cluster.on_ray.arguments import ClusterArguments
+from halfserve.serve.fleet.launch.cluster_arguments import ClusterArguments
 from tests.deploy.manifests import DEPLOY, Manifest, documents, only
 from tests.deploy.test_chart import CUSTOM, NEWEST, OLDEST
 

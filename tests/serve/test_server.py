@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from halfserve import Client, ClientError, RetryPolicy, cli
 from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.connection import Tls, parse_address
+from halfserve.serve.client.channel_settings import Tls, parse_address
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from halfserve.serve.client.channel_settings import Tls, headers_of
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.client import Client
-from halfserve.serve.client.connection import Tls, headers_of
 from halfserve.serve.client.errors import InvalidRequest
 
 _connection = partial(typer.Option, rich_help_panel="Connection")

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from ngh2 import DataReceived, Event, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
-from halfserve.serve.benchmark.load.connection import ConnectionLostError, Http2Connection
+from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, Http2Connection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint
 
 T = TypeVar("T")

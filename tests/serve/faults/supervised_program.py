@@ -18,11 +18,12 @@ import uvloop
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.fleet.launch.supervision import become_supervisor
+from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
+from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
 from halfserve.serve.process import leave_at_once
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses, serve
 from halfserve.serve.startup_report import StartupReport
-from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE
-from halfserve.serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
 from tests.serve.faults.server_program import FRAGILE, ready
 
 FAULT = "CUDA failure 700: an illegal memory access was encountered"

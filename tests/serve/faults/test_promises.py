@@ -46,11 +46,11 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "
 
 # Modules that show the time. Any other module that reads the wall clock may decide something by it.
 TELLERS = {
-    "serve/benchmark/report.py",
+    "serve/benchmark/benchmark_report.py",
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
     "serve/http/model_history.py",
-    "serve/members/ledger.py",
+    "serve/fleet/member/counter_file.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
     "serve/observability/tracing.py",

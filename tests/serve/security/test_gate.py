@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.members.cluster_service import WATCH
+from halfserve.serve.fleet.member.cluster_service import WATCH
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.options import ClientLimits, SecurityOptions

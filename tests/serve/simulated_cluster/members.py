@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from halfserve.protos import cluster_pb2
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.cluster.reports import ControllerLink, ModelOrder, ModelReport, Orders, Report, Settings
-from halfserve.serve.members.figures import Figures
-from halfserve.serve.members.merging import with_statistics
+from halfserve.serve.fleet.control.reports import ControllerLink, ModelOrder, ModelReport, Orders, Report, SettingsChanges
+from halfserve.serve.fleet.member.member_counters import MemberCounters
+from halfserve.serve.fleet.member.merging import with_statistics
 
 RETRY_S = 0.25
 
@@ -58,8 +58,8 @@ class SimulatedMember:
         largest: largest total size of models served at a time, in bytes.
         moves: number of loads begun.
         mute: whether it does not report, as if its network were cut.
-        answered: number of the last request for figures that it answered.
-        answers_figures: whether it reports figures when asked.
+        answered: number of the last request for counters that it answered.
+        answers_counters: whether it reports counters when asked.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class SimulatedMember:
         self.refused: dict[str, Refusal] = {}
         self.models: dict[str, SimulatedModel] = {}
         self.directory = cluster_pb2.Directory()
-        self.settings = Settings(number=0, changes=())
+        self.settings = SettingsChanges(number=0, changes=())
         self.largest = 0
         self.moves = 0
         self.mute = False
-        self.answers_figures = True
+        self.answers_counters = True
         self.is_draining = False
         self.memory: bytes | None = None
         self.left: dict[str, bytes] = {}
@@ -116,7 +116,7 @@ class SimulatedMember:
         counts.compute_ns += round(compute_s * 1e9)
         counts.queue_ns += round(queue_s * 1e9)
 
-    def figures(self) -> bytes:
+    def counters(self) -> bytes:
         statistics = pb.ModelStatisticsResponse()
         for name, model in sorted(self.models.items()):
             counts, one = model.counts, statistics.model_stats.add(name=name, version="1")
@@ -126,7 +126,7 @@ class SimulatedMember:
             one.inference_stats.queue.ns, one.inference_stats.queue.count = counts.queue_ns, counts.requests
             one.inference_stats.compute_infer.ns = counts.compute_ns
             one.inference_stats.compute_infer.count = counts.requests
-        return Figures(statistics=statistics, metrics=with_statistics([], statistics)).to_bytes()
+        return MemberCounters(statistics=statistics, metrics=with_statistics([], statistics)).to_bytes()
 
     async def _run(self) -> None:
         while True:
@@ -151,8 +151,8 @@ class SimulatedMember:
         return await self.link.exchange(self._report())
 
     def _report(self, *, has_ended: bool = False) -> Report:
-        with_figures = has_ended or (self._asked > self.answered and self.answers_figures)
-        if with_figures:
+        with_counters = has_ended or (self._asked > self.answered and self.answers_counters)
+        if with_counters:
             self.answered = self._asked
         left, self.left = self.left, {}
         return Report(
@@ -162,8 +162,8 @@ class SimulatedMember:
             is_draining=self.is_draining,
             models={name: self._model_report(name) for name in self.sizes},
             memory_size=self._memory_size,
-            figures=self.figures() if with_figures else None,
-            figures_number=self.answered,
+            counters=self.counters() if with_counters else None,
+            counters_number=self.answered,
             has_ended=has_ended,
             left=left,
             directory_version=self.directory.version,
@@ -200,7 +200,7 @@ class SimulatedMember:
         self.settings = orders.settings or self.settings
         if orders.memory is not None:
             self.memory = orders.memory
-        self._asked = max(self._asked, orders.figures_number)
+        self._asked = max(self._asked, orders.counters_number)
         self.is_draining = self.is_draining or orders.drain
         for name, order in orders.models.items():
             model = self.models.setdefault(name, SimulatedModel())

@@ -1,0 +1,26 @@
+"""Several whole servers that answer as one: the processes of `--processes`, and the replicas of a cluster on Ray.
+
+`member` is what such a server does inside: it answers the RPCs that concern all, forwards requests, and keeps its counters.
+`agent` starts a server, watches it, reports for it and carries out the orders for it. `control` is the controller of a cluster,
+which knows the members and decides what each of them serves. `launch` starts the agents and servers: the supervisor of the
+processes of one machine, Ray, and HAProxy in front of them. No tensor passes through agent or controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def app(arguments: Mapping[str, Any]) -> Any:
+    """The `ray.serve.Application`, for `serve run halfserve.serve.fleet:app path=s3://bucket/models` and config files.
+
+    Args:
+        arguments: fields of `halfserve.serve.fleet.launch.cluster_arguments.ClusterArguments` by name; values may be strings.
+
+    Raises:
+        ClusterArgumentError: a name is unknown, or a value makes no sense.
+    """
+    from halfserve.serve.fleet.launch.ray_application import build  # noqa: PLC0415  (imports Ray)
+
+    return build(arguments)

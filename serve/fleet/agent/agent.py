@@ -1,0 +1,176 @@
+"""The agent beside each server of a cluster: starts the server, reports to the controller, and carries out its orders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from halfserve.protos.agent_pb2 import Answer, Question
+from halfserve.serve.engine.errors import InferenceError, UnavailableError
+from halfserve.serve.fleet.agent.member_folders import MemberFolders
+from halfserve.serve.fleet.agent.reporting import AGAIN_S, Reporting, first_of
+from halfserve.serve.fleet.agent.server_link import ServerLink
+from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions, Ports, ServerProcess
+from halfserve.serve.fleet.control.autoscaling import MemberLoad
+from halfserve.serve.fleet.control.reports import ControllerLink
+from halfserve.serve.fleet.member.agent_questions import METRICS as METRICS_QUESTION
+from halfserve.serve.fleet.member.handover import GRPC, HTTP, METRICS
+from halfserve.serve.protocol.status import Code, status_of
+from halfserve.serve.transports.listening import address_of
+
+__all__ = ["Agent", "AgentError", "AgentOptions"]
+
+logger = logging.getLogger(__name__)
+
+STUCK_S = 30.0  # a server whose agent gets no answer for this long is considered stuck
+NO_CONTROLLER = (
+    "the cluster's controller cannot be reached now, so what concerns all members is not known; inference goes on, ask again "
+    "in a moment"
+)
+
+
+class Agent:
+    """Starts and supervises one server, and represents it in the cluster. Lives on one event loop.
+
+    Attributes:
+        member: id of the server process in the cluster.
+        address: HOST:PORT of gRPC, as clients reach it; "" before `start`.
+        http_address: HOST:PORT of REST; "" before `start`, and with --no-http.
+        metrics_address: HOST:PORT of the metrics; "" before `start`.
+    """
+
+    def __init__(self, options: AgentOptions, link: ControllerLink) -> None:
+        """Create an agent whose server is not started yet."""
+        self.member = secrets.token_hex(6)
+        self.address = self.http_address = self.metrics_address = ""
+        self._options = options
+        self._link = link
+        self._folders: MemberFolders | None = None
+        self._process: ServerProcess | None = None
+        self._server: ServerLink | None = None
+        self._reporting: Reporting | None = None
+        self._reports: asyncio.Task[None] | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def load(self) -> MemberLoad:
+        """Load of the server over the last seconds."""
+        return MemberLoad() if self._reporting is None else self._reporting.meter.load
+
+    async def start(self) -> None:
+        """Start the server, and report until `stop`.
+
+        Returns once the server has carried out the controller's first orders, that is, once it serves its models. Waits for as
+        long as the controller cannot be reached.
+
+        Raises:
+            AgentError: the server cannot be started, or ended during the start.
+        """
+        options = self._options
+        options.check()
+        self._folders = folders = MemberFolders(options.folder, options.cluster, self.member)
+        names = (GRPC,) if "--no-http" in options.arguments else (GRPC, HTTP, METRICS)
+        ports = Ports(options.host, options.first_port, names)
+        host = options.advertised_host or options.host
+        self.address, self.http_address, self.metrics_address = (
+            address_of(host, ports[name]) if name in names else "" for name in (GRPC, HTTP, METRICS)
+        )
+        self._process = process = ServerProcess()
+        await process.start(options.path, options.arguments, options.host, ports, folders.own, self.member)
+        self._server = server = ServerLink(folders.own)
+        report = {
+            "member": self.member,
+            "machine": options.machine or socket.gethostname(),
+            "grpc_address": self.address,
+            "http_address": self.http_address,
+        }
+        self._reporting = reporting = Reporting(report, self._link, server, process, folders)
+        self._reports = asyncio.create_task(reporting.run())
+        self._reports.add_done_callback(_log_failure)
+        self._answer_soon(self._answer_questions(server, process))
+        await first_of(reporting.settled, process.ended)
+        self.check()
+
+    def check(self) -> None:
+        """Check that the server runs and that the agent still reports.
+
+        Raises:
+            AgentError: the server has ended or stopped answering, or the agent stopped reporting.
+        """
+        if self._process is not None and self._process.code is not None:
+            raise AgentError(f"the server of member {self.member} has ended: {self._process.why()}")
+        if self._reporting is None or self._reports is None:
+            return
+        if self._reports.done():
+            raise AgentError(f"the agent of member {self.member} reports no more; its log says why")
+        silent_s = time.monotonic() - self._reporting.heard_s
+        if silent_s > STUCK_S:
+            raise AgentError(f"the server of member {self.member} has not answered for {silent_s:.0f} s")
+
+    async def stop(self) -> None:
+        """Leave the cluster: refuse new requests, finish the accepted ones, end the server, and report its last counters.
+
+        Returns when all of this is done; the server's --lame-duck-seconds and --drain-seconds limit the time. Safe to call
+        twice, and after a failed start.
+        """
+        if self._reporting is not None and self._reports is not None:
+            await self._reporting.drain()
+            await asyncio.wait([self._reports])
+        else:
+            if self._process is not None:
+                await self._process.stop()
+            if self._folders is not None:
+                self._folders.close(keep_own=False)
+                self._folders = None
+        for task in self._answering:
+            task.cancel()
+        if self._server is not None:
+            await self._server.close()
+
+    async def _answer_questions(self, server: ServerLink, process: ServerProcess) -> None:
+        """Answer the server's questions about the whole cluster, until the server ends."""
+        while process.code is None:
+            try:
+                async for question in server.questions():
+                    self._answer_soon(self._answer(server, question))
+            except InferenceError as error:
+                logger.debug("the server asks no more: %s", error)
+            await first_of(process.ended, timeout_s=AGAIN_S)
+
+    async def _answer(self, server: ServerLink, question: Question) -> None:
+        answer = Answer(number=question.number)
+        try:
+            if question.path == METRICS_QUESTION:
+                answer.answer, answer.text = await self._link.metrics()
+            else:
+                answer.answer = await self._link.call(question.path, question.request)
+        except ConnectionError:
+            answer.code, answer.text = Code.UNAVAILABLE, NO_CONTROLLER
+        except Exception as error:
+            if not isinstance(error, InferenceError):
+                logger.exception("%s cannot be answered for the cluster", question.path)
+            status = status_of(error)
+            answer.code, answer.text = status.code, status.details
+        with contextlib.suppress(UnavailableError):  # the server is gone
+            await server.answer(answer)
+
+    def _answer_soon(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the reports to the controller have ended", exc_info=task.exception())

@@ -1,0 +1,275 @@
+"""Process of the server that an agent starts, and its ports; the server ends when the agent's process does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from halfserve.serve.fleet.agent.worker_process import in_words, program
+from halfserve.serve.fleet.member.handover import GRPC, HTTP, METRICS, VARIABLE, Handover
+from halfserve.serve.transports.listening import Address, BindError, close, listen
+
+ROWS = 32  # rows of consecutive ports that are tried
+LEAVE = ("--lame-duck-seconds", "1")  # time for clients to see the server leave; later options override it
+LAST_LINES = 20  # lines of the server's log that are kept
+BEFORE_WHY = re.compile(r"^(halfserve serve|Error): ")  # start of the log line that says why the server ended
+# Options that the agent sets itself, or that have no meaning for a server started by an agent.
+NOT_HERE = {
+    "--host": "AgentOptions.host sets it",
+    "--grpc-port": "AgentOptions.first_port sets it",
+    "--http-port": "AgentOptions.first_port sets it",
+    "--metrics-port": "AgentOptions.first_port sets it",
+    "--model-control": "the controller decides what is served",
+    "--load-model": "the controller decides what is served",
+    "--processes": "a cluster's servers are its members",
+    "--supervise": "the agent starts and replaces the server",
+    "--transport": "members of a cluster use nghttp2",
+}
+
+
+class AgentError(Exception):
+    """The server cannot be started, or has ended; the text is one line with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Options of an agent.
+
+    Attributes:
+        path: model repository: a folder, or a URL of object storage.
+        cluster: name that distinguishes clusters on one machine. Counters that a dead server left behind belong to the cluster
+            of this name, so a new cluster needs a new name.
+        arguments: further options of `halfserve serve`, such as ("--cpu", "--threads", "2").
+        host: address to listen on.
+        advertised_host: host under which clients reach this machine; "" for `host`.
+        first_port: first of the server's three consecutive ports (gRPC, HTTP, metrics), or its single port with --no-http. If
+            taken, the next free row of ports is used, among 31 further rows; 0 for any free ports.
+        machine: name that distinguishes machines, for placement and users; "" for the host name.
+        folder: root folder of all clusters of this user on this machine; None for one in the system's temporary folder.
+    """
+
+    path: str
+    cluster: str
+    arguments: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    advertised_host: str = ""
+    first_port: int = 8001
+    machine: str = ""
+    folder: Path | None = None
+
+    def check(self) -> None:
+        """Check the arguments.
+
+        Raises:
+            AgentError: an option is not allowed for a member of a cluster.
+        """
+        for argument in self.arguments:
+            option = argument.partition("=")[0]
+            if option in NOT_HERE:
+                raise AgentError(f"{option} is not for a server of a cluster: {NOT_HERE[option]}; leave it out")
+
+
+class Ports:
+    """Listening sockets for a server."""
+
+    def __init__(self, host: str, first: int, names: Sequence[str]) -> None:
+        """Listen on a row of free ports, one for each name.
+
+        Args:
+            host: address to listen on.
+            first: first port of the first row; 0 for any free ports.
+            names: names of the ports, in order.
+
+        Raises:
+            AgentError: none of the rows is free, or this machine does not have the address.
+        """
+        for row in range(ROWS):
+            opened: dict[str, list[socket.socket]] = {}
+            try:
+                for number, name in enumerate(names):
+                    port = first + row * len(names) + number if first else 0
+                    opened[name] = listen(Address(host, port, "first port"))
+            except BindError as error:
+                for sockets in opened.values():
+                    close(sockets)
+                refused = error
+            else:
+                self.sockets: Mapping[str, Sequence[socket.socket]] = opened
+                return
+        raise AgentError(f"no {len(names)} ports in a row are free from {first} on, in {ROWS} rows: {refused}")
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.sockets[name][0].getsockname()[1]) if name in self.sockets else 0
+
+    def close(self) -> None:
+        """Close this process's copies of the sockets."""
+        for sockets in self.sockets.values():
+            close(sockets)
+
+
+class ServerProcess:
+    """A running `halfserve serve`. Lives on the event loop.
+
+    Attributes:
+        pid: process id; 0 before it is started.
+        code: exit code of the process, or negative number of the signal that ended it; None while it runs.
+        ended: set when the process has ended.
+    """
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.code: int | None = None
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._starting: asyncio.Future[None] | None = None  # done once the process runs, or its start has failed
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._held = -1  # write end of a pipe; the server ends when this end closes, that is, when this process is gone
+
+    async def start(self, path: str, arguments: Sequence[str], host: str, ports: Ports, folder: Path, member: str) -> None:
+        """Start the server, and return once it is ready.
+
+        Args:
+            path: path or URL of the model repository.
+            arguments: further options of `halfserve serve`.
+            host: address that the ports belong to.
+            ports: sockets to listen on; this process's copies are closed.
+            folder: folder that the server and the agent share.
+            member: id of the member.
+
+        Raises:
+            AgentError: the server cannot be started, or ended before it was ready.
+        """
+        self._starting = started = self._loop.create_future()
+        lifeline, held = os.pipe()
+        ready_file, ready = os.pipe()
+        self._held = held
+        handover = Handover(
+            sockets={name: [one.fileno() for one in sockets] for name, sockets in ports.sockets.items()},
+            lifeline=lifeline,
+            ready=ready,
+            restarts=0,
+            folder=str(folder),
+            member=member,
+            parent=os.getpid(),
+        )
+        given = [*(one.fileno() for sockets in ports.sockets.values() for one in sockets), lifeline, ready]
+        command = [
+            *program("halfserve"),
+            "serve",
+            path,
+            "--model-control",
+            "explicit",
+            "--host",
+            host,
+            *_ports(ports),
+            *LEAVE,
+            *arguments,
+        ]
+        environment = {**os.environ, VARIABLE: handover.to_text()}
+        # The system kills the server when the thread that started it ends; this thread lives as long as the server.
+        threading.Thread(
+            target=self._live, args=(command, environment, given, started), name="halfserve server", daemon=True
+        ).start()
+        try:
+            await asyncio.shield(started)
+        except OSError as error:
+            os.close(held)
+            os.close(ready_file)
+            raise AgentError(f"the server cannot be started: {error.strerror}") from None
+        finally:
+            ports.close()
+            os.close(lifeline)
+            os.close(ready)
+        if not await self._is_ready(ready_file):
+            await self.ended.wait()
+            raise AgentError(f"the server cannot serve {path}: {self.why()}")
+
+    def why(self) -> str:
+        """How the server ended, with the last line of its log if that gives the reason."""
+        code = self.code or 0
+        last = next((line for line in reversed(self._lines) if line), "") if code > 0 else ""
+        return BEFORE_WHY.sub("", last) or in_words(code)
+
+    def terminate(self) -> None:
+        """Have the server drain and end."""
+        if self.code is None and self.pid:
+            os.kill(self.pid, signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """End the server, whether it runs, its start has failed, or the start is given up; return when it has ended."""
+        if self._starting is None:
+            return
+        await asyncio.wait([self._starting])
+        if self._starting.exception() is None:
+            self.terminate()
+            await self.ended.wait()
+
+    def _live(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        given: Sequence[int],
+        started: asyncio.Future[None],
+    ) -> None:
+        """Start the process and wait for its end; on a thread of its own."""
+        try:
+            # In a process group of its own: Ctrl-C in a terminal reaches only the agent, which then drains the server.
+            process = subprocess.Popen(command, env=environment, pass_fds=given, stderr=subprocess.PIPE, process_group=0)
+        except OSError as error:
+            self._tell(started.set_exception, error)
+            return
+        self.pid = process.pid
+        self._tell(started.set_result, None)
+        reader = threading.Thread(target=self._read_log, args=(process.stderr,), name="halfserve server log", daemon=True)
+        reader.start()
+        code = process.wait()
+        reader.join(1.0)  # a child process of the server may still hold the pipe's other end
+        self._tell(self._has_ended, code)
+
+    def _read_log(self, log: IO[bytes]) -> None:
+        with log:
+            for line in log:
+                text = line.decode(errors="replace")
+                self._lines.append(text.strip())
+                with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
+
+    def _tell(self, call: object, *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]  # callers pass what `call` takes
+
+    def _has_ended(self, code: int) -> None:
+        self.code = code
+        os.close(self._held)
+        self.ended.set()
+
+    async def _is_ready(self, ready_file: int) -> bool:
+        """Wait until the server is ready; False if it ended instead."""
+        readable: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(ready_file, lambda: None if readable.done() else readable.set_result(None))
+        try:
+            await readable
+            return bool(os.read(ready_file, 1))
+        finally:
+            self._loop.remove_reader(ready_file)
+            os.close(ready_file)
+
+
+def _ports(ports: Ports) -> list[str]:
+    options = ["--grpc-port", str(ports[GRPC])]
+    if HTTP in ports.sockets:
+        options += ["--http-port", str(ports[HTTP]), "--metrics-port", str(ports[METRICS])]
+    return options

@@ -1,0 +1,1 @@
+"""The controller of a cluster: members and their leases, rollout and placement of models, counters, autoscaling."""

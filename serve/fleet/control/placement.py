@@ -1,0 +1,227 @@
+"""Assigns models to members. Pure functions: measured load and the present placement go in, a new placement comes out.
+
+Each model has at least one copy, and more according to its demand: the next copy goes to the model with the most demand per
+copy (D'Hondt's method of highest averages), as long as each copy has enough load. An existing copy stays where it is unless
+another place is clearly better, because each move costs a load.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+HOLD = 2.0  # weight of an existing copy, relative to a new one
+WORTH = 0.05  # least demand per copy (concurrent batches) that justifies a further copy
+WORTH_SECOND = 0.001  # demand that justifies the second copy: a model in use must survive the loss of a member
+UNEVEN = 1.5  # a member above this multiple of the mean load gives up a model
+MOVES = 2  # moves per decision to even out loads
+
+Placement = dict[str, frozenset[str]]  # ids of the members of each model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDemand:
+    """A model to be placed.
+
+    Attributes:
+        name: name of the model.
+        demand: average number of batches that compute concurrently in the whole cluster.
+        size: memory in bytes at each member; 0 if unknown.
+    """
+
+    name: str
+    demand: float = 0.0
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberRoom:
+    """A member that models can be placed on.
+
+    Attributes:
+        id: id of the member.
+        memory_size: memory for models in bytes; 0 if unknown.
+        serves: names of the models that it serves or is loading.
+        refuses: names of the models that it could not load.
+    """
+
+    id: str
+    memory_size: int = 0
+    serves: frozenset[str] = frozenset()
+    refuses: frozenset[str] = frozenset()
+
+
+@dataclass(kw_only=True)
+class _Shelf:
+    """State of one member during placement."""
+
+    room: MemberRoom
+    most: int
+    order: int
+    models: set[str] = field(default_factory=set)
+    size: int = 0
+    load: float = 0.0
+
+    def fits(self, model: ModelDemand, most: int | None = None) -> bool:
+        if model.name in self.models or model.name in self.room.refuses:
+            return False
+        has_memory = not self.room.memory_size or self.size + model.size <= self.room.memory_size
+        return has_memory and len(self.models) < (self.most if most is None else most)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.models) > self.most or bool(self.room.memory_size and self.size > self.room.memory_size)
+
+
+def _idleness(shelf: _Shelf) -> tuple[float, int, int]:
+    return shelf.load, len(shelf.models), shelf.order
+
+
+class _Placing:
+    def __init__(self, models: Sequence[ModelDemand], members: Sequence[MemberRoom], most: int) -> None:
+        self.models = {model.name: model for model in models}
+        self.shelves = [_Shelf(room=room, most=most, order=i) for i, room in enumerate(members)]
+        self.holders: dict[str, list[_Shelf]] = {name: [] for name in self.models}
+        self.copies: dict[str, int] = {}
+
+    def share(self, name: str) -> float:
+        """Demand per copy of a model."""
+        return self.models[name].demand / max(self.copies.get(name, 1), 1)
+
+    def put(self, name: str, shelf: _Shelf) -> None:
+        self.holders[name].append(shelf)
+        shelf.models.add(name)
+        shelf.size += self.models[name].size
+        shelf.load += self.share(name)
+
+    def take(self, name: str, shelf: _Shelf) -> None:
+        self.holders[name].remove(shelf)
+        shelf.models.remove(name)
+        shelf.size -= self.models[name].size
+        shelf.load -= self.share(name)
+
+    def best(self, name: str, count: int = 1, most: int | None = None) -> list[_Shelf]:
+        """The least loaded members with room for a model, at most `count`."""
+        fitting = [shelf for shelf in self.shelves if shelf.fits(self.models[name], most)]
+        return sorted(fitting, key=_idleness)[:count]
+
+
+def place(models: Iterable[ModelDemand], members: Sequence[MemberRoom], models_per_member: int) -> Placement:
+    """Decide which members serve each model.
+
+    Args:
+        models: all models to serve.
+        members: all members to place them on, in a stable order.
+        models_per_member: most models per member; raised if the members together could not hold all models otherwise.
+
+    Returns:
+        Ids of the members of each model; empty for a model that fits in no member's memory, or that all members refuse.
+    """
+    wanted = sorted(models, key=lambda model: (-model.demand, -model.size, model.name))
+    if not members:
+        return {model.name: frozenset() for model in wanted}
+    most = max(models_per_member, -(-len(wanted) // len(members)))
+    placing = _Placing(wanted, members, most)
+    placing.copies = _copies(wanted, members, most * len(members))
+    _keep(placing)
+    _relieve(placing)
+    _house(placing)
+    _replicate(placing)
+    _level(placing)
+    return {name: frozenset(shelf.room.id for shelf in holders) for name, holders in placing.holders.items()}
+
+
+def _copies(wanted: Sequence[ModelDemand], members: Sequence[MemberRoom], budget: int) -> dict[str, int]:
+    """Number of copies of each model."""
+    copies = {model.name: 1 for model in wanted}
+    present = {model.name: sum(model.name in member.serves for member in members) for model in wanted}
+
+    def worth(model: ModelDemand) -> float:
+        count = copies[model.name]
+        return model.demand / count * (HOLD if count < present[model.name] else 1.0)
+
+    queue = [(-worth(model), i) for i, model in enumerate(wanted)]
+    heapq.heapify(queue)
+    left = budget - len(wanted)
+    while queue and left > 0:
+        value, i = heapq.heappop(queue)
+        name = wanted[i].name
+        if -value >= (WORTH_SECOND if copies[name] == 1 else WORTH) and copies[name] < len(members):
+            copies[name] += 1
+            left -= 1
+            heapq.heappush(queue, (-worth(wanted[i]), i))
+    return copies
+
+
+def _keep(placing: _Placing) -> None:
+    """Keep existing copies in place; where a model has too many, keep those at the least loaded members."""
+    for name, count in placing.copies.items():
+        holding = [shelf for shelf in placing.shelves if name in shelf.room.serves and name not in shelf.room.refuses]
+        for shelf in sorted(holding, key=_idleness)[:count]:
+            placing.put(name, shelf)
+
+
+def _relieve(placing: _Placing) -> None:
+    """Remove models from overfull members: first those with other copies, then those with the least load."""
+    for shelf in placing.shelves:
+        for name in sorted(shelf.models, key=lambda name: (len(placing.holders[name]) == 1, placing.share(name), name)):
+            if not shelf.is_over:
+                break
+            placing.take(name, shelf)
+
+
+def _house(placing: _Placing) -> None:
+    """WorkerSlot each model that has no copy, the largest first, because they fit in the fewest places."""
+    homeless = [name for name, holders in placing.holders.items() if not holders]
+    for name in sorted(homeless, key=lambda name: (-placing.models[name].size, -placing.share(name), name)):
+        for shelf in placing.best(name) or _vacated(placing, name) or placing.best(name, most=len(placing.models)):
+            placing.put(name, shelf)
+
+
+def _vacated(placing: _Placing, name: str) -> list[_Shelf]:
+    """Make room at a member by removing copies of models that have others, the least loaded first."""
+    for shelf in sorted(placing.shelves, key=_idleness):
+        if name in shelf.room.refuses:
+            continue
+        spare = sorted(
+            (one for one in shelf.models if len(placing.holders[one]) > 1), key=lambda one: (placing.share(one), one)
+        )
+        for i, one in enumerate(spare):
+            placing.take(one, shelf)
+            if shelf.fits(placing.models[name]):
+                return [shelf]
+            if i + 1 == len(spare):
+                for given in spare:
+                    placing.put(given, shelf)
+    return []
+
+
+def _replicate(placing: _Placing) -> None:
+    """WorkerSlot the further copies, as far as there is room."""
+    for name, count in placing.copies.items():
+        if len(placing.holders[name]) < count:
+            for shelf in placing.best(name, count - len(placing.holders[name])):
+                placing.put(name, shelf)
+
+
+def _level(placing: _Placing) -> None:
+    """Move models from the busiest member to the least busy one, as long as that helps clearly."""
+    for _ in range(MOVES):
+        busiest = max(placing.shelves, key=lambda shelf: (shelf.load, -shelf.order))
+        idlest = min(placing.shelves, key=_idleness)
+        mean = sum(shelf.load for shelf in placing.shelves) / len(placing.shelves)
+        if busiest.load <= UNEVEN * mean or busiest.load - mean < WORTH:
+            return
+        gap = busiest.load - idlest.load
+        movable = [one for one in busiest.models if placing.share(one) < gap / 2 and idlest.fits(placing.models[one])]
+        if not movable:
+            return
+        name = max(movable, key=lambda one: (placing.share(one), one))
+        placing.take(name, busiest)
+        placing.put(name, idlest)
+
+
+def moves(before: Mapping[str, frozenset[str]], after: Mapping[str, frozenset[str]]) -> int:
+    """Number of loads needed to get from one placement to another."""
+    return sum(len(members - before.get(name, frozenset())) for name, members in after.items())

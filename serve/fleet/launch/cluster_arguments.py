@@ -1,0 +1,173 @@
+"""Arguments of a cluster, as given on the command line, to `serve run` or in Ray Serve's config files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from halfserve.serve.fleet.agent.server_process import NOT_HERE
+
+REPLICAS = re.compile(r"(\d+)(?::(\d+))?")
+MOST_REPLICAS = 1000  # most that one controller can handle, measured by benchmarks/cluster_simulation.py
+
+
+class ClusterError(Exception):
+    """The cluster cannot be reached or cannot do what was asked; the text is one line with the reason."""
+
+
+class ClusterArgumentError(Exception):
+    """An argument is invalid; the text names it and says what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments:
+    """The arguments of the Ray Serve application.
+
+    Attributes:
+        path: model repository: a folder, or a URL of object storage; each machine must reach it under this path.
+        replicas: number of servers: "2", or "1:8" for autoscaling between these bounds.
+        cpus: CPU cores of each server; also its CPU threads for one operator.
+        gpus: GPUs of each server.
+        models_per_member: most models per server; the models with the most load are on the most servers. 0 puts all on all.
+        latency_target_ms: queue time above which more servers are started, in milliseconds.
+        scale_down_seconds: a server is ended after it was not needed for this many seconds.
+        host: address to listen on; "" for the one by which Ray knows the machine.
+        first_port: first of a server's ports, which are consecutive: gRPC, HTTP, metrics.
+        server: further options of `halfserve serve`.
+    """
+
+    path: str
+    replicas: str = "1"
+    cpus: float = 1.0
+    gpus: float = 0.0
+    models_per_member: int = 0
+    latency_target_ms: float = 50.0
+    scale_down_seconds: float = 300.0
+    host: str = ""
+    first_port: int = 8001
+    server: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ClusterArgumentError: a value is invalid.
+        """
+        bounds_of(self.replicas)
+        if not self.path:
+            raise ClusterArgumentError("path is empty, expected a folder or a URL such as s3://bucket/models")
+        _check("cpus", self.cpus, 0 <= self.cpus < math.inf, "0 or more cores")
+        _check("gpus", self.gpus, 0 <= self.gpus < math.inf, "0 or more")
+        _check("models_per_member", self.models_per_member, self.models_per_member >= 0, "0 for all, or a number of models")
+        _check("latency_target_ms", self.latency_target_ms, 0 < self.latency_target_ms < math.inf, "milliseconds above 0")
+        _check("scale_down_seconds", self.scale_down_seconds, 0 < self.scale_down_seconds < math.inf, "seconds above 0")
+        _check("first_port", self.first_port, 0 <= self.first_port <= 65000, "a port up to 65000, or 0 for any free ones")
+        for option in self.server:
+            if option.partition("=")[0] in NOT_HERE:
+                raise ClusterArgumentError(f"server has {option}, but {NOT_HERE[option.partition('=')[0]]}; leave it out")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ClusterArguments:
+        """Read the arguments from a config file's `args`, or from `serve run`'s KEY=VALUE, whose values are strings.
+
+        Raises:
+            ClusterArgumentError: a name is unknown, or a value is invalid.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                raise ClusterArgumentError(
+                    f"{name} is no argument; " + (f"did you mean {near[0]}?" if near else _expected(known))
+                )
+        if "path" not in given:
+            raise ClusterArgumentError("path is missing, expected a folder or a URL such as s3://bucket/models")
+        return cls(**{name: READERS[name](name, value) for name, value in given.items()})
+
+    def as_given(self) -> dict[str, Any]:
+        """Input of `read` that gives these arguments: JSON values, without those equal to the default."""
+        defaults = asdict(ClusterArguments(path=self.path))
+        own = {name: value for name, value in asdict(self).items() if name == "path" or value != defaults[name]}
+        return own | ({"server": list(self.server)} if self.server else {})
+
+    def serve_config(self, name: str) -> dict[str, Any]:
+        """Config file for `serve deploy`, and for `serveConfigV2` of a RayService; `name` is the application's name."""
+        application = {
+            "name": name,
+            "route_prefix": None,
+            "import_path": "halfserve.serve.fleet:app",
+            "args": self.as_given(),
+        }
+        return {"proxy_location": "Disabled", "applications": [application]}
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest number of replicas."""
+        return bounds_of(self.replicas)
+
+
+def bounds_of(replicas: str) -> tuple[int, int]:
+    """Smallest and largest number of replicas: (1, 8) of "1:8", (2, 2) of "2".
+
+    Raises:
+        ClusterArgumentError: the text has neither form.
+    """
+    found = REPLICAS.fullmatch(replicas)
+    fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= fewest <= most <= MOST_REPLICAS:
+        raise ClusterArgumentError(f"replicas is {replicas!r}, expected a number up to {MOST_REPLICAS}, or two such as 1:8")
+    return fewest, most
+
+
+def _check(name: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ClusterArgumentError(f"{name} is {value}, expected {expected}")
+
+
+def _expected(names: set[str]) -> str:
+    return f"expected one of {', '.join(sorted(names))}"
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        raise ClusterArgumentError(f"{name} is {value!r}, expected a number") from None
+
+
+def _whole(name: str, value: Any) -> int:
+    number = _number(name, value)
+    if not number.is_integer():
+        raise ClusterArgumentError(f"{name} is {value!r}, expected a whole number")
+    return int(number)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ClusterArgumentError(f"{name} is {value!r}, expected a text")
+    return str(value)
+
+
+def _options(name: str, value: Any) -> tuple[str, ...]:
+    options = value.split() if isinstance(value, str) else value
+    if not isinstance(options, list | tuple) or not all(isinstance(option, str) for option in options):
+        raise ClusterArgumentError(f"{name} is {value!r}, expected options of halfserve serve, such as ['--max-batch-size=8']")
+    return tuple(options)
+
+
+READERS: dict[str, Callable[[str, Any], Any]] = {
+    "path": _text,
+    "replicas": _text,
+    "cpus": _number,
+    "gpus": _number,
+    "models_per_member": _whole,
+    "latency_target_ms": _number,
+    "scale_down_seconds": _number,
+    "host": _text,
+    "first_port": _whole,
+    "server": _options,
+}

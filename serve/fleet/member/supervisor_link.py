@@ -1,0 +1,99 @@
+"""A worker's connection to the supervisor or agent that started it, from which it takes over its sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.fleet.member.handover import VARIABLE, Handover
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
+
+
+class SupervisorLink:
+    """A worker's connection to its supervisor; lives on the event loop.
+
+    Attributes:
+        sockets: listening sockets, by purpose.
+        given: data from the supervisor about this worker and the others.
+        has_ended: whether the supervisor has ended.
+    """
+
+    def __init__(self, sockets: Mapping[str, Sequence[socket.socket]], given: Handover) -> None:
+        self.sockets = sockets
+        self.given = given
+        self.has_ended = False
+        self._lifeline = given.lifeline
+        self._ready: int | None = given.ready
+
+    @property
+    def restarts(self) -> int:
+        """Number of earlier workers in this place."""
+        return self.given.restarts
+
+    def on_supervisor_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the supervisor ends, even by a crash."""
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(self._lifeline)
+            self.has_ended = True
+            logger.warning("the supervisor has ended; what was taken is answered, and this server ends too")
+            callback()
+
+        loop.add_reader(self._lifeline, ended)
+
+    def report_ready(self) -> None:
+        """Report to the supervisor that requests are accepted; further calls do nothing."""
+        if self._ready is None:
+            return
+        try:
+            os.write(self._ready, b"\n")
+        except BrokenPipeError:
+            pass  # the supervisor has ended, which `on_supervisor_end` handles
+        finally:
+            os.close(self._ready)
+            self._ready = None
+
+
+def end_with(parent: int) -> None:
+    """Have the system kill this process when the thread that started it ends; exit now if it has ended already (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
+    """The link to the supervisor that started this process, if any; the environment variable is removed for child processes.
+
+    Raises:
+        FailedPreconditionError: the variable is set, but not by a supervisor.
+    """
+    text = environment.pop(VARIABLE, None)
+    if text is None:
+        return None
+    try:
+        given = Handover.from_text(text)
+        if given.parent:
+            end_with(given.parent)
+        for descriptor in (given.lifeline, given.ready):
+            os.set_inheritable(descriptor, False)
+        sockets = {name: [socket.socket(fileno=number) for number in numbers] for name, numbers in given.sockets.items()}
+        for one in (one for opened in sockets.values() for one in opened):
+            one.set_inheritable(False)
+    except (ValueError, TypeError, OSError) as error:
+        raise FailedPreconditionError(
+            f"the environment variable {VARIABLE} is not what a supervisor has set ({error}); unset it, "
+            "and use --supervise to start one"
+        ) from None
+    return SupervisorLink(sockets, given)

@@ -1,0 +1,164 @@
+"""A cluster on this machine: a real controller, and real agents with real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from halfserve import Client, RetryPolicy, Tls
+from halfserve.protos.cluster_pb2 import Directory, WatchRequest
+from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
+from halfserve.serve.fleet.agent.agent import Agent, AgentOptions
+from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
+from halfserve.serve.fleet.control.reports import Orders, Report
+
+T = TypeVar("T")
+HOST, WAIT_S = "127.0.0.1", 60.0
+OPTIONS = ("--cpu", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
+ONCE = RetryPolicy(retries=0)
+PATIENT = RetryPolicy(initial_backoff_s=0.05, max_backoff_s=0.2, wait_for_server=True)
+
+
+class Link:
+    """The way to a controller that may be gone, and replaced by another one."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller: Controller | None = controller
+
+    async def exchange(self, report: Report) -> Orders:
+        return await self._there().exchange(report)
+
+    async def call(self, path: str, request: bytes) -> bytes:
+        return await self._there().call(path, request)
+
+    async def metrics(self) -> tuple[bytes, str]:
+        return await self._there().metrics()
+
+    def _there(self) -> Controller:
+        if self.controller is None:
+            raise ConnectionError("gone")
+        return self.controller
+
+
+def agent_options(folder: Path, repository: Path, *arguments: str, name: str = "test") -> AgentOptions:
+    return AgentOptions(path=str(repository), cluster=name, arguments=(*OPTIONS, *arguments), first_port=0, folder=folder)
+
+
+class LocalCluster:
+    """Agents and controller live on an event loop of their own thread.
+
+    Attributes:
+        agents: those that have been started, and not stopped.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, folder: Path, repository: Path, options: ControllerOptions) -> None:
+        self._loop = loop
+        self._folder = folder
+        self._repository = repository
+        self._options = options
+        self._clients: dict[tuple[str, RetryPolicy], Client] = {}
+        self.agents: list[Agent] = []
+        self.link: Link
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    def start(self, count: int = 1, *arguments: str, name: str = "test") -> list[Agent]:
+        """Start agents together, which serve what they shall; `name` is the cluster's."""
+
+        async def start() -> list[Agent]:
+            if not self.agents:
+                self.link = Link(Controller(self._options))
+            options = agent_options(self._folder, self._repository, *arguments, name=name)
+            started = [Agent(options, self.link) for _ in range(count)]
+            self.agents += started
+            await asyncio.gather(*(agent.start() for agent in started))
+            return started
+
+        return self.run(start())
+
+    def stop(self, *agents: Agent) -> None:
+        async def stop() -> None:
+            await asyncio.gather(*(agent.stop() for agent in agents))
+
+        self.run(stop())
+        self.agents = [agent for agent in self.agents if agent not in agents]
+
+    def drain(self, agent: Agent) -> None:
+        """Have the controller order that a member leaves."""
+
+        async def drain() -> None:
+            assert self.link.controller is not None
+            self.link.controller.drain(agent.member)
+
+        self.run(drain())
+
+    def replace_controller(self) -> None:
+        """Another controller, which knows nothing, takes the place of one that may be gone."""
+
+        async def replace() -> None:
+            self.link.controller = Controller(self._options)
+
+        self.run(replace())
+
+    def client(self, agent: Agent, retries: RetryPolicy = PATIENT) -> Client:
+        """A client of one member, closed with the cluster."""
+        key = agent.address, retries
+        if key not in self._clients:
+            self._clients[key] = Client(agent.address, timeout_s=WAIT_S, retries=retries)
+        return self._clients[key]
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self.stop(*self.agents)
+
+
+class Watch:
+    """What a member says of all members, now and at each change."""
+
+    def __init__(self, agent: Agent, token: str = "", tls: Tls | None = None) -> None:
+        target = parse_address(agent.address)
+        settings = ChannelSettings(target=target, tls=tls, balancing="pick_first", compression=None, keepalive_s=None)
+        self._channel = settings.open(grpc)
+        watch = self._channel.unary_stream("/halfserve.Cluster/Watch", WatchRequest.SerializeToString, Directory.FromString)
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        self._directories = watch(WatchRequest(), timeout=WAIT_S, metadata=metadata)
+
+    def until(self, reached: Callable[[dict[str, set[str]]], bool]) -> dict[str, set[str]]:
+        """The models by the address of a member that serves them, once that is as expected."""
+        for directory in self._directories:
+            found = {one.grpc_address: set(one.models) for one in directory.members if one.state == 0}
+            if reached(found):
+                return found
+        raise AssertionError("the watch has ended")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+
+@contextmanager
+def local_cluster(folder: Path, repository: Path, options: ControllerOptions | None = None) -> Iterator[LocalCluster]:
+    """A cluster without members; they are stopped at the end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="agents")
+    thread.start()
+    cluster = LocalCluster(loop, folder, repository, options or ControllerOptions())
+    try:
+        yield cluster
+    finally:
+        try:
+            cluster.close()
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(WAIT_S)
+            loop.close()
