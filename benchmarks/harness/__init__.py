@@ -1,1 +1,1 @@
-"""What measuring programs and soaks share: a server process, models with known answers, clients that check them, counts."""
+"""Shared parts of measuring programs and soaks: a server process and its resources, models with known answers, HTTP/2."""

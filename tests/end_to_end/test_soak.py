@@ -14,16 +14,16 @@ import grpc
 import numpy as np
 import pytest
 
-from benchmarks.harness.clients import clients
 from benchmarks.harness.models import save_models
 from benchmarks.harness.process_watch import look, watch
 from benchmarks.harness.server_process import ServerProcess, server_process
-from benchmarks.harness.tally import Counted, Tally
 from halfserve import Client
 from tests.end_to_end.conftest import SOAK
 from tests.scale import scaled
+from tests.serve.faults.soaking.clients import clients
 from tests.serve.faults.soaking.fault_injection import Scene, keep_at_it
 from tests.serve.faults.soaking.judgement import Report, report
+from tests.serve.faults.soaking.tally import Counted, Tally
 
 SECONDS = scaled(120)
 CLIENTS, THINK_S, PAUSE_S = 6, 0.05, 1.0  # the clients and the time between two faults: a third of a core

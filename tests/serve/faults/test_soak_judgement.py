@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.process_watch import Sample
-from benchmarks.harness.tally import Counted
 from tests.serve.faults.soaking.judgement import SETTLED_AFTER, Report, judge_memory, report, rise
+from tests.serve.faults.soaking.tally import Counted
 
 SECONDS = 120.0
 # Samples of soaks like tests/end_to_end/test_soak.py, thinned out: on a machine with other work, with three programs

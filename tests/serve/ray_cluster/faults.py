@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.clients import TIMEOUT_S, Work, ask_affine, ask_flip
 from benchmarks.harness.models import STEPS, save_models
-from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 from halfserve.serve.client.errors import Repeat
+from tests.serve.faults.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip
+from tests.serve.faults.soaking.tally import Tally
 from tests.serve.ray_cluster.machines import (
     CONTROLLER,
     RAYLET,

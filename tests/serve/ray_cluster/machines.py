@@ -25,6 +25,7 @@ from tests.serve.ray_cluster.network import Host, Network, missing, network
 
 T = TypeVar("T")
 WAIT_S = 240.0  # on a busy machine with two cores; faster operations return at once
+POLL_S = 0.05  # Ray's processes tell nobody when they begin or end
 MARK = "BENCHMARK_MACHINE"  # environment variable that each process of a machine inherits
 REDIS = "redis-server"
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -56,7 +57,7 @@ def until(holds: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
     while not (found := holds()):
         if time.monotonic() > ends_s:
             raise NotInTimeError(f"no {what} within {limit_s:g} s")
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     return found
 
 

@@ -17,14 +17,14 @@ import grpc
 import numpy as np
 import tritonclient.grpc as triton
 
-from benchmarks.harness.clients import TIMEOUT_S
 from benchmarks.harness.models import save_shift
 from benchmarks.harness.process_watch import look
 from benchmarks.harness.server_process import server_process
-from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
 from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.client.cluster.directory import DirectoryWatch
+from tests.serve.faults.soaking.clients import TIMEOUT_S
+from tests.serve.faults.soaking.tally import Tally
 from tests.serve.ray_cluster.machines import SERVER, machines, processes_of, until
 
 HIDDEN = 4096  # values per row: 1 MiB of weights in fp16, and twice that in memory on the CPU

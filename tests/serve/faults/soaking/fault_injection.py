@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.harness.http2_frames import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, call_block, connected, frame
 from benchmarks.harness.models import LARGE_ROWS, PICKY, STEPS
-from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, InvalidRequest, ModelNotFound, ServerUnavailable
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from tests.serve.faults.soaking.tally import Tally
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 30.0

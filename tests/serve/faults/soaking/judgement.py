@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.harness.process_watch import Sample
-from benchmarks.harness.tally import Counted
+from tests.serve.faults.soaking.tally import Counted
 
 # A server allocates memory at first that it keeps (thread stacks, arenas, caches): only growth after this time counts.
 SETTLED_AFTER = 1 / 3

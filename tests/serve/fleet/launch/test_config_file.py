@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.clients import TIMEOUT_S, ask_affine
 from benchmarks.harness.models import save_models
-from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError, RetryPolicy
+from tests.serve.faults.soaking.clients import TIMEOUT_S, ask_affine
+from tests.serve.faults.soaking.tally import Tally
 from tests.serve.ray_cluster.faults import OPTIONS
 from tests.serve.ray_cluster.machines import WAIT_S, Machines, machines, serving, until
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.tally import Tally
 from halfserve import Client, ClientError
+from tests.serve.faults.soaking.tally import Tally
 
 Array = np.ndarray[Any, Any]
 TIMEOUT_S = 30.0
