@@ -27,6 +27,7 @@ from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.membership import Membership, membership
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
 from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.observability.observe_options import ObserveOptions
@@ -40,6 +41,7 @@ from halfserve.serve.security.security import PortSecurity, Security
 from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.listener import ConnectionLimit
 from halfserve.serve.transports.listening import Address
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport

@@ -86,7 +86,7 @@ class Outcome:
     exit_code: int
 
 
-def measure(attack: Attack, seconds: float, rate: float) -> Outcome:
+def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
     """Start a server, ask it in quiet for `seconds`, `rate` times a second, then as long again under the attack."""
     token: str | None
     token, line = new_token("bystander", [Role.INFER])

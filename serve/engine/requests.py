@@ -183,7 +183,7 @@ class RawInputs(Mapping[str, Array]):
 
     def small_arrays(self, most_bytes: int) -> dict[str, Array] | None:
         """Return all inputs as views on the request; None if one has `most_bytes` or more, or lies outside the request."""
-        if self._readers is not None:
+        if self._outside is not None:
             return None
         data, offsets = self._data, self._offsets
         arrays: dict[str, Array] = {}

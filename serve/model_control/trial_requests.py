@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
+from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.padding_settings import PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
@@ -133,8 +134,8 @@ class TrialRequests:
 
     def _length(self, sample: Tensors) -> int:
         """Return the length of a sample; 0 if its inputs disagree about it."""
-        place = self._padding.place(self._as_request(sample).bucket)
-        return 0 if place is None else place.length
+        found = self._padding.length_of(self._as_request(sample).bucket)
+        return 0 if found is None else found.length
 
     def _stretched(self, sample: Tensors, length: int, random: np.random.Generator) -> dict[str, Array]:
         """Return one row of a sample, cut or repeated to a length; an input that states each sample's length gets this one."""

@@ -17,6 +17,7 @@ import typer
 from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.option_groups import takes_option_groups
 from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.cli.connection_options import AsJson, Connection
 from halfserve.serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
 from halfserve.serve.client.cli.inputs import (
     STDIN,

@@ -16,7 +16,7 @@ import pytest
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.fleet.member.cluster_service import WATCH
-from halfserve.serve.observability.trace_settings import AccessLog, ObserveOptions
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.private_socket import private_socket
 from halfserve.serve.security.roles import OPEN_METHODS, ROLES, Role
