@@ -88,6 +88,11 @@ BELOW = {
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors", "serve.engine.cuda_driver"},
 }
+# Rooms that know nothing of the command line: their settings are plain dataclasses, which serve/options/ makes.
+WITHOUT_COMMANDS = (
+    *("serve/engine", "serve/backends", "serve/protocol", "serve/transports", "serve/http", "serve/model_control"),
+    *("serve/observability", "serve/storage", "serve/members", "serve/supervisor"),
+)
 OPENVINO_ROOM = "serve/backends/openvino"
 RAY = "serve/fleet/launch/ray_"  # start of the names of its modules
 # Where torch may be imported at all.
@@ -157,6 +162,12 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
         for module in imported(path):
             if under(module, {"serve"}):
                 assert under(module, BELOW[room]), f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.parametrize("room", WITHOUT_COMMANDS)
+def test_below_the_commands_a_room_knows_no_options_of_theirs(room: str) -> None:
+    for path in files(room):
+        assert not any(under(m, {"typer", "option_groups", "serve.options"}) for m in imported(path)), path
 
 
 def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
