@@ -27,7 +27,7 @@ from halfserve.export.cli.shared_options import (
 )
 from halfserve.export.conversion_options import ConversionOptions, SearchOptions, VerificationOptions, verification
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 from halfserve.export.file_conversion import Verification, convert_verified
 from halfserve.export.verification.samples import SampleSet, load_samples
 from halfserve.option_groups import takes_option_groups

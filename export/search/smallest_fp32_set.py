@@ -19,10 +19,10 @@ import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.conversion_options import MAX_RUNS, SearchLimits
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import Accumulators, HalfName, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
-from halfserve.export.onnx_fp16.settings import Settings, settings_of
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, settings_of
 from halfserve.export.search.error_attribution import (
     Edge,
     Reasons,
@@ -276,7 +276,7 @@ def _is_in(module: str | None, modules: set[str], *, deep: bool) -> bool:
 
 
 def _explained(
-    settings: Settings, trials: Trials, best: Trial, candidates: Collection[str], ending: Ending, *, note: str
+    settings: ConversionSettings, trials: Trials, best: Trial, candidates: Collection[str], ending: Ending, *, note: str
 ) -> str:
     """Explain a result that is not minimal or not within the budget; empty otherwise."""
     text = _unfinished(ending, trials.usage.limits) if best.passed else _hopeless(settings, trials, best, candidates)
@@ -293,7 +293,7 @@ def _unfinished(ending: Ending, limits: SearchLimits) -> str:
     return f"{text}; this is the smallest set found, and a smaller one may do" if text else ""
 
 
-def _hopeless(settings: Settings, trials: Trials, whole: Trial, candidates: Collection[str]) -> str:
+def _hopeless(settings: ConversionSettings, trials: Trials, whole: Trial, candidates: Collection[str]) -> str:
     """Why even the set of all candidates is over budget."""
     if not candidates:
         return "every node that could stay float32 already does"
@@ -308,7 +308,7 @@ def _first(violations: Collection[str]) -> str:
     return first + (f", and {len(rest)} more" if rest else "")
 
 
-def _why(settings: Settings, trials: Trials, whole: Trial) -> str:
+def _why(settings: ConversionSettings, trials: Trials, whole: Trial) -> str:
     if not whole.outputs:
         return "precision is not the cause"
     if own := trials.original_violations():

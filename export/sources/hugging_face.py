@@ -14,13 +14,13 @@ from torch import nn
 
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.amp_core.weights.state_dicts import load_weights
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.audio_clips import clip_samples
 from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
 from halfserve.export.sources.image_libraries import open_timm_folder
 from halfserve.export.sources.picture_preparation import LibraryPreparation, of_transformers, proved
-from halfserve.export.sources.pictures import picture_samples, served_preparation
+from halfserve.export.sources.picture_samples import picture_samples, served_preparation
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, repository_name
 from halfserve.export.sources.source_options import SourceOptions
