@@ -62,7 +62,7 @@ KEEP = "halfserve.keep"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(ModuleConversionOptions, VerificationOptions, SearchOptions):
-    """Options of a module's conversion and verification, beside those that the command line shares.
+    """Options of a module's conversion and verification: the shared groups, and values that only Python can give.
 
     Attributes:
         budget: How much the converted model may differ, in every type or by type; None for the usual budgets.

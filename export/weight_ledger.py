@@ -12,7 +12,6 @@ from halfserve.export.half_types import FP16, HalfType
 FP16_MAX = FP16.largest
 FP16_OVERFLOW = FP16.overflow_from
 FP16_SMALLEST_NORMAL = FP16.smallest_normal
-FP16_LARGEST_FLUSHED = FP16.largest_flushed
 
 
 @dataclass(frozen=True, kw_only=True)
