@@ -38,7 +38,7 @@ from benchmarks.cuda_device.in_process import rows_per_second
 from benchmarks.cuda_device.networks import FP16, FP32, Network, write_minilm, write_networks
 from benchmarks.cuda_device.predictions import CUDA, errors_of
 from benchmarks.cuda_device.transports import each_way, highest
-from halfserve.export.certificate.budget import Figures
+from halfserve.export.certificate.budget import ErrorFigures
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.benchmark.level import Load
@@ -289,7 +289,7 @@ def _show(part: str, subjects: Iterable[Any], plan: Plan) -> bool:
     return is_whole
 
 
-def _distance(reference: np.ndarray, found: np.ndarray) -> Figures:
+def _distance(reference: np.ndarray, found: np.ndarray) -> ErrorFigures:
     return compare(reference.astype(np.float32), found.astype(np.float32))
 
 

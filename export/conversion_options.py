@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 from halfserve.export.half_types import Accumulators, DtypeChoice
 from halfserve.export.onnx_files.model_writer import ExternalData
 from halfserve.option_groups import CommandLineType

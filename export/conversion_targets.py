@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from halfserve.export.errors import ExportError, telling_place
+from halfserve.export.export_errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_files.model_writer import StagedModel, superseded_files
 from halfserve.export.onnx_fp16.convert import require_free

@@ -32,7 +32,7 @@ def nearest_to_budget(over: Mapping[HalfName, BudgetExceeded]) -> HalfName:
     return min(over, key=lambda dtype: _excess(over[dtype]))
 
 
-def why_not(over: Mapping[HalfName, BudgetExceeded]) -> Iterator[str]:
+def notes_on_rejected(over: Mapping[HalfName, BudgetExceeded]) -> Iterator[str]:
     """A note on each type that was tried before."""
     return (f"{dtype} alone is over budget: {error.violation}" for dtype, error in over.items())
 

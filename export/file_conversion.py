@@ -13,8 +13,8 @@ import onnx_ir
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
 from halfserve.export.conversion_options import ConversionOptions, SearchLimits, SearchOptions, VerificationOptions
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, notes_on_rejected
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import FP16, HALF_TYPES, Accumulators, DtypeChoice, HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from halfserve.amp_core.recorder.record import Record
     from halfserve.export.certificate.budget import Budget
-    from halfserve.export.onnx_fp16.report import ConversionReport
+    from halfserve.export.onnx_fp16.conversion_report import ConversionReport
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.judging import Judge
     from halfserve.export.verification.samples import Array, SampleSet
@@ -262,7 +262,7 @@ def _converted_to_either(
         types, notes = types[::-1], (*notes, BFLOAT16_WEIGHTS)
     over: dict[HalfName, BudgetExceeded] = {}
     for dtype in types:
-        attempt = replace(verification, search=False, notes=(*notes, *why_not(over)))
+        attempt = replace(verification, search=False, notes=(*notes, *notes_on_rejected(over)))
         try:
             return convert_to(dtype, attempt)
         except BudgetExceeded as error:
@@ -270,7 +270,7 @@ def _converted_to_either(
     nearest = nearest_to_budget(over)
     if not verification.search:
         raise over[nearest]
-    return convert_to(nearest, replace(verification, notes=(*notes, *why_not(over))))
+    return convert_to(nearest, replace(verification, notes=(*notes, *notes_on_rejected(over))))
 
 
 def _converted(

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 
 Array: TypeAlias = np.ndarray[Any, Any]
 HalfName: TypeAlias = Literal["float16", "bfloat16"]

@@ -29,7 +29,7 @@ from halfserve.export.conversion_options import (
     VerificationOptions,
 )
 from halfserve.export.conversion_targets import RepositoryTarget
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.file_conversion import (
     Beside,
     Certified,
@@ -38,7 +38,7 @@ from halfserve.export.file_conversion import (
     nothing_beside,
 )
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
-from halfserve.export.half_module.tensors import detached_copy
+from halfserve.export.half_module.module_tensors import detached_copy
 from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, half_named
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run
@@ -62,7 +62,7 @@ KEEP = "halfserve.keep"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(ModuleConversionOptions, VerificationOptions, SearchOptions):
-    """Options of a module's conversion and verification, beside those that the command line shares.
+    """Options of a module's conversion and verification: the shared groups, and values that only Python can give.
 
     Attributes:
         budget: How much the converted model may differ, in every type or by type; None for the usual budgets.

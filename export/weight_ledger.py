@@ -12,11 +12,10 @@ from halfserve.export.half_types import FP16, HalfType
 FP16_MAX = FP16.largest
 FP16_OVERFLOW = FP16.overflow_from
 FP16_SMALLEST_NORMAL = FP16.smallest_normal
-FP16_LARGEST_FLUSHED = FP16.largest_flushed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class WeightLedger:
     """Counts of what rounding a tensor does to its elements; the numbers are those of float16.
 
     Attributes:
@@ -29,18 +28,18 @@ class Ledger:
     flushed: int = 0
     subnormal: int = 0
 
-    def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(
+    def __add__(self, other: WeightLedger) -> WeightLedger:
+        return WeightLedger(
             overflow=self.overflow + other.overflow,
             flushed=self.flushed + other.flushed,
             subnormal=self.subnormal + other.subnormal,
         )
 
 
-def ledger_of(values: np.ndarray[Any, Any], half: HalfType = FP16) -> Ledger:
+def ledger_of(values: np.ndarray[Any, Any], half: HalfType = FP16) -> WeightLedger:
     """Count what rounding a floating array does to its elements."""
     magnitude = np.abs(values)
-    return Ledger(
+    return WeightLedger(
         overflow=int(np.count_nonzero(np.isfinite(magnitude) & (magnitude > half.largest))),
         flushed=int(np.count_nonzero((magnitude > 0) & (magnitude <= half.largest_flushed))),
         subnormal=int(np.count_nonzero((magnitude > half.largest_flushed) & (magnitude < half.smallest_normal))),

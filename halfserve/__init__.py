@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfserve.amp_core.autocast.autocast import autocast, custom_bwd, custom_fwd
     from halfserve.amp_core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-    from halfserve.amp_core.data.errors import DataError
+    from halfserve.amp_core.data.data_errors import DataError
     from halfserve.amp_core.data.tar_shards import tar_shards
     from halfserve.amp_core.factory import FactoryError
     from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler
     from halfserve.amp_core.policy.operations import Rule
     from halfserve.amp_core.policy.policy import Policy, PolicyError
     from halfserve.amp_core.recorder.recorder import Recorder
-    from halfserve.amp_core.training.settings import TrainingError
+    from halfserve.amp_core.training.training_settings import TrainingError
     from halfserve.export.certificate.budget import Budget
     from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
     from halfserve.export.certificate.embed import check_embedded, embed
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from halfserve.export.dtype_check.finder import find_dtype_leaks
     from halfserve.export.dtype_check.inherit_dtype import inherit_dtype
-    from halfserve.export.errors import ExportError
+    from halfserve.export.export_errors import ExportError
     from halfserve.export.file_conversion import convert
     from halfserve.export.half_module.to_half import to_half
     from halfserve.export.module_pipeline import export_module
@@ -148,14 +148,14 @@ __all__ = [
 _NAMES_BY_MODULE = {
     "amp_core.autocast.autocast": ("autocast", "custom_bwd", "custom_fwd"),
     "amp_core.checkpoint": ("CheckpointError", "load_checkpoint", "save_checkpoint"),
-    "amp_core.data.errors": ("DataError",),
+    "amp_core.data.data_errors": ("DataError",),
     "amp_core.data.tar_shards": ("tar_shards",),
     "amp_core.factory": ("FactoryError",),
     "amp_core.grad_scaler.grad_scaler": ("GradScaler",),
     "amp_core.policy.operations": ("Rule",),
     "amp_core.policy.policy": ("Policy", "PolicyError"),
     "amp_core.recorder.recorder": ("Recorder",),
-    "amp_core.training.settings": ("TrainingError",),
+    "amp_core.training.training_settings": ("TrainingError",),
     "export.certificate.budget": ("Budget",),
     "export.certificate.certificate": ("BudgetExceeded", "Certificate", "read_certificate"),
     "export.certificate.embed": ("check_embedded", "embed"),
@@ -175,7 +175,7 @@ _NAMES_BY_MODULE = {
     ),
     "export.dtype_check.finder": ("find_dtype_leaks",),
     "export.dtype_check.inherit_dtype": ("inherit_dtype",),
-    "export.errors": ("ExportError",),
+    "export.export_errors": ("ExportError",),
     "export.file_conversion": ("convert",),
     "export.half_module.to_half": ("to_half",),
     "export.module_pipeline": ("export_module",),

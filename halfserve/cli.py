@@ -56,7 +56,7 @@ class Stage:
 
 STAGES = {
     "train": Stage(
-        module="halfserve.amp_core.cli",
+        module="halfserve.amp_core.train_command",
         function="train",
         help="Train a PyTorch model in mixed precision.",
         extra="train",

@@ -19,7 +19,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import worker
 
-from halfserve.amp_core.data.errors import DataError, WorkerTraceback
+from halfserve.amp_core.data.data_errors import DataError, WorkerTraceback
 from halfserve.amp_core.data.sources import BatchFailure, BatchSource, IndexedSource, StreamEnd, StreamSource, to_device
 from halfserve.amp_core.data.split import BatchPlan, Split, indexed_plans, stream_plans
 

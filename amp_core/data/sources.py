@@ -15,7 +15,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from halfserve.amp_core.data.errors import DataError, no_shared_memory
+from halfserve.amp_core.data.data_errors import DataError, no_shared_memory
 from halfserve.amp_core.data.split import BatchPlan, Split
 from halfserve.amp_core.factory import one_line
 from halfserve.amp_core.random_state import IsolatedRandom, Purpose

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, distributed
 
-from halfserve.amp_core.data.errors import DataError
+from halfserve.amp_core.data.data_errors import DataError
 from halfserve.amp_core.factory import one_line
 from halfserve.amp_core.random_state import Purpose, generator
 

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfserve.amp_core.data.errors import DataError
+from halfserve.amp_core.data.data_errors import DataError
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -97,7 +97,7 @@ _BLOCK = 512
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"(\xb5": "zstd"}
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A file in a tar file: its name, and its content's place in bytes."""
 
     name: str
@@ -105,7 +105,7 @@ class Member(NamedTuple):
     size: int
 
 
-def members(path: Path) -> Iterator[Member]:
+def members(path: Path) -> Iterator[TarMember]:
     """Read the headers of a tar file, skipping the contents.
 
     Yields:
@@ -123,7 +123,7 @@ def members(path: Path) -> Iterator[Member]:
                     if member.issparse():
                         raise DataError(f"{path}: {member.name!r} is stored with holes; write the shard without --sparse")
                     if member.isreg():
-                        yield Member(member.name, member.offset_data, member.size)
+                        yield TarMember(member.name, member.offset_data, member.size)
                 _require_end(file, tar.offset, path)
     except tarfile.TarError as error:
         raise DataError(f"the shard {path} is damaged or truncated ({error}); write it again") from error
@@ -209,15 +209,15 @@ def _rows(path: Path, fields: Sequence[Sequence[str]]) -> Iterator[list[tuple[in
         yield [_place(path, key, content, alternatives) for alternatives in fields]
 
 
-def _named(found: Iterable[Member]) -> Iterator[tuple[str, str, Member]]:
+def _named(found: Iterable[TarMember]) -> Iterator[tuple[str, str, TarMember]]:
     for member in found:
         name = _NAME.fullmatch(member.name)
         if name is not None and _META.match(member.name) is None:
             yield name[1], name[2].lower(), member
 
 
-def _content(path: Path, key: str, entries: Iterable[tuple[str, Member]]) -> dict[str, Member]:
-    content: dict[str, Member] = {}
+def _content(path: Path, key: str, entries: Iterable[tuple[str, TarMember]]) -> dict[str, TarMember]:
+    content: dict[str, TarMember] = {}
     for field, member in entries:
         if field in content:
             raise DataError(f"{path}: the sample {key!r} has {field!r} twice; give each sample a name of its own")
@@ -225,7 +225,7 @@ def _content(path: Path, key: str, entries: Iterable[tuple[str, Member]]) -> dic
     return content
 
 
-def _place(path: Path, key: str, content: dict[str, Member], alternatives: Sequence[str]) -> tuple[int, int, int]:
+def _place(path: Path, key: str, content: dict[str, TarMember], alternatives: Sequence[str]) -> tuple[int, int, int]:
     for choice, field in enumerate(alternatives):
         if field in content:
             return content[field].offset, content[field].size, choice

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfserve.amp_core.data.errors import DataError
+from halfserve.amp_core.data.data_errors import DataError
 from halfserve.amp_core.data.tar_index import index_shards, shard_paths
 from halfserve.amp_core.factory import one_line
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from halfserve.amp_core.recorder.record import Direction, Entry, Magnitudes, Record
+from halfserve.amp_core.recorder.record import Direction, Magnitudes, Record, RecordEntry
+from halfserve.amp_core.recorder.record_report import plot, table
 from halfserve.amp_core.recorder.recorder import Recorder
-from halfserve.amp_core.recorder.report import plot, table
 
-__all__ = ["Direction", "Entry", "Magnitudes", "Record", "Recorder", "plot", "table"]
+__all__ = ["Direction", "Magnitudes", "Record", "RecordEntry", "Recorder", "plot", "table"]

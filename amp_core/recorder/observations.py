@@ -19,8 +19,8 @@ from halfserve.amp_core.recorder.record import (
     SMALLEST_NORMAL,
     SMALLEST_SUBNORMAL,
     Direction,
-    Entry,
     Magnitudes,
+    RecordEntry,
     unscaled,
 )
 
@@ -269,16 +269,16 @@ class Observations:
         for part in absolute_parts(output):
             seen.magnitudes.add(part)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[RecordEntry]:
         """Yield an entry for each key; waits for the devices."""
         for key, seen in tuple(self._seen.items()):
             yield _entry(key, seen)
 
 
-def _entry(key: _Key, seen: _Seen) -> Entry:
+def _entry(key: _Key, seen: _Seen) -> RecordEntry:
     module, op, direction, output, inputs, dtype, _, scale = key
     magnitudes, divisor = seen.magnitudes.result(), scale if direction == "backward" else 1.0
-    return Entry(
+    return RecordEntry(
         module=module,
         op=str(op),
         direction=direction,

@@ -73,7 +73,7 @@ _FLOATS = ("largest", "smallest", "unscaled_largest", "unscaled_smallest")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RecordEntry:
     """One output of an operation, over all calls of the recorded steps.
 
     Attributes:
@@ -106,10 +106,10 @@ class Entry:
         """The identity of an entry; entries with equal keys can be merged."""
         return (self.module, self.op, self.direction, self.output, self.inputs, self.dtype)
 
-    def merged(self, other: Entry) -> Entry:
+    def merged(self, other: RecordEntry) -> RecordEntry:
         """The entry of both entries' calls; both have the same key."""
         pairs = [(e.unscaled_largest, e.unscaled_smallest) for e in (self, other)]
-        return Entry(
+        return RecordEntry(
             module=self.module,
             op=self.op,
             direction=self.direction,
@@ -129,7 +129,7 @@ class Entry:
         return values | {"inputs": list(self.inputs)} | magnitudes
 
     @classmethod
-    def from_dict(cls, values: Any) -> Entry:
+    def from_dict(cls, values: Any) -> RecordEntry:
         """Read the result of `to_dict`.
 
         Raises:
@@ -183,10 +183,10 @@ class Record:
         steps: The number of recorded steps.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[RecordEntry, ...] = ()
     steps: int = 0
 
-    def risky(self) -> tuple[Entry, ...]:
+    def risky(self) -> tuple[RecordEntry, ...]:
         """The entries with values that float16 turns into infinity or zero, worst first.
 
         Overflow (also infinities and NaNs) comes before mere underflow, each by the share of the elements.
@@ -249,14 +249,14 @@ class Record:
         if type(steps) is not int or steps < 0 or not isinstance(entries, list | tuple):
             raise ValueError("the record is broken: expected a whole number of 'steps' and a list of 'entries'")
         try:
-            return cls(entries=merge(map(Entry.from_dict, entries)), steps=steps)
+            return cls(entries=merge(map(RecordEntry.from_dict, entries)), steps=steps)
         except ValueError as error:
             raise ValueError(f"the record is broken: {error}") from error
 
 
-def merge(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def merge(entries: Iterable[RecordEntry]) -> tuple[RecordEntry, ...]:
     """Merge entries with equal keys, at the place of the first."""
-    found: dict[EntryKey, Entry] = {}
+    found: dict[EntryKey, RecordEntry] = {}
     for entry in entries:
         before = found.get(entry.key)
         found[entry.key] = entry if before is None else before.merged(entry)

@@ -20,8 +20,8 @@ from halfserve.amp_core.factory import call_factory, load_factory, one_line
 from halfserve.amp_core.policy.operations import has_autocast
 from halfserve.amp_core.random_state import set_random_state
 from halfserve.amp_core.training.distributed import World
-from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import Training
+from halfserve.amp_core.training.training_settings import TrainingError
 
 
 def training_device(name: str, world: World) -> torch.device:

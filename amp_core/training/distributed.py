@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from halfserve.amp_core.factory import one_line
-from halfserve.amp_core.training.settings import PeerError, TrainingError
+from halfserve.amp_core.training.training_settings import PeerError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from halfserve.amp_core.autocast.autocast import autocast
 from halfserve.amp_core.calling import call
 from halfserve.amp_core.random_state import preserved_random_state
-from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import Batch, StepRecord, Training
+from halfserve.amp_core.training.training_settings import TrainingError
 
 _LISTED = 3
 

@@ -37,14 +37,16 @@ from halfserve.amp_core.training.components import (
 )
 from halfserve.amp_core.training.distributed import World, is_broken_connection
 from halfserve.amp_core.training.divergence import DivergenceWatch, is_bad
-from halfserve.amp_core.training.settings import DTYPES, TrainingError, TrainingSettings
 from halfserve.amp_core.training.step import Batch, RunningStatistics, StepRecord, Training, evaluate, train_step
+from halfserve.amp_core.training.training_settings import DTYPES, TrainingError, TrainingSettings
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights
 
 
 @contextmanager
-def first_error_in_one_line(told: str, *, is_first: bool, model: nn.Module | None = None, inputs: Any = None) -> Iterator[None]:
-    """Report in one line, which begins with `told`, the first exception of the user's model, data and functions together.
+def first_error_in_one_line(
+    message: str, *, is_first: bool, model: nn.Module | None = None, inputs: Any = None
+) -> Iterator[None]:
+    """Report in one line, which begins with `message`, the first exception of the user's model, data and functions together.
 
     Later exceptions are bugs, and keep their traceback. With a model, its `forward` and its inputs are described, too.
 
@@ -57,7 +59,7 @@ def first_error_in_one_line(told: str, *, is_first: bool, model: nn.Module | Non
         if not is_first or isinstance(error, (TrainingError, DataError)) or is_broken_connection(error):
             raise
         call = "" if model is None else described_call(model, inputs)
-        raise TrainingError(f"{told} raised {one_line(error)}{place_of(error)}{call}") from error
+        raise TrainingError(f"{message} raised {one_line(error)}{place_of(error)}{call}") from error
 
 
 class Recording:
@@ -259,9 +261,9 @@ class TrainingRun:
 
     def _step(self, batches: list[Batch]) -> StepRecord:
         step, names = self.steps_done + 1, self.settings
-        told = f"{names.model}, {names.data}, {names.loss} and {names.optimizer} do not fit together: the first step"
+        message = f"{names.model}, {names.data}, {names.loss} and {names.optimizer} do not fit together: the first step"
         with first_error_in_one_line(
-            told, is_first=step == self._steps_before + 1, model=self.training.model, inputs=batches[0][0]
+            message, is_first=step == self._steps_before + 1, model=self.training.model, inputs=batches[0][0]
         ):
             return train_step(
                 self.training, batches, step=step, epoch=self.epochs_done + 1, recording=self._recording.of_step(step)
@@ -273,8 +275,8 @@ class TrainingRun:
         # Always the first epoch, so that the items draw the same random numbers in each evaluation.
         batches = self._held_out_batches.epoch(0)
         names = self.settings
-        told = f"{names.model}, {names.data} and {names.loss} do not fit together: the first evaluation"
-        with first_error_in_one_line(told, is_first=self.epochs_done == self._epochs_before + 1):
+        message = f"{names.model}, {names.data} and {names.loss} do not fit together: the first evaluation"
+        with first_error_in_one_line(message, is_first=self.epochs_done == self._epochs_before + 1):
             metrics = evaluate(training.model, training.loss, batches, training.region, world=self.world)
         if not metrics:
             raise DataError(f"the held-out set of {self.settings.data} has no items")

@@ -17,8 +17,8 @@ from typing import IO, Any, Self
 from halfserve.amp_core.checkpoint import save_checkpoint
 from halfserve.amp_core.recorder import Record, plot
 from halfserve.amp_core.training.run import Evaluation, TrainingRun
-from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import StepRecord
+from halfserve.amp_core.training.training_settings import TrainingError
 from halfserve.amp_core.weights.state_dicts import save_weights
 from halfserve.files.atomic_files import atomic_file
 

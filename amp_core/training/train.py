@@ -16,8 +16,8 @@ from halfserve.amp_core.training.components import training_device
 from halfserve.amp_core.training.distributed import World
 from halfserve.amp_core.training.run import Evaluation, TrainingRun
 from halfserve.amp_core.training.run_folder import CHECKPOINT, RunOutputs, locked_folder, require_tensorboard, rewrite_record
-from halfserve.amp_core.training.settings import TrainingError, TrainingSettings
 from halfserve.amp_core.training.step import ALONE, StepRecord
+from halfserve.amp_core.training.training_settings import TrainingError, TrainingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import onnx
 from benchmarks.converters.prediction import Errors, error_of
 from benchmarks.half_device.openvino_model import Layer, OpenVinoModel
 from halfserve import convert_float_to_float16
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import HALF_TYPES, HalfName
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit

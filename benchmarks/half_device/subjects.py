@@ -13,7 +13,7 @@ from benchmarks.converters.suite import judgeable_cases
 from benchmarks.converters.synthetic_inputs import trials
 from benchmarks.converters.wheels import packaged_models
 from benchmarks.half_device.architectures import MODELS, exported
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from tests.export.conversions.cases import KINDS, Case
 
 ZOO, TRAINED = "zoo", "trained"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 from halfserve.export.half_types import HalfName
 from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
@@ -59,7 +59,7 @@ class Vanished:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class ErrorFigures:
     """Error metrics of one output. Errors are taken where both models are finite, and are NaN where no place is.
 
     Attributes:
@@ -194,7 +194,7 @@ def usual_budgets(
     }
 
 
-def violations(figures: Figures, budget: Budget) -> list[str]:
+def violations(figures: ErrorFigures, budget: Budget) -> list[str]:
     """Describe each figure that is over budget, with its value and its limit.
 
     Integers, booleans and texts are judged by their agreement only, unless `max_abs_error` is given. An output without
@@ -219,7 +219,7 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
     return broken
 
 
-def _scaled_errors(figures: Figures, limit: float) -> Iterator[str]:
+def _scaled_errors(figures: ErrorFigures, limit: float) -> Iterator[str]:
     vanished = figures.vanished
     if vanished is not None:
         more = f" and {vanished.columns - 1} more" if vanished.columns > 1 else ""
@@ -234,18 +234,18 @@ def _scaled_errors(figures: Figures, limit: float) -> Iterator[str]:
         yield f"{error} of the scale {kind.unit:.3g} of column {kind.worst} on axis {figures.axis} (limit {limit:.3g})"
 
 
-def _non_finite(figures: Figures, budget: Budget) -> list[str]:
+def _non_finite(figures: ErrorFigures, budget: Budget) -> list[str]:
     if figures.non_finite <= budget.max_non_finite:
         return []
     return [f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})"]
 
 
-def disagrees(figures: Figures, budget: Budget) -> bool:
+def disagrees(figures: ErrorFigures, budget: Budget) -> bool:
     """Whether fewer rows agree than `min_agreement` requires."""
     return figures.agreement is not None and not figures.agreement >= budget.min_agreement
 
 
-def allowed_near_ties(figures: Figures, budget: Budget) -> bool:
+def allowed_near_ties(figures: ErrorFigures, budget: Budget) -> bool:
     """Whether all differing rows are near-ties that prove nothing: there is only one, or the budget does not judge them.
 
     In a near-tie the reference's two numbers are closer than the allowed error.
@@ -257,20 +257,20 @@ def allowed_near_ties(figures: Figures, budget: Budget) -> bool:
     return (alone or not budget.judge_near_ties) and budget.min_agreement < 1 and figures.margin <= error_limit(figures, budget)
 
 
-def error_limit(figures: Figures, budget: Budget) -> float:
+def error_limit(figures: ErrorFigures, budget: Budget) -> float:
     """The largest absolute error that an output may have."""
     if budget.max_abs_error is not None:
         return budget.max_abs_error
     return budget.max_scaled_error * unit_of(figures)
 
 
-def unit_of(figures: Figures) -> float:
+def unit_of(figures: ErrorFigures) -> float:
     """The divisor of the output's errors; computed for certificates before version 3, which do not hold it."""
     return figures.unit or max(figures.scale, FP16_SMALLEST_NORMAL)
 
 
 def adversarial_violations(
-    figures: Figures, usual_scale: float, budget: Budget, smallest: float = FP16_SMALLEST_NORMAL
+    figures: ErrorFigures, usual_scale: float, budget: Budget, smallest: float = FP16_SMALLEST_NORMAL
 ) -> list[str]:
     """Describe what is over budget on an adversarial sample.
 

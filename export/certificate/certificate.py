@@ -11,8 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from halfserve.export.certificate.budget import NO_HEADROOM, Budget, Figures
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.certificate.budget import NO_HEADROOM, Budget, ErrorFigures
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import HalfName
 from halfserve.export.weight_ledger import FP16_MAX
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
@@ -56,7 +56,7 @@ class AdversarialVerdict:
     case: str
     execution: str
     output: str
-    figures: Figures | None = None
+    figures: ErrorFigures | None = None
     violations: tuple[str, ...] = ()
     note: str | None = None
     factor: float | None = None
@@ -154,7 +154,7 @@ class OutputVerdict:
 
     name: str
     execution: str
-    figures: Figures
+    figures: ErrorFigures
     violations: tuple[str, ...]
     plot: Plot | None = None
     task: tuple[TaskFigure, ...] = ()

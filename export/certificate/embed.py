@@ -12,7 +12,7 @@ from typing import BinaryIO
 import onnx
 
 from halfserve.export.certificate.certificate import Certificate
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
 from halfserve.files.atomic_files import sync_folder

@@ -14,7 +14,7 @@ from rich.text import Text
 from halfserve.export.half_types import HALF_TYPES
 
 if TYPE_CHECKING:
-    from halfserve.export.certificate.budget import ColumnKind, Figures
+    from halfserve.export.certificate.budget import ColumnKind, ErrorFigures
     from halfserve.export.certificate.certificate import (
         Accuracy,
         AdversarialVerdict,
@@ -67,7 +67,7 @@ def _row(verdict: OutputVerdict) -> list[str]:
     ]
 
 
-def agreement_cell(figures: Figures) -> str:
+def agreement_cell(figures: ErrorFigures) -> str:
     """The share of rows that agree; "none" where no row is evidence, "" where no row has a choice."""
     if figures.agreement is None:
         return "none" if figures.constant_rows else ""
@@ -85,7 +85,7 @@ def kind_lines(verdict: PrecisionVerdict) -> Iterator[str]:
         yield from (f"{output.name} ({output.execution}): {_kind_line(output.figures, k)}" for k in output.figures.kinds)
 
 
-def _kind_line(figures: Figures, kind: ColumnKind) -> str:
+def _kind_line(figures: ErrorFigures, kind: ColumnKind) -> str:
     ranges = [f"{first}" if first == last else f"{first}-{last}" for first, last in kind.columns[:RANGES_SHOWN]]
     more = f" and {len(kind.columns) - RANGES_SHOWN} more ranges" if len(kind.columns) > RANGES_SHOWN else ""
     return (

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from halfserve.export.cli.shared_options import AsJson
 from halfserve.export.dtype_check.findings import leak_table, totals
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import HalfName
 
 if TYPE_CHECKING:

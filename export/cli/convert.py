@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from halfserve.export.cli.shared_options import (
 )
 from halfserve.export.conversion_options import ConversionOptions, SearchOptions, VerificationOptions, verification
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 from halfserve.export.file_conversion import Verification, convert_verified
 from halfserve.export.verification.samples import SampleSet, load_samples
 from halfserve.option_groups import takes_option_groups
@@ -39,7 +40,7 @@ __all__ = ["EXIT_CODES", "convert"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
+class ConvertedSamples:
     """Whether the model is verified, and on which samples."""
 
     verify: Annotated[bool, verification(help="Compare the result with the source before it is written.")] = True
@@ -49,6 +50,23 @@ class SampleOptions:
     dim: Annotated[
         list[str] | None, verification(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
     ] = None
+
+    def loader(self) -> Callable[[ModelFile], SampleSet]:
+        """A function that loads the samples of a model, or makes them up where there is no file.
+
+        Raises:
+            UsageError: An entry of `dim` has another form than NAME=SIZE.
+        """
+        sizes = sizes_of(self.dim or ())
+
+        def load(model: ModelFile) -> SampleSet:
+            if self.samples is not None:
+                return SampleSet(inputs=load_samples(self.samples, model))
+            from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import, and needed only here)
+
+            return synthetic_samples(model, dims=sizes)
+
+        return load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +97,7 @@ def convert(
     ] = None,
     *,
     options: ConversionOptions,
-    sampling: SampleOptions,
+    sampling: ConvertedSamples,
     budget: BudgetOptions,
     checks: VerificationOptions,
     precisions: Precisions = "",
@@ -122,15 +140,7 @@ def convert(
         raise UsageError("--certificate-key signs the certificate; give --certificate or --repository too")
     judged_in = precisions_of(precisions)
     beside = reports.beside(source, target, sampling.samples)
-    sizes = sizes_of(sampling.dim or ())
-
-    def samples(model: ModelFile) -> SampleSet:
-        if sampling.samples is not None:
-            return SampleSet(inputs=load_samples(sampling.samples, model))
-        from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import, and needed only here)
-
-        return synthetic_samples(model, dims=sizes)
-
+    load = sampling.loader()
     work = partial(
         convert_verified,
         source,
@@ -139,7 +149,7 @@ def convert(
         verification=Verification(
             **vars(checks),
             **vars(search),
-            samples=samples,
+            samples=load,
             budget=budgets,
             key=signing_key(reports.certificate_key),
             precisions=judged_in,

@@ -19,7 +19,7 @@ from halfserve.export.placement.audit import placement_lines, placement_table
 from halfserve.protos.certificates import SAMPLES
 
 if TYPE_CHECKING:
-    from halfserve.export.onnx_fp16.report import ConversionReport, KeptNode
+    from halfserve.export.onnx_fp16.conversion_report import ConversionReport, KeptNode
     from halfserve.export.search.result import SearchResult
 
 SHOWN = 20  # rows of a table; the rest is counted

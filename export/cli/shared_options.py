@@ -18,7 +18,7 @@ from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.conversion_options import verification
 from halfserve.export.conversion_targets import RepositoryTarget
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.file_conversion import Beside
 from halfserve.export.half_types import HalfName, half_named
 from halfserve.export.tasks.task import Task

@@ -40,7 +40,7 @@ _target = partial(typer.Option, rich_help_panel="Where it will run")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
+class ComparedSamples:
     """Inputs to compare the models on."""
 
     samples: Annotated[
@@ -104,7 +104,7 @@ def verify(
     reference: Annotated[Path, typer.Argument(help="The float32 ONNX model.", show_default=False)],
     candidate: Annotated[Path, typer.Argument(help="The float16 or bfloat16 ONNX model made from it.", show_default=False)],
     *,
-    given: SampleOptions,
+    given: ComparedSamples,
     budget: VerifiedBudget,
     target: TargetOptions,
     html: Annotated[Path | None, report(help="Write the verdict as an HTML page with plots.")] = None,

@@ -26,8 +26,8 @@ from halfserve.export.dtype_check.watched_run import (
 )
 from halfserve.export.dtype_check.watchers import HalfWatcher, ReferenceWatcher
 from halfserve.export.dtype_check.wide_tensors import described, first_line
-from halfserve.export.errors import ExportError
-from halfserve.export.half_module.tensors import detached_copy, torch_dtype
+from halfserve.export.export_errors import ExportError
+from halfserve.export.half_module.module_tensors import detached_copy, torch_dtype
 from halfserve.export.half_types import HalfName, HalfType, half_named
 from halfserve.export.to_onnx.capture import silenced
 from halfserve.export.to_onnx.forward_call import as_tensors, require_python

@@ -14,9 +14,9 @@ from halfserve.export.dtype_check.findings import FindingLog
 from halfserve.export.dtype_check.source_lines import SourceLine, assigned_at
 from halfserve.export.dtype_check.watched_run import wide_beside
 from halfserve.export.dtype_check.wide_tensors import WideTensorTracker, described
-from halfserve.export.errors import ExportError
-from halfserve.export.half_module.report import TensorDecision
-from halfserve.export.half_module.tensors import HeldTensor, detached_copy, held_tensors
+from halfserve.export.export_errors import ExportError
+from halfserve.export.half_module.half_report import TensorDecision
+from halfserve.export.half_module.module_tensors import HeldTensor, detached_copy, held_tensors
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.half_types import FP16, HalfType
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator
-from halfserve.export.half_module.tensors import torch_dtype
+from halfserve.export.half_module.module_tensors import torch_dtype
 from halfserve.export.half_types import HalfType
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})

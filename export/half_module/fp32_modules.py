@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfserve.amp_core.policy import Policy, Rule
-from halfserve.amp_core.recorder import Entry, Record
+from halfserve.amp_core.recorder import Record, RecordEntry
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
-from halfserve.export.errors import ExportError
-from halfserve.export.half_module.tensors import torch_dtype
+from halfserve.export.export_errors import ExportError
+from halfserve.export.half_module.module_tensors import torch_dtype
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.weight_ledger import FP16_MAX
 
@@ -110,7 +110,7 @@ def overflowing_modules(module: nn.Module, record: Record | None) -> tuple[dict[
     return found, list(dict.fromkeys(warnings))
 
 
-def _overflowing(entries: Iterable[Entry]) -> Iterable[Entry]:
+def _overflowing(entries: Iterable[RecordEntry]) -> Iterable[RecordEntry]:
     for entry in entries:
         lost = entry.magnitudes.overflow or (entry.magnitudes.largest or 0) > FP16_MAX
         infinite = entry.magnitudes.non_finite and any(part in entry.op for part in _COMPUTES)
@@ -118,7 +118,7 @@ def _overflowing(entries: Iterable[Entry]) -> Iterable[Entry]:
             yield entry
 
 
-def _reason(entry: Entry) -> str:
+def _reason(entry: RecordEntry) -> str:
     op = entry.op.removeprefix("aten.").removesuffix(".default")
     largest = entry.magnitudes.largest
     reached = f"{largest:.3g}" if largest is not None and largest > FP16_MAX else "infinity"

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from halfserve.export.errors import ExportError
-from halfserve.export.half_module.report import ModuleRepair
+from halfserve.export.export_errors import ExportError
+from halfserve.export.half_module.half_report import ModuleRepair
 from halfserve.export.half_types import FP16, HalfType
 
 _SLOTS = ("__dict__", "__weakref__")

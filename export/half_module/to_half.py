@@ -12,14 +12,14 @@ from torch import nn
 
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.fp32_modules import make_island, overflowing_modules, pinned_modules
+from halfserve.export.half_module.half_report import HalfReport, TensorDecision, half_table
+from halfserve.export.half_module.module_tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
 from halfserve.export.half_module.repairs import bake, fold_batch_norm
-from halfserve.export.half_module.report import HalfReport, TensorDecision, half_table
-from halfserve.export.half_module.tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
 from halfserve.export.half_types import HalfName, HalfType, half_named
 from halfserve.export.to_onnx.forward_call import require_python
-from halfserve.export.weight_ledger import Ledger
+from halfserve.export.weight_ledger import WeightLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def to_half(
     return HalfResult(module=half, report=report)
 
 
-def _ledger(held: HeldTensor, half: HalfType) -> Ledger:
+def _ledger(held: HeldTensor, half: HalfType) -> WeightLedger:
     try:
         return ledger_of(held.tensor, half)
     except RuntimeError as error:  # a class of its own, such as a weight that torchao has quantized
@@ -111,7 +111,7 @@ def _ledger(held: HeldTensor, half: HalfType) -> Ledger:
 
 def _decision(held: HeldTensor, keep_fp32: Sequence[str], half: HalfType) -> TensorDecision:
     tensor = held.tensor
-    ledger = _ledger(held, half) if tensor.is_floating_point() else Ledger()
+    ledger = _ledger(held, half) if tensor.is_floating_point() else WeightLedger()
     action, reason = decide(held.name, tensor, ledger, is_buffer=held.kind != "parameter", half=half)
     pattern = _matching(held.name, keep_fp32)
     if pattern and action in ("halved", "saturated"):

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.files.onnx_tensors import all_tensors
 
 INLINE_BYTES = 1024  # smaller tensors are written with the graph: a reference to a file would save little

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir
 from onnx.defs import OpSchema
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes, bodies
 from halfserve.files.onnx_tensors import all_tensors
 

@@ -17,7 +17,7 @@ import onnx_ir
 from google.protobuf.message import DecodeError, EncodeError
 from onnx import numpy_helper
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.external_data import data_files, external_tensors, location_of, map_tensors, stored_at, take_in
 from halfserve.export.onnx_files.model_checks import HEAD_BYTES, no_model, require_sound
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes

@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 import onnx_ir
 
-from halfserve.export.errors import ExportError, telling_place
+from halfserve.export.export_errors import ExportError, telling_place
 from halfserve.export.onnx_files.external_data import DetachedModel, detached
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile
 from halfserve.files.atomic_files import PendingFile, sync_folder, synced

@@ -12,7 +12,7 @@ from onnx_ir import AttributeType
 from halfserve.export.half_types import HALF_TYPES
 from halfserve.export.onnx_fp16.element_types import with_dtype
 from halfserve.export.onnx_fp16.graph import FLOAT, TYPE_ATTRIBUTES, FreshNames, all_graphs, all_nodes, is_float
-from halfserve.export.onnx_fp16.planning.plan import Plan
+from halfserve.export.onnx_fp16.planning.plan import CastingPlan
 from halfserve.export.onnx_fp16.planning.weights import WeightRange, halved, weight_of
 
 _SUFFIX = {FLOAT: "float32", **{onnx_ir.DataType(half.elem_type): half.name for half in HALF_TYPES.values()}}
@@ -28,7 +28,7 @@ class Caster:
         halved: The weights that were rounded.
     """
 
-    def __init__(self, plan: Plan, ranges: WeightRange) -> None:
+    def __init__(self, plan: CastingPlan, ranges: WeightRange) -> None:
         self._plan = plan
         self._half_dtype = plan.half_dtype
         self._ranges = ranges

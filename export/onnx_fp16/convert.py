@@ -11,20 +11,12 @@ from typing import TypedDict, Unpack
 import onnx
 import onnx_ir
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16, HalfName, HalfType, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
 from halfserve.export.onnx_fp16.casting import Caster, drop_idle_casts
-from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
-from halfserve.export.onnx_fp16.float64 import STAYING
-from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
-from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset as upgrade
-from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
-from halfserve.export.onnx_fp16.planning.plan import Plan, blank_plan
-from halfserve.export.onnx_fp16.planning.weights import WeightRange
-from halfserve.export.onnx_fp16.prepare import prepare, repair_model
-from halfserve.export.onnx_fp16.report import (
+from halfserve.export.onnx_fp16.conversion_report import (
     ConversionReport,
     Repair,
     count_casts,
@@ -33,11 +25,19 @@ from halfserve.export.onnx_fp16.report import (
     report_of,
     report_unchanged,
 )
-from halfserve.export.onnx_fp16.settings import ModelNames, is_marked, mark, require_known, settings_of
+from halfserve.export.onnx_fp16.conversion_settings import ModelNames, is_marked, mark, require_known, settings_of
+from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
+from halfserve.export.onnx_fp16.float64 import STAYING
+from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset as upgrade
+from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
+from halfserve.export.onnx_fp16.planning.plan import CastingPlan, blank_plan
+from halfserve.export.onnx_fp16.planning.weights import WeightRange
+from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 
 FIRST_OPSET_WITH_CASTS = 6  # first opset whose Cast states its type by number
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
-_OF_CERTIFICATES = "halfserve.certificate"
+_CERTIFICATE_KEYS = "halfserve.certificate"
 
 
 class ConvertArguments(TypedDict, total=False):
@@ -131,7 +131,7 @@ def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **op
     return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
 
-def _decide(plan: Plan) -> WeightRange:
+def _decide(plan: CastingPlan) -> WeightRange:
     keep_nodes(plan)
     settle_containers(plan)
     ranges = WeightRange(plan)
@@ -313,7 +313,7 @@ def staged_conversion(
     opened = source if isinstance(source, ModelFile) else open_model(Path(source))
     require_free(target, opened, overwrite=overwrite)
     conversion = _convert_upgraded(opened.to_ir(), upgrade_opset=upgrade_opset, **options)
-    for key in [key for key in conversion.model.metadata_props if key.startswith(_OF_CERTIFICATES)]:
+    for key in [key for key in conversion.model.metadata_props if key.startswith(_CERTIFICATE_KEYS)]:
         del conversion.model.metadata_props[key]  # the source's certificate does not hold for this model
     with staged_model(conversion.model, target, external_data=external_data, shards=opened.shards) as staged:
         yield StagedConversion(source=opened, conversion=conversion, staged=staged)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import onnx_ir
 from onnx_ir import AttributeType
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
+from halfserve.export.onnx_fp16.conversion_report import Repair
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.element_types import signature_of, type_text, with_dtype
 from halfserve.export.onnx_fp16.graph import (
     FLOAT,
@@ -22,8 +24,6 @@ from halfserve.export.onnx_fp16.graph import (
     slots_of,
 )
 from halfserve.export.onnx_fp16.planning.weights import narrowed
-from halfserve.export.onnx_fp16.report import Repair
-from halfserve.export.onnx_fp16.settings import Settings
 
 DOUBLE = onnx_ir.DataType.DOUBLE
 NARROWED, STAYING = "narrow-float64", "keep-float64"
@@ -48,7 +48,7 @@ class _Group:
     data: bool = False
 
 
-def narrow_float64(model: onnx_ir.Model, settings: Settings) -> tuple[Repair, ...]:
+def narrow_float64(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[Repair, ...]:
     """Narrow float64 to float32 in place, where operators take float32; types must be known.
 
     Inputs and outputs that keep their types stay float64, with casts; the others become float32 too. Nodes that take only
@@ -136,7 +136,7 @@ def _moves_data(node: onnx_ir.Node) -> bool:
     return not takes and node.op_type not in ("Constant", "ConstantOfShape", "Range", *OPERATORS)
 
 
-def _bound_by_container(model: onnx_ir.Model, group: _Group, settings: Settings) -> str:
+def _bound_by_container(model: onnx_ir.Model, group: _Group, settings: ConversionSettings) -> str:
     """The reason why a group must stay: a sequence or optional in the interface keeps its type; else empty."""
     sides = {*model.graph.inputs, *model.graph.outputs}
     bound = next((v for v in group.values if v in sides and is_container(v) and settings.keeps(v.name)), None)
@@ -170,7 +170,7 @@ def _only_float64(node: onnx_ir.Node, model: onnx_ir.Model) -> str:
 
 
 def _narrow(
-    model: onnx_ir.Model, group: _Group, stubborn: dict[onnx_ir.Node, str], settings: Settings, names: FreshNames
+    model: onnx_ir.Model, group: _Group, stubborn: dict[onnx_ir.Node, str], settings: ConversionSettings, names: FreshNames
 ) -> None:
     graph = model.graph
     borders = [node for node in group.nodes if node in stubborn]

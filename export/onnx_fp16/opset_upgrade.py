@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 import onnx_ir
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.external_data import detached
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.element_types import (
     LAST_RAISED,
     declared_values,
@@ -23,7 +24,6 @@ from halfserve.export.onnx_fp16.element_types import (
 from halfserve.export.onnx_fp16.graph import FreshNames, all_graphs, all_nodes, operators
 from halfserve.export.onnx_fp16.planning.few_digits import NORMS, SOFTMAXES, SUMS
 from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
-from halfserve.export.onnx_fp16.report import Repair
 
 UPGRADE = "upgrade-opset"
 _LAST_REWRITTEN = 13  # ONNX's version converter raises older models to this opset; `_raise_node` does the rest

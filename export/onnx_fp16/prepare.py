@@ -7,17 +7,17 @@ import onnx_ir
 from onnx_ir import AttributeType
 from onnx_ir.passes.common import InlinePass
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
+from halfserve.export.onnx_fp16.conversion_report import Repair
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, block_reason
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.float64 import narrow_float64
 from halfserve.export.onnx_fp16.graph import all_nodes, name_nodes
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.repair import repairs_for, run_passes
-from halfserve.export.onnx_fp16.report import Repair
-from halfserve.export.onnx_fp16.settings import Settings, block_reason
 
 
-def repair_model(model: onnx_ir.Model, settings: Settings | None = None) -> tuple[Repair, ...]:
+def repair_model(model: onnx_ir.Model, settings: ConversionSettings | None = None) -> tuple[Repair, ...]:
     """Prepare and repair a model in place; it stays float32 and gives the same results.
 
     Args:
@@ -30,7 +30,7 @@ def repair_model(model: onnx_ir.Model, settings: Settings | None = None) -> tupl
     Raises:
         ExportError: The model's functions cannot be inlined, or a repair failed.
     """
-    settings = settings or Settings()
+    settings = settings or ConversionSettings()
     narrowed = prepare(model, settings)
     for node in all_nodes(model):  # repairs leave alone what the user blocks
         reason = block_reason(node, settings)
@@ -44,7 +44,7 @@ def repair_model(model: onnx_ir.Model, settings: Settings | None = None) -> tupl
     return (*narrowed, *repairs)
 
 
-def prepare(model: onnx_ir.Model, settings: Settings) -> tuple[Repair, ...]:
+def prepare(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[Repair, ...]:
     """Inline functions, name nodes, write constants in one form, infer all types, and narrow float64 to float32.
 
     Functions are inlined because callers may need one body in float16 and in float32; runtimes inline them too. The nodes of a

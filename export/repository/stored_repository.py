@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
-from halfserve.export.errors import ExportError, telling_place
+from halfserve.export.export_errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import LARGE_BYTES
 from halfserve.export.repository.version_writer import CONFIG, LABELS, MODEL, require_name
 from halfserve.files.object_storage import ObjectExistsError, ObjectStore, StorageError

@@ -15,9 +15,9 @@ import onnx
 
 from halfserve.export.certificate.certificate import Certificate, signing_key
 from halfserve.export.certificate.embed import embed_in_file, name_of_certificate
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from halfserve.export.repository.model_config import (
+from halfserve.export.repository.config_file import (
     config_for,
     padding_text,
     read_config,

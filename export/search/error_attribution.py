@@ -23,7 +23,7 @@ import onnx
 import onnxruntime
 from onnx import version_converter
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import serialize
 from halfserve.export.search.instrumented_graph import BROKEN, RESULT, ErrorProbe, captured, instrumented
 from halfserve.export.search.searched_model import SearchedModel

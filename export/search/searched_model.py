@@ -9,10 +9,10 @@ import onnx
 import onnx_ir
 
 from halfserve.export.onnx_files.model_file import densify, open_model
+from halfserve.export.onnx_fp16.conversion_report import float_nodes
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, bodies, is_float
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
-from halfserve.export.onnx_fp16.report import float_nodes
-from halfserve.export.onnx_fp16.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class SearchedModel:
     prepared: onnx.ModelProto
     floats: frozenset[str]
     nodes: dict[str, SearchedNode] = field(default_factory=dict)
-    settings: Settings
+    settings: ConversionSettings
     made: frozenset[str] = frozenset()
 
     def present(self, names: Collection[str]) -> list[str]:
@@ -69,7 +69,7 @@ class SearchedModel:
         return sorted(name for name in names if name in found or name not in self.made)
 
 
-def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -> SearchedModel:
+def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: ConversionSettings) -> SearchedModel:
     """Prepare a copy of a model as `convert` does before it converts.
 
     Raises:

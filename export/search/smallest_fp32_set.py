@@ -19,10 +19,10 @@ import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.conversion_options import MAX_RUNS, SearchLimits
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import Accumulators, HalfName, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
-from halfserve.export.onnx_fp16.settings import Settings, settings_of
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, settings_of
 from halfserve.export.search.error_attribution import (
     Edge,
     Reasons,
@@ -35,7 +35,7 @@ from halfserve.export.search.error_attribution import (
 from halfserve.export.search.narrowing import Ending, OutOfRunsError, minimized, smallest_passing_prefix
 from halfserve.export.search.result import Cost, KeptNodeCost, SearchResult
 from halfserve.export.search.searched_model import SearchedModel, searched_model
-from halfserve.export.search.trials import Trial, Trials
+from halfserve.export.search.trials import SearchTrial, Trials
 from halfserve.export.verification.samples import Inputs
 from halfserve.export.verification.sandbox import Sandbox
 
@@ -189,10 +189,10 @@ class _Search:
             return RoundingErrors()
         return self._measured[-1]
 
-    def _edges(self, measured: RoundingErrors, trial: Trial, *, breaking: bool) -> list[Edge]:
+    def _edges(self, measured: RoundingErrors, trial: SearchTrial, *, breaking: bool) -> list[Edge]:
         return blamed_edges(self._searched, measured, dict.fromkeys(trial.over, 1.0), breaking=breaking)
 
-    def _result(self, trial: Trial, ending: Ending, *, minimal: bool) -> SearchResult:
+    def _result(self, trial: SearchTrial, ending: Ending, *, minimal: bool) -> SearchResult:
         present = set(self._searched.present(trial.blocked))
         names = [name for name in self._searched.nodes if name in present]
         measured = self._measured[0] if self._measured else RoundingErrors()
@@ -214,7 +214,7 @@ class _Search:
             explanation=_explained(self._searched.settings, self._trials, trial, self._candidates, ending, note=note),
         )
 
-    def _kept(self, name: str, trial: Trial, measured: RoundingErrors, reasons: Reasons) -> KeptNodeCost:
+    def _kept(self, name: str, trial: SearchTrial, measured: RoundingErrors, reasons: Reasons) -> KeptNodeCost:
         node = self._searched.nodes[name]
         outputs = [value for proto in self._searched.prepared.graph.node if proto.name == name for value in proto.output]
         without = self._trials.known(trial.blocked - {name})
@@ -233,7 +233,7 @@ class _Search:
         )
 
 
-def _breaks(measured: RoundingErrors, trial: Trial) -> bool:
+def _breaks(measured: RoundingErrors, trial: SearchTrial) -> bool:
     """Whether overflows matter: they reach an output, or the output's error exceeds what finite errors explain.
 
     Many overflows are harmless, such as a mask before a softmax.
@@ -276,7 +276,7 @@ def _is_in(module: str | None, modules: set[str], *, deep: bool) -> bool:
 
 
 def _explained(
-    settings: Settings, trials: Trials, best: Trial, candidates: Collection[str], ending: Ending, *, note: str
+    settings: ConversionSettings, trials: Trials, best: SearchTrial, candidates: Collection[str], ending: Ending, *, note: str
 ) -> str:
     """Explain a result that is not minimal or not within the budget; empty otherwise."""
     text = _unfinished(ending, trials.usage.limits) if best.passed else _hopeless(settings, trials, best, candidates)
@@ -293,7 +293,7 @@ def _unfinished(ending: Ending, limits: SearchLimits) -> str:
     return f"{text}; this is the smallest set found, and a smaller one may do" if text else ""
 
 
-def _hopeless(settings: Settings, trials: Trials, whole: Trial, candidates: Collection[str]) -> str:
+def _hopeless(settings: ConversionSettings, trials: Trials, whole: SearchTrial, candidates: Collection[str]) -> str:
     """Why even the set of all candidates is over budget."""
     if not candidates:
         return "every node that could stay float32 already does"
@@ -308,7 +308,7 @@ def _first(violations: Collection[str]) -> str:
     return first + (f", and {len(rest)} more" if rest else "")
 
 
-def _why(settings: Settings, trials: Trials, whole: Trial) -> str:
+def _why(settings: ConversionSettings, trials: Trials, whole: SearchTrial) -> str:
     if not whole.outputs:
         return "precision is not the cause"
     if own := trials.original_violations():

@@ -16,10 +16,10 @@ import onnx_ir
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe, Risk
 from halfserve.export.conversion_options import SearchLimits
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_fp16.conversion_report import ConversionReport
 from halfserve.export.onnx_fp16.convert import convert
-from halfserve.export.onnx_fp16.report import ConversionReport
 from halfserve.export.search.narrowing import OutOfRunsError, Usage
 from halfserve.export.search.searched_model import SearchedModel
 from halfserve.export.verification.comparison import Comparison, allow_reference_noise
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class SearchTrial:
     """Result of one trial.
 
     Attributes:
@@ -115,17 +115,17 @@ class Trials:
         )
         if budget.max_abs_error is None:  # `verify` does this for a model over budget, and a search begins with one
             allow_reference_noise(self._comparison, budget)
-        self._done: dict[frozenset[str], Trial] = {}
+        self._done: dict[frozenset[str], SearchTrial] = {}
 
-    def known(self, blocked: Iterable[str]) -> Trial | None:
+    def known(self, blocked: Iterable[str]) -> SearchTrial | None:
         return self._done.get(frozenset(blocked))
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> SearchTrial | None:
         """The smallest set within the budget."""
         return min((trial for trial in self._done.values() if trial.passed), key=lambda trial: len(trial.blocked), default=None)
 
-    def run(self, blocked: Iterable[str]) -> Trial:
+    def run(self, blocked: Iterable[str]) -> SearchTrial:
         """Try a set. A model that cannot be opened or run counts as over budget.
 
         Raises:
@@ -163,7 +163,7 @@ class Trials:
             f"{count} of {len(self._searched.nodes)} nodes in float32{found}"
         )
 
-    def _tried(self, blocked: frozenset[str]) -> Trial:
+    def _tried(self, blocked: frozenset[str]) -> SearchTrial:
         settings = self._searched.settings
         converted = convert(
             onnx_ir.from_proto(self._searched.original),
@@ -176,9 +176,9 @@ class Trials:
         try:
             return self._judged(blocked, open_model(onnx_ir.to_proto(converted.model)), converted.report)
         except ExportError as error:
-            return Trial(blocked=blocked, passed=False, violations=(f"cannot be run: {error}",), report=converted.report)
+            return SearchTrial(blocked=blocked, passed=False, violations=(f"cannot be run: {error}",), report=converted.report)
 
-    def _judged(self, blocked: frozenset[str], candidate: ModelFile, report: ConversionReport) -> Trial:
+    def _judged(self, blocked: frozenset[str], candidate: ModelFile, report: ConversionReport) -> SearchTrial:
         compared = self._comparison.of(candidate)
         simulated = run_simulated(
             candidate,
@@ -198,7 +198,7 @@ class Trials:
                 break
         over = [output.name for output in outputs if output.violations]
         over += [case.output for case in adversarial if case.violations and (case.factor or 1.0) <= self._budget.min_headroom]
-        return Trial(
+        return SearchTrial(
             blocked=blocked,
             passed=verdict.passed,
             outputs=outputs,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_arrays
 from halfserve.export.sources.source_options import SourceOptions

@@ -11,7 +11,7 @@ from halfserve.amp_core.calling import arguments_of
 from halfserve.amp_core.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.module_pipeline import EXAMPLES
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, take_samples

@@ -14,13 +14,13 @@ from torch import nn
 
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.amp_core.weights.state_dicts import load_weights
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.audio_clips import clip_samples
 from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
 from halfserve.export.sources.image_libraries import open_timm_folder
 from halfserve.export.sources.picture_preparation import LibraryPreparation, of_transformers, proved
-from halfserve.export.sources.pictures import picture_samples, served_preparation
+from halfserve.export.sources.picture_samples import picture_samples, served_preparation
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, repository_name
 from halfserve.export.sources.source_options import SourceOptions
@@ -30,7 +30,7 @@ from halfserve.export.tasks.audio_models import AudioModel
 from halfserve.export.tasks.image_models import ImageModel, PooledImage, Preprocessing
 from halfserve.export.tasks.judges import judge_decoded
 from halfserve.export.tasks.task import Task
-from halfserve.export.tasks.text_models import Embedder, Normalized, TextModel
+from halfserve.export.tasks.text_models import Embedder, Normalized, TextNetwork
 from halfserve.export.tasks.two_towers import Tower
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.export.verification.judging import Judge
@@ -203,12 +203,12 @@ def _text_source(
     samples, dynamic = text_samples(tokenizer, network.config, options, pairs=kind.pairs)
     module: nn.Module
     if kind.takes == TOWERS:
-        module = TextModel(Tower(network, "text"), "embedding")
+        module = TextNetwork(Tower(network, "text"), "embedding")
     elif task == "embeddings":
         poolings, layers = sentence_layers(folder) or (("mean",), (Normalized(),))
         module = Embedder(network, poolings, layers)
     else:
-        module = TextModel(network, kind.output)
+        module = TextNetwork(network, kind.output)
     labels = _labels(network.config) if kind.architecture.endswith("Classification") and not kind.pairs else ()
     fixed_length = None if dynamic else samples.inputs["input_ids"].shape[1]
     made = Task(

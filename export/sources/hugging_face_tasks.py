@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 from halfserve.export.tasks.judges import judge_embeddings, judge_token_labels, judge_token_vectors
 from halfserve.export.verification.judging import Judge
 

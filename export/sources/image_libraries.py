@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.picture_preparation import LibraryPreparation, of_timm, proved
-from halfserve.export.sources.pictures import picture_samples, served_preparation
+from halfserve.export.sources.picture_samples import picture_samples, served_preparation
 from halfserve.export.sources.source import Source, repository_name
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.sources.training import with_training

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halfserve.amp_core.weights.state_dicts import load_weights
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.tasks.text_models import Normalized, Pooling
 from halfserve.export.to_onnx.capture import one_line
 

@@ -11,8 +11,8 @@ from torch import nn
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder.beside_weights import read_training
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
-from halfserve.amp_core.recorder.record import Entry, Record
-from halfserve.export.errors import ExportError
+from halfserve.amp_core.recorder.record import Record, RecordEntry
+from halfserve.export.export_errors import ExportError
 from halfserve.export.sources.source import Source
 
 
@@ -45,7 +45,7 @@ def with_training(source: Source, weights: Path, network: nn.Module, *, prefix: 
     return replace(source, record=replace(record, entries=moved))
 
 
-def _of_network(record: Record, prefix: str) -> Iterator[Entry]:
+def _of_network(record: Record, prefix: str) -> Iterator[RecordEntry]:
     """The entries of a network in a trained module, by the network's own names; all where there is no prefix."""
     for entry in record.entries:
         if not prefix:

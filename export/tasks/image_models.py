@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.protos.pictures import PicturePreparation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """What happens to an image before the network.
+    """Steps that turn an image into the network's input.
 
     Attributes:
-        height: Of the network's images.
-        width: Of the network's images.
-        scale: A pixel of 0 to 255 is multiplied by it.
-        mean: Then subtracted, for each colour.
-        std: Then divided by, for each colour.
+        height: Height of the network's images, in pixels.
+        width: Width of the network's images, in pixels.
+        scale: Factor of a pixel's value, which is 0 to 255.
+        mean: Mean of each colour, subtracted from the scaled values.
+        std: Standard deviation of each colour; the values are divided by it last.
         is_bgr: Whether the network takes blue first.
         pictures: How a picture of any size becomes one of the network's; None where that is not known.
     """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 Pooling: TypeAlias = Literal["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens"]
 
 
-class TextModel(nn.Module):
+class TextNetwork(nn.Module):
     """A transformers model that takes tokens and returns one of its outputs.
 
     Args:
@@ -36,7 +36,7 @@ class TextModel(nn.Module):
         return tensor
 
 
-class Embedder(TextModel):
+class Embedder(TextNetwork):
     """Token vectors, pooled to one vector for each text, through further layers.
 
     Args:

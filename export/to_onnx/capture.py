@@ -18,7 +18,7 @@ from torch.fx.experimental import _config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfserve.amp_core.calling import without_fast_path
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.to_onnx.dimensions import BATCH, Dimensions
 from halfserve.export.to_onnx.forward_call import ForwardCall, named_tensors
 from halfserve.export.to_onnx.layer_translations import WholeRecurrentLayers

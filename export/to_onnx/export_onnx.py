@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfserve.amp_core.policy import Policy
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, serialize
 from halfserve.export.onnx_files.model_writer import ExternalData, staged_model, write_atomically
 from halfserve.export.to_onnx.capture import captured, limits_of, one_line, run

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 

@@ -25,7 +25,7 @@ from onnxscript.onnx_opset import opset18, opset23
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 
 op: Any = opset18  # its annotations describe eager execution, not the recording of a graph
 

@@ -10,7 +10,7 @@ import onnx_ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.to_onnx.capture import WRAPPED
 from halfserve.export.to_onnx.dimensions import Dimensions
 

@@ -15,7 +15,7 @@ from onnxscript.rewriter.rules import common as rules
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.to_onnx.capture import one_line, root, silenced
 from halfserve.export.to_onnx.layer_translations import layer_translations
 from halfserve.export.to_onnx.operator_translations import operator_translations

@@ -19,7 +19,7 @@ import onnx
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import OutputVerdict
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
@@ -253,8 +253,8 @@ def allow_reference_noise(comparison: Comparison, budget: Budget) -> tuple[str, 
         A note for each output whose noise matters; empty where none does, or where the reference is not deterministic.
     """
     try:
-        again = comparison.judge("float32", comparison.second_run(), budget)
-        if any(verdict.violations for verdict in again.verdicts):
+        repeated = comparison.judge("float32", comparison.second_run(), budget)
+        if any(verdict.violations for verdict in repeated.verdicts):
             return ()
         moved = [*comparison.at_another_level(), *(comparison.answers_to(batches) for batches in _nudged(comparison))]
     except ExportError:  # a batch without an answer says nothing about noise
@@ -331,8 +331,11 @@ class ReferenceSensitivity:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the certificate."""
-        again = (f"float32 itself, asked a second time: {text}" for text in self.nondeterministic)
-        return (*again, *(f"float32 itself, its inputs alone rounded to {self.half.name}: {text}" for text in self.violations))
+        repeated = (f"float32 itself, asked a second time: {text}" for text in self.nondeterministic)
+        return (
+            *repeated,
+            *(f"float32 itself, its inputs alone rounded to {self.half.name}: {text}" for text in self.violations),
+        )
 
 
 def reference_sensitivity(comparison: Comparison, verdicts: Sequence[OutputVerdict], budget: Budget) -> ReferenceSensitivity:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfserve.export.certificate.budget import ColumnKind, Figures
+from halfserve.export.certificate.budget import ColumnKind, ErrorFigures
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.verification.samples import Array
 
@@ -91,7 +91,7 @@ class ErrorUnits:
         return replace(self, kinds=tuple(kinds))
 
 
-def recorded_units(figures: Figures, half: HalfType = FP16) -> ErrorUnits:
+def recorded_units(figures: ErrorFigures, half: HalfType = FP16) -> ErrorUnits:
     """The units that figures were measured in."""
     return ErrorUnits(scale=figures.scale, unit=figures.unit, axis=figures.axis, kinds=figures.kinds, half=half)
 

@@ -21,7 +21,7 @@ from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_files.proto_graphs import all_graphs
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
 
-STORED, GIVEN, TAKEN, NARROW = "/stored", "/given", "/taken", "/narrow"
+WEIGHT_SUFFIX, INPUT_SUFFIX, OUTPUT_SUFFIX, ROUNDED_SUFFIX = "/stored", "/given", "/taken", "/narrow"
 
 
 def hold_in_float32(model: onnx.ModelProto, half: HalfType, *, rounded: bool, written: HalfType | None = None) -> None:
@@ -40,11 +40,11 @@ def hold_in_float32(model: onnx.ModelProto, half: HalfType, *, rounded: bool, wr
     if written is not half:
         taken = _border(model.graph.output, written) & {name for node in model.graph.node for name in node.output}
     for graph in all_graphs(model):
-        _rename(graph, {name: f"{name}{GIVEN}" for name in given} | {name: f"{name}{TAKEN}" for name in taken})
+        _rename(graph, {name: f"{name}{INPUT_SUFFIX}" for name in given} | {name: f"{name}{OUTPUT_SUFFIX}" for name in taken})
     for graph in reversed(list(all_graphs(model))):  # bodies before the nodes that hold them are copied
         _hold(graph, half, written, rounded=rounded)
-    before = [node for name in sorted(given) for node in _through(border, name, f"{name}{GIVEN}")]
-    after = [node for name in sorted(taken) for node in _through([written], f"{name}{TAKEN}", name)]
+    before = [node for name in sorted(given) for node in _through(border, name, f"{name}{INPUT_SUFFIX}")]
+    after = [node for name in sorted(taken) for node in _through([written], f"{name}{OUTPUT_SUFFIX}", name)]
     nodes = [*before, *model.graph.node, *after]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
@@ -65,9 +65,9 @@ def _hold(graph: onnx.GraphProto, half: HalfType, written: HalfType, *, rounded:
         _widen_type(value.type, written)
     for tensor in graph.initializer:
         if tensor.name in stored:
-            tensor.name += STORED
+            tensor.name += WEIGHT_SUFFIX
     change = [] if written is half else [half]
-    nodes = [node for name in sorted(stored) for node in _through(change, f"{name}{STORED}", name)]
+    nodes = [node for name in sorted(stored) for node in _through(change, f"{name}{WEIGHT_SUFFIX}", name)]
     for node in graph.node:
         casts = node.op_type == "Cast" and not node.domain and _number(node, "to") == written.elem_type
         if casts and rounded:
@@ -83,7 +83,7 @@ def _hold(graph: onnx.GraphProto, half: HalfType, written: HalfType, *, rounded:
 def _through(types: Sequence[HalfType], source: str, result: str) -> Iterator[onnx.NodeProto]:
     """Casts to each type in turn, and one to float32."""
     for half in types:
-        narrow = f"{result}{NARROW}_{half.short}"
+        narrow = f"{result}{ROUNDED_SUFFIX}_{half.short}"
         yield helper.make_node("Cast", [source], [narrow], to=half.elem_type)
         source = narrow
     yield helper.make_node("Cast", [source], [result], to=TensorProto.FLOAT)

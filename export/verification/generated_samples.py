@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.verification.samples import Array, Feed, Input, SampleSet, inputs_of, is_batched
 from halfserve.export.verification.sandbox import Sandbox, at_first_level, on_disk

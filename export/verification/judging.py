@@ -11,7 +11,7 @@ import numpy as np
 
 from halfserve.export.certificate.budget import (
     Budget,
-    Figures,
+    ErrorFigures,
     adversarial_violations,
     allowed_near_ties,
     disagrees,
@@ -20,7 +20,7 @@ from halfserve.export.certificate.budget import (
     violations,
 )
 from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot, TaskFigure
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.verification.error_units import ErrorUnits, learned_units, recorded_units
 from halfserve.export.verification.generated_samples import AdversarialCase
@@ -108,7 +108,7 @@ def judge(
     return Judged(verdicts=tuple(verdicts), notes=tuple(notes))
 
 
-def _remarks(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
+def _remarks(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator[str]:
     if not figures.elements:
         yield "is empty on every sample, so nothing of it was compared"
     relative = figures.floating and budget.max_abs_error is None
@@ -125,7 +125,7 @@ def _remarks(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
         )
 
 
-def _evidence(figures: Figures, budget: Budget, half: HalfType) -> Iterator[str]:
+def _evidence(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator[str]:
     """Reasons why the reference's choices are no evidence; the same text in every execution."""
     if figures.floating and figures.constant_rows and not figures.rows:
         yield (
@@ -183,7 +183,7 @@ def units_by_output(
     )
 
 
-def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units: ErrorUnits | None) -> Figures:
+def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units: ErrorUnits | None) -> ErrorFigures:
     try:
         figures = compare_parts(pairs, units)
     except ValueError as error:

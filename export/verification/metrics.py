@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from halfserve.export.certificate.budget import ColumnKind, Figures, Vanished
+from halfserve.export.certificate.budget import ColumnKind, ErrorFigures, Vanished
 from halfserve.export.half_types import FP16, HalfName, HalfType
 from halfserve.export.verification.error_units import (
     NOISE_FACTOR,
@@ -26,7 +26,7 @@ from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 NEAR: dict[HalfName, float] = {"float16": 2.0**-7, "bfloat16": 2.0**-5}
 
 
-def compare(reference: Array, candidate: Array, units: ErrorUnits | None = None) -> Figures:
+def compare(reference: Array, candidate: Array, units: ErrorUnits | None = None) -> ErrorFigures:
     """Compute all figures of two arrays of one shape; see `compare_parts`.
 
     Raises:
@@ -35,7 +35,7 @@ def compare(reference: Array, candidate: Array, units: ErrorUnits | None = None)
     return compare_parts([(reference, candidate)], units)
 
 
-def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None = None) -> Figures:
+def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None = None) -> ErrorFigures:
     """Compute all figures of one output from its parts (reference, candidate), such as batches, in float64.
 
     Args:
@@ -61,7 +61,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
     floating = all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts)
     kinds = _kinds_compared(parts, units)
     choosing = units.kind_of_choices if kinds else None
-    return Figures(
+    return ErrorFigures(
         elements=r_all.size,
         scale=_max(np.abs(r_all[np.isfinite(r_all)])),
         max_abs_error=_max(error),

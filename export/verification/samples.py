@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 
 if TYPE_CHECKING:
     from torch import Tensor

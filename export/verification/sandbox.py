@@ -20,7 +20,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import onnxruntime
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile
 from halfserve.export.verification.samples import Array, Value
 

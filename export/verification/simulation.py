@@ -7,8 +7,8 @@ results. A bfloat16 model is held in float32 besides (see `verification.float32_
 kernels for it.
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
-cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed
-(see `verification.cuda_kernels`), and constants of others are rounded (see `verification.stored_constants`).
+cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed,
+and constants of others are rounded (see `verification.kernel_steps` for both).
 
 A runtime that sums in float16, as TensorRT may in strongly typed networks, can overflow inside a node whose result fits: a
 mean of 300 squares may be 4e4 while their sum is 1.2e7. Sum checks add an output for each such node: the sum of magnitudes
@@ -29,21 +29,22 @@ import onnx
 from onnx import TensorProto, helper, inliner, shape_inference
 
 from halfserve.export.certificate.certificate import Risk
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
-from halfserve.export.verification.cuda_kernels import (
+from halfserve.export.verification.float32_copy import hold_in_float32
+from halfserve.export.verification.kernel_steps import (
     AXES_ARE_INPUT_FROM,
     NodeSteps,
+    StoredConstants,
     constants_in,
     cumsum_steps,
     is_cumsum,
     kernel_steps,
+    tensors_in,
 )
-from halfserve.export.verification.float32_copy import hold_in_float32
-from halfserve.export.verification.stored_constants import StoredConstants, tensors_in
 from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.

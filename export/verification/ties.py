@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.verification.comparison import Comparison
@@ -115,7 +115,7 @@ def settle_ties(
     for number, case in enumerate(comparison.cases) if choices else ():
         for execution in [name for name, broken in sorted(over) if broken == case.name]:
             try:
-                again, difference = _verdicts_with_choices(
+                with_choices, difference = _verdicts_with_choices(
                     choices, (number, case), execution, comparison, user_verdicts, budget
                 )
             except ExportError:  # a model that cannot run with other choices shows nothing about ties
@@ -124,14 +124,16 @@ def settle_ties(
                 continue
             for place, verdict in enumerate(verdicts):
                 if (verdict.execution, verdict.case) == (execution, case.name) and verdict.violations:
-                    settled[place] = _settled(verdict, again, difference)
+                    settled[place] = _settled(verdict, with_choices, difference)
                     if not settled[place].violations:
                         notes.append(f"output {verdict.output!r} on {case.name} ({execution}): {difference.text}")
     return tuple(settled), tuple(notes)
 
 
-def _settled(verdict: AdversarialVerdict, again: Sequence[AdversarialVerdict], difference: _Difference) -> AdversarialVerdict:
-    replayed = next((other for other in again if other.output == verdict.output), verdict)
+def _settled(
+    verdict: AdversarialVerdict, with_choices: Sequence[AdversarialVerdict], difference: _Difference
+) -> AdversarialVerdict:
+    replayed = next((other for other in with_choices if other.output == verdict.output), verdict)
     if difference.tied and not replayed.violations:
         return replace(verdict, figures=replayed.figures, violations=())
     first, *others = verdict.violations

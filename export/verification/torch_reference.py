@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfserve.amp_core.calling import has_fast_path, without_fast_path
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.verification.samples import Feed, Value
 
 SAME = 1e-3  # difference relative to an output's largest magnitude; rounding is far below

@@ -16,7 +16,7 @@ import onnxruntime
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import Accuracy, Certificate, PrecisionVerdict, Risk
 from halfserve.export.certificate.embed import graph_sha256
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import HALF_TYPES, Accumulators, HalfName, HalfType, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import half_type_of

@@ -17,8 +17,8 @@ from halfserve.amp_core.checkpoint import load_checkpoint
 from halfserve.amp_core.data import tar_shards
 from halfserve.amp_core.factory import call_factory
 from halfserve.amp_core.recorder import Recorder
-from halfserve.amp_core.training.settings import TrainingSettings
 from halfserve.amp_core.training.train import train
+from halfserve.amp_core.training.training_settings import TrainingSettings
 from tests.amp_core.grad_scaler.iteration import model_and_optimizer, parameter_with, ready
 
 ANYTHING: Any = 3

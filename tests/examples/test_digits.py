@@ -15,8 +15,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from halfserve.amp_core.checkpoint import load_checkpoint
-from halfserve.amp_core.training.settings import TrainingSettings
 from halfserve.amp_core.training.train import train
+from halfserve.amp_core.training.training_settings import TrainingSettings
 from halfserve.examples.digits import demo
 from halfserve.examples.digits.data import data
 from halfserve.examples.digits.demo import DemoError

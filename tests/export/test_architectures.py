@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.module_pipeline import export_module
 from tests.export.architectures import ARCHITECTURES, FAILING, natural_weights
 from tests.export.to_onnx.answers import difference, session

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from halfserve.export.weight_ledger import FP16_MAX, FP16_OVERFLOW, Ledger, ledger_of
+from halfserve.export.weight_ledger import FP16_MAX, FP16_OVERFLOW, WeightLedger, ledger_of
 
 finite = hnp.arrays(np.float32, st.integers(0, 30), elements=st.floats(-(2.0**20), 2.0**20, width=32))
 
@@ -24,11 +24,13 @@ def test_it_counts_what_rounding_does(values: np.ndarray[Any, Any]) -> None:
 
 def test_the_edges() -> None:
     edges = np.array([0, 2.0**-25, np.nextafter(2.0**-25, 1), 2.0**-14, 65504, 65505, np.inf, np.nan])
-    assert ledger_of(edges) == Ledger(overflow=1, flushed=1, subnormal=1)
+    assert ledger_of(edges) == WeightLedger(overflow=1, flushed=1, subnormal=1)
     with np.errstate(over="ignore"):
         assert np.isinf(np.float16(FP16_OVERFLOW))
         assert np.float16(np.nextafter(FP16_OVERFLOW, 0)) == FP16_MAX
 
 
 def test_ledgers_add_up() -> None:
-    assert Ledger(overflow=1, flushed=2) + Ledger(flushed=3, subnormal=4) == Ledger(overflow=1, flushed=5, subnormal=4)
+    assert WeightLedger(overflow=1, flushed=2) + WeightLedger(flushed=3, subnormal=4) == WeightLedger(
+        overflow=1, flushed=5, subnormal=4
+    )

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import onnx_ir
 
 from halfserve.export.half_types import FP16
+from halfserve.export.onnx_fp16.conversion_settings import block_reason
 from halfserve.export.onnx_fp16.element_types import LAST_RAISED, first_opset_with_half
 from halfserve.export.onnx_fp16.graph import ELEMENTWISE, FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
 from halfserve.export.onnx_fp16.planning.few_digits import keep_precise
-from halfserve.export.onnx_fp16.planning.plan import KEEP, Plan
+from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
-from halfserve.export.onnx_fp16.settings import block_reason
 
 _TABLES = "ai.onnx.ml"
 _REFUSED_WITH_REDUCTION = frozenset({"ScatterElements", "ScatterND"})
@@ -31,7 +31,7 @@ ISLAND_REASON = "moves numbers between float32 nodes"
 BETWEEN_REASON = "between float32 nodes: casts would cost digits and time"
 
 
-def keep_nodes(plan: Plan) -> None:
+def keep_nodes(plan: CastingPlan) -> None:
     """Keep nodes in float32 for the user, a repair, exactness, quantization, an operator's signature or the runtime."""
     nodes = list(all_nodes(plan.model))
     for node in nodes:
@@ -51,7 +51,7 @@ def keep_nodes(plan: Plan) -> None:
         keep_precise(plan)
 
 
-def _keep_unsupported(plan: Plan, node: onnx_ir.Node) -> None:
+def _keep_unsupported(plan: CastingPlan, node: onnx_ir.Node) -> None:
     if node.op_type == "Cast" and not node.domain:
         return
     # On CPUs, ONNX Runtime computes float16 models as they are, and bfloat16 models only in float32.
@@ -71,7 +71,7 @@ def _bound_to_float32(node: onnx_ir.Node) -> str | None:
     return "BitCast reads the bits of float32" if node.op_type == "BitCast" and not node.domain else None
 
 
-def _no_half(plan: Plan, node: onnx_ir.Node) -> str:
+def _no_half(plan: CastingPlan, node: onnx_ir.Node) -> str:
     half = plan.half
     if plan.signature(node) is None:
         return f"the types that {node.domain}:{node.op_type} takes are unknown"
@@ -132,7 +132,7 @@ def _multiplies(node: onnx_ir.Node, index: int) -> bool:
     return weight is not None and weight.shape is not None and len(weight.shape) == 2
 
 
-def settle_containers(plan: Plan) -> None:
+def settle_containers(plan: CastingPlan) -> None:
     """Keep the nodes whose sequences and optionals must stay float32, as no Cast converts them."""
     graph = plan.model.graph
     for value in (*graph.inputs, *graph.outputs):
@@ -154,7 +154,7 @@ def _containers(node: onnx_ir.Node) -> list[onnx_ir.Value]:
     return [value for value in values if value is not None and is_float(value) and is_container(value)]
 
 
-def _all_can_be_half(plan: Plan, node: onnx_ir.Node) -> bool:
+def _all_can_be_half(plan: CastingPlan, node: onnx_ir.Node) -> bool:
     if node.op_type in OPERATORS and not node.domain:
         return True
     places = plan.places[node]
@@ -162,7 +162,7 @@ def _all_can_be_half(plan: Plan, node: onnx_ir.Node) -> bool:
     return all(can for value, can in pairs if is_float(value))
 
 
-def close_islands(plan: Plan) -> None:
+def close_islands(plan: CastingPlan) -> None:
     """Keep movers between float32 nodes in float32: casts would cost time and digits.
 
     bfloat16 has so few digits that elementwise nodes between float32 nodes stay too. All sources and readers of such a node
@@ -193,7 +193,7 @@ def _is_mover(node: onnx_ir.Node, movers: frozenset[str]) -> bool:
     return node.op_type in movers and not node.domain and any(is_float(value) for value in node.inputs)
 
 
-def _reads_table(plan: Plan, node: onnx_ir.Node) -> bool:
+def _reads_table(plan: CastingPlan, node: onnx_ir.Node) -> bool:
     """Whether a node gathers rows of a weight. A float32 table takes twice the memory; a cast of the rows is cheap."""
     table = node.inputs[0]
     return node.op_type == "Gather" and table is not None and weight_of(plan, table) is not None
@@ -203,7 +203,7 @@ def _computes(node: onnx_ir.Node) -> bool:
     return node.op_type not in ("Cast", "Constant")
 
 
-def _sources_are_single(plan: Plan, node: onnx_ir.Node, inner: set[onnx_ir.Node]) -> bool:
+def _sources_are_single(plan: CastingPlan, node: onnx_ir.Node, inner: set[onnx_ir.Node]) -> bool:
     for value in node.inputs:
         if value is None or not is_float(value) or weight_of(plan, value) is not None:
             continue
@@ -215,13 +215,13 @@ def _sources_are_single(plan: Plan, node: onnx_ir.Node, inner: set[onnx_ir.Node]
     return True
 
 
-def _gives_single(plan: Plan, maker: onnx_ir.Node, value: onnx_ir.Value) -> bool:
+def _gives_single(plan: CastingPlan, maker: onnx_ir.Node, value: onnx_ir.Value) -> bool:
     if maker.op_type == "Cast" and not maker.domain:
         return True
     return not plan.gives_half(value)
 
 
-def _readers_are_single(plan: Plan, node: onnx_ir.Node, inner: set[onnx_ir.Node]) -> bool:
+def _readers_are_single(plan: CastingPlan, node: onnx_ir.Node, inner: set[onnx_ir.Node]) -> bool:
     for value in node.outputs:
         if any(user not in inner and plan.wanted(user, index) is not FLOAT for user, index in value.uses()):
             return False
@@ -230,7 +230,7 @@ def _readers_are_single(plan: Plan, node: onnx_ir.Node, inner: set[onnx_ir.Node]
     return True
 
 
-def _output_is_single(plan: Plan, value: onnx_ir.Value) -> bool:
+def _output_is_single(plan: CastingPlan, value: onnx_ir.Value) -> bool:
     graph = value.graph
     if not isinstance(graph, onnx_ir.Graph):
         return False

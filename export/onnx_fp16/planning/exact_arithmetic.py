@@ -29,7 +29,7 @@ from halfserve.export.onnx_fp16.graph import (
     is_float,
     slots_of,
 )
-from halfserve.export.onnx_fp16.planning.plan import Plan
+from halfserve.export.onnx_fp16.planning.plan import CastingPlan
 
 SHAPE_REASON = "shape arithmetic"
 _SIMPLE = ELEMENTWISE | MOVERS | REDUCTIONS | {"ConstantOfShape", "Constant"}
@@ -55,7 +55,7 @@ def _whole_numbers(half: HalfType) -> str:
     return f"{half.name} holds whole numbers up to {half.whole_numbers} only"
 
 
-def keep_exact(plan: Plan) -> None:
+def keep_exact(plan: CastingPlan) -> None:
     nodes, passed = shape_chains(plan.model)
     for value in passed:
         plan.keep_group(value)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import onnx_ir
 
 from halfserve.export.onnx_fp16.graph import ELEMENTWISE, MOVERS, all_nodes, is_float, operators
-from halfserve.export.onnx_fp16.planning.plan import Plan
+from halfserve.export.onnx_fp16.planning.plan import CastingPlan
 
 NORM_REASON = "a norm: bfloat16 has too few digits for means and variances"
 SOFTMAX_REASON = "a softmax: an exponential multiplies the error of a bfloat16 logit"
@@ -43,7 +43,7 @@ _COORDINATES = {"AffineGrid": 0, "DeformConv": 2, "GridSample": 1, "MaxRoiPool":
 _DOMAINS = ("", "com.microsoft")
 
 
-def keep_precise(plan: Plan) -> None:
+def keep_precise(plan: CastingPlan) -> None:
     """Keep the nodes of a bfloat16 model whose results need more digits."""
     for node in all_nodes(plan.model):
         if node.domain not in _DOMAINS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import onnx_ir
 
 from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfType
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.element_types import Formal, Signature, signature_of, type_text
 from halfserve.export.onnx_fp16.graph import (
     FLOAT,
@@ -19,7 +20,6 @@ from halfserve.export.onnx_fp16.graph import (
     is_float,
     slots_of,
 )
-from halfserve.export.onnx_fp16.settings import Settings
 
 KEEP = "halfserve.keep"  # metadata of a node that a user or a repair keeps in float32: the reason
 # Cast takes any type; so does the first input of CastLike, whose second input determines the type.
@@ -100,7 +100,7 @@ def _can_be_half(value: onnx_ir.Value | None, formal: Formal | None, half: HalfT
 
 
 @dataclass(kw_only=True, eq=False)
-class Plan:
+class CastingPlan:
     """The decisions, in the order in which they are made; later ones depend on earlier ones.
 
     Attributes:
@@ -115,7 +115,7 @@ class Plan:
     """
 
     model: onnx_ir.Model
-    settings: Settings
+    settings: ConversionSettings
     places: dict[onnx_ir.Node, Places]
     ties: Ties
     kept: dict[onnx_ir.Node, str] = field(default_factory=dict)
@@ -210,6 +210,6 @@ class Plan:
         return not self.places[node].inputs[index]
 
 
-def blank_plan(model: onnx_ir.Model, settings: Settings) -> Plan:
+def blank_plan(model: onnx_ir.Model, settings: ConversionSettings) -> CastingPlan:
     places = {node: half_places(node, model.opset_imports, settings.half) for node in all_nodes(model)}
-    return Plan(model=model, settings=settings, places=places, ties=Ties(model))
+    return CastingPlan(model=model, settings=settings, places=places, ties=Ties(model))

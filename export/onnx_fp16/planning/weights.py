@@ -22,8 +22,8 @@ from halfserve.export.onnx_fp16.graph import (
     is_float,
     slots_of,
 )
-from halfserve.export.onnx_fp16.planning.plan import Plan
-from halfserve.export.weight_ledger import Ledger, ledger_of
+from halfserve.export.onnx_fp16.planning.plan import CastingPlan
+from halfserve.export.weight_ledger import WeightLedger, ledger_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _CHUNK_ELEMENTS = 1 << 19  # 2 MB of float32
@@ -50,7 +50,7 @@ class WeightScan:
     """
 
     elements: int
-    ledger: Ledger
+    ledger: WeightLedger
     nonzero: int
     largest: float
 
@@ -67,7 +67,7 @@ class WeightScan:
 
 def scan(tensor: onnx_ir.TensorProtocol, half: HalfType = FP16) -> WeightScan:
     """Scan a float32 tensor, 2 MB at a time."""
-    total, nonzero, largest = Ledger(), 0, 0.0
+    total, nonzero, largest = WeightLedger(), 0, 0.0
     flat = np.ravel(tensor.numpy())
     for start in range(0, flat.size, _CHUNK_ELEMENTS):
         chunk = flat[start : start + _CHUNK_ELEMENTS]
@@ -126,7 +126,7 @@ def _changed(
     return onnx_ir.LazyTensor(changed, dtype=dtype, shape=onnx_ir.Shape(tensor.shape.numpy()), cache=False, **texts)
 
 
-def weight_of(plan: Plan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None:
+def weight_of(plan: CastingPlan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None:
     """The float32 tensor of a constant, which may be rounded in the file; None for any other value.
 
     Formats before IR 4 must list every weight as an input; there an input with a default is a weight unless `keep_io_types`
@@ -144,7 +144,7 @@ def weight_of(plan: Plan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None
 class WeightRange:
     """Finds constants that do not fit the half type, follows them through movers, and keeps what computes with them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CastingPlan) -> None:
         self._plan = plan
         self._half = plan.half
         self.scans: dict[onnx_ir.Value, WeightScan] = {}

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import onnx_ir
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import HalfType
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
 from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
 from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
 from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE, KEEP_PARTS
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, SOFTEN_MASKS
 from halfserve.export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
-from halfserve.export.onnx_fp16.report import Repair
 
 # In this order: weights first, then operators in one piece, and last what can only be kept in float32.
 REPAIRS: tuple[RepairPass, ...] = (

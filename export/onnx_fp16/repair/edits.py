@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir
 
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import FLOAT, constant_of
 from halfserve.export.onnx_fp16.planning.plan import KEEP
-from halfserve.export.onnx_fp16.report import Repair
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

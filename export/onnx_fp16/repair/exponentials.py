@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir
 
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import all_nodes
 from halfserve.export.onnx_fp16.repair.edits import (
     NodeBuilder,
@@ -24,7 +25,6 @@ from halfserve.export.onnx_fp16.repair.edits import (
     take_place,
 )
 from halfserve.export.onnx_fp16.repair.fragile_chains import power_of
-from halfserve.export.onnx_fp16.report import Repair
 
 FIRST_OPSET_OF_ONE_AXIS = 13  # before, Softmax and LogSoftmax ran over all axes from the given one on
 # 40 cubed is 64,000, float16's end; tanh(0.8 * (x + 0.045 * x**3)) is 1 in float32 from x = 5 on.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir
 
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import FLOAT, MOVERS, all_nodes, asks_for_infinity
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.repair.edits import (
@@ -30,7 +31,6 @@ from halfserve.export.onnx_fp16.repair.edits import (
     repair,
 )
 from halfserve.export.onnx_fp16.repair.fragile_chains import factor_of
-from halfserve.export.onnx_fp16.report import Repair
 from halfserve.export.weight_ledger import FP16_MAX, FP16_OVERFLOW
 
 SOFTMAX = ("LogSoftmax", "Softmax")

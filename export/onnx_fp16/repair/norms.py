@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir
 
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import FLOAT, all_nodes
 from halfserve.export.onnx_fp16.repair.edits import (
     NodeBuilder,
@@ -29,7 +30,6 @@ from halfserve.export.onnx_fp16.repair.edits import (
     take_place,
 )
 from halfserve.export.onnx_fp16.repair.fragile_chains import power_of, squares
-from halfserve.export.onnx_fp16.report import Repair
 
 FIRST_OPSET_WITH_LAYER_NORM = 17
 FUSED = "one LayerNormalization, which sums in float32"

@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from halfserve.amp_core.data import DataError
 from halfserve.amp_core.data import batches as loader_module
-from halfserve.amp_core.data.errors import SHARED_MEMORY, WorkerTraceback
+from halfserve.amp_core.data.data_errors import SHARED_MEMORY, WorkerTraceback
 from tests.amp_core.data.sets import Numbers, Stream, assert_same, batches, read
 
 ROOT = Path(__file__).parents[3]

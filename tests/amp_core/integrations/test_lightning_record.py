@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from halfserve.amp_core.integrations.lightning import TrainerPrecision
 from halfserve.amp_core.recorder.beside_weights import read_training
 from halfserve.amp_core.weights.file_kinds import WeightsError
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfserve.amp_core.recorder import Entry, Magnitudes, Record, Recorder
+from halfserve.amp_core.recorder import Magnitudes, Record, RecordEntry, Recorder
 
 
 def recorded(body: Callable[[], object], model: nn.Module | None = None, *, scale: float = 1.0) -> Record:
@@ -28,7 +28,7 @@ def ops(record: Record, module: str | None = None, direction: str | None = None)
     ]
 
 
-def the(record: Record, op: str, **attributes: Any) -> Entry:
+def the(record: Record, op: str, **attributes: Any) -> RecordEntry:
     """The only entry of an operation."""
     (entry,) = (
         entry
@@ -38,7 +38,7 @@ def the(record: Record, op: str, **attributes: Any) -> Entry:
     return entry
 
 
-def entry(module: str = "layer", op: str = "aten.mm.default", **values: Any) -> Entry:
+def entry(module: str = "layer", op: str = "aten.mm.default", **values: Any) -> RecordEntry:
     """An entry; `values` may be attributes of the entry or of its magnitudes."""
     magnitudes = {name: values.pop(name) for name in tuple(values) if name in Magnitudes.__dataclass_fields__}
     defaults: dict[str, Any] = {
@@ -50,7 +50,7 @@ def entry(module: str = "layer", op: str = "aten.mm.default", **values: Any) -> 
         "unscaled_largest": None,
         "unscaled_smallest": None,
     }
-    return Entry(module=module, op=op, magnitudes=Magnitudes(**magnitudes), **defaults | values)
+    return RecordEntry(module=module, op=op, magnitudes=Magnitudes(**magnitudes), **defaults | values)
 
 
 class Block(nn.Module):

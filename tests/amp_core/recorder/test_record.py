@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from halfserve.amp_core.recorder import Entry, Magnitudes, Record, Recorder, plot, table
-from halfserve.amp_core.recorder.report import _draw
+from halfserve.amp_core.recorder import Magnitudes, Record, RecordEntry, Recorder, plot, table
+from halfserve.amp_core.recorder.record_report import _draw
 from tests.amp_core.recorder.recording import Block, entry
 
 counts = st.integers(0, 9)
@@ -43,7 +43,7 @@ entries = st.builds(
 )
 
 
-def record_of(found: list[Entry], steps: int = 1) -> Record:
+def record_of(found: list[RecordEntry], steps: int = 1) -> Record:
     """A record in which each key comes once, as recorders make it."""
     return Record(steps=steps).merged(Record(entries=tuple(found)))
 

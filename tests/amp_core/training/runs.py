@@ -17,8 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # (torch d
 
 from halfserve import cli
 from halfserve.amp_core.checkpoint import load_checkpoint
-from halfserve.amp_core.training.settings import TrainingSettings
 from halfserve.amp_core.training.train import Progress, train
+from halfserve.amp_core.training.training_settings import TrainingSettings
 from tests.amp_core.tiny_task import HERE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Forks of a process that has loaded torch already, and has run nothing: a new one starts within milliseconds.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["halfserve.amp_core.cli", "torch.utils.tensorboard", "torch._dynamo", HERE])
+_FORKS.set_forkserver_preload(["halfserve.amp_core.train_command", "torch.utils.tensorboard", "torch._dynamo", HERE])
 
 
 def settings(out: Path, **changes: Any) -> TrainingSettings:

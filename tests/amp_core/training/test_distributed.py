@@ -17,7 +17,7 @@ from torch.utils.data import Subset, TensorDataset
 from halfserve.amp_core.checkpoint import load_checkpoint
 from halfserve.amp_core.training.components import training_device
 from halfserve.amp_core.training.distributed import World, joined_world
-from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.training_settings import TrainingError
 from tests.amp_core.tiny_task import ANNOUNCEMENT, data
 from tests.amp_core.training.runs import Halfserve, command, steps, together
 

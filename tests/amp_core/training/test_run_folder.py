@@ -22,8 +22,8 @@ from halfserve.amp_core import recorder
 from halfserve.amp_core.checkpoint import load_checkpoint
 from halfserve.amp_core.factory import FactoryError
 from halfserve.amp_core.training.run_folder import Curves, locked_folder
-from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.train import Progress, train
+from halfserve.amp_core.training.training_settings import TrainingError
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import Halfserve, assert_same_run, assert_same_weights, command, killed_in, log, settings

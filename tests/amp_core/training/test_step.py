@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from halfserve.amp_core.checkpoint import load_checkpoint
 from halfserve.amp_core.training.divergence import diagnose, is_finite
 from halfserve.amp_core.training.run import TrainingRun
-from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import ALONE, RunningStatistics, evaluate
 from halfserve.amp_core.training.train import train
+from halfserve.amp_core.training.training_settings import TrainingError
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import assert_same_weights, settings, steps
 

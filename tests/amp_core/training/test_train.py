@@ -19,8 +19,8 @@ from halfserve.amp_core.data import DataError
 from halfserve.amp_core.factory import FactoryError
 from halfserve.amp_core.policy import PolicyError
 from halfserve.amp_core.training.components import warmup_and_cosine
-from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.train import TrainingResult, train
+from halfserve.amp_core.training.training_settings import TrainingError
 from tests.amp_core.several_inputs import HERE as SEVERAL
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import assert_same_run, assert_same_weights, killed_in, log, settings, together

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 from onnx import numpy_helper
 from rich.console import Console
 
-from halfserve.export.certificate.budget import Budget, Figures, adversarial_violations, violations
+from halfserve.export.certificate.budget import Budget, ErrorFigures, adversarial_violations, violations
 from halfserve.export.certificate.certificate import (
     Accuracy,
     AdversarialVerdict,
@@ -31,7 +31,7 @@ from halfserve.export.certificate.certificate import (
 from halfserve.export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
 from halfserve.export.certificate.html import certificate_page
 from halfserve.export.certificate.table import certificate_table
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array
@@ -389,7 +389,7 @@ def test_a_figure_at_its_limit_is_within_it() -> None:
     ]
 
 
-def choices(rows: int, flipped: int, apart: float) -> Figures:
+def choices(rows: int, flipped: int, apart: float) -> ErrorFigures:
     """Rows of two classes; in the first ones the candidate prefers the class that the reference has a little below."""
     reference = np.tile([0.0, 1.0], (rows, 1))
     reference[:flipped, 0] = 1 - apart

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.verification.samples import load_samples
 from tests.export.stored_models import sums

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from halfserve.export.cli.output import SHOWN, ProgressLines, conversion_table, progress_on
-from halfserve.export.onnx_fp16.report import ConversionReport, KeptNode, Repair, TensorLedger
-from halfserve.export.weight_ledger import Ledger
+from halfserve.export.onnx_fp16.conversion_report import ConversionReport, KeptNode, Repair, TensorLedger
+from halfserve.export.weight_ledger import WeightLedger
 from tests.whole_words import broken_words
 
 
@@ -26,8 +26,8 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
         repairs=(Repair(pass_name="fold", nodes=("a", "b", "c", "d"), text="in float64"),),  # noqa: S106  (a pass, no password)
         kept=(KeptNode(name="exp", op_type="Exp", reason="overflows: 1e6", module="encoder.0", source="net.py:42"),),
         weights=(
-            TensorLedger(name="w", elements=4000, ledger=Ledger(overflow=1, flushed=2000, subnormal=3)),
-            TensorLedger(name="small", elements=4000, ledger=Ledger(subnormal=7)),
+            TensorLedger(name="w", elements=4000, ledger=WeightLedger(overflow=1, flushed=2000, subnormal=3)),
+            TensorLedger(name="small", elements=4000, ledger=WeightLedger(subnormal=7)),
         ),
     )
     text = printed(report, source_bytes=2000, size_bytes=1010)
@@ -45,7 +45,9 @@ def test_tables_keep_words_whole_in_eighty_columns() -> None:
     node, tensor = "/encoder/layer.11/attention/Softmax_1", "encoder.embeddings.word_embeddings.weight"
     kept = KeptNode(name=node, op_type="Softmax", reason="its input overflows: largest magnitude 1.2e+06", **where)
     repair = Repair(pass_name="fold_batch_normalization", nodes=(node,) * 4, text="folded into the convolution before it")  # noqa: S106  (a pass)
-    lost = TensorLedger(name=tensor, elements=23_440_896, ledger=Ledger(overflow=123_456, flushed=2000, subnormal=345_678))
+    lost = TensorLedger(
+        name=tensor, elements=23_440_896, ledger=WeightLedger(overflow=123_456, flushed=2000, subnormal=345_678)
+    )
     for count in (1, SHOWN + 1):
         report = ConversionReport(float_nodes=90, fp16_nodes=9, casts_added=1, repairs=(repair,), kept=(kept,) * count)
         assert broken_words(conversion_table(replace(report, weights=(lost,)))) == []

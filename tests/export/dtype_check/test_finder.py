@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from halfserve.export.dtype_check.finder import find_dtype_leaks
 from halfserve.export.dtype_check.findings import KINDS, LeakReport
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import HalfName
 from tests.export.dtype_check.pairs.cases import CASES
 from tests.export.dtype_check.pairs.factories import Factory, FactoryMended

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfserve.export.errors import UsageError
+from halfserve.export.export_errors import UsageError
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.half_types import BF16
 from tests.export import models

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfserve.amp_core.policy import Policy
-from halfserve.export.errors import ExportError
-from halfserve.export.half_module.report import TensorDecision
-from halfserve.export.half_module.tensors import ledger_of
+from halfserve.export.export_errors import ExportError
+from halfserve.export.half_module.half_report import TensorDecision
+from halfserve.export.half_module.module_tensors import ledger_of
 from halfserve.export.half_module.to_half import to_half
-from halfserve.export.weight_ledger import Ledger
+from halfserve.export.weight_ledger import WeightLedger
 from tests.export import models
 
 
@@ -84,7 +84,7 @@ def test_a_variance_over_65504_without_a_convolution_keeps_its_batch_norm_in_flo
 
 def test_the_ledger_counts_what_rounding_does() -> None:
     values = torch.tensor([7e4, float("inf"), 2.0**-25, -1e-9, 2.0**-24, -(2.0**-15), 2.0**-14, 0.0, 1.0])
-    assert ledger_of(values) == Ledger(overflow=1, flushed=2, subnormal=2)
+    assert ledger_of(values) == WeightLedger(overflow=1, flushed=2, subnormal=2)
 
 
 @given(st.lists(st.floats(-65504, 65504, width=32), min_size=1))
@@ -100,7 +100,7 @@ def test_subnormal_weights_are_halved_and_reported() -> None:
     linear = nn.Linear(2, 2)
     linear.weight.data = torch.tensor([[1.0, 1e-6], [1e-9, 0.0]])
     report = to_half(nn.Sequential(linear)).report
-    assert report.ledger == Ledger(flushed=1, subnormal=1)
+    assert report.ledger == WeightLedger(flushed=1, subnormal=1)
     assert json.loads(json.dumps(report.to_json()))["tensors"][0]["name"] == "0.weight"
 
 

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record, Recorder
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.to_half import to_half
 
 

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import pytest
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.external_data import FileTensor, data_files, external_tensors, stored_at
 from tests.export.stored_models import sums, with_data_files
 

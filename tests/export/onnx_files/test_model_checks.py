@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_checks import no_model, require_sound, require_sound_graphs, require_whole_tensors
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16

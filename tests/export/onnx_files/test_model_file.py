@@ -14,7 +14,7 @@ import onnx_ir
 import pytest
 from onnx import numpy_helper
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.external_data import FileTensor
 from halfserve.export.onnx_files.model_file import format_opset, load_model, open_model, serialize
 from tests.export.stored_models import in_one_file, sums, with_a_body, with_data_files

@@ -14,7 +14,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.onnx_files.model_writer import (
@@ -221,7 +221,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(external: str, tmp_path: Pat
     in_one_file(sums(8, 1 << 16), tmp_path / "in.onnx")
     program = textwrap.dedent("""
         import resource, sys
-        from halfserve.export.errors import ExportError
+        from halfserve.export.export_errors import ExportError
         from halfserve.export.onnx_files.model_file import open_model
         from halfserve.export.onnx_files.model_writer import staged_model
         model = open_model(sys.argv[1]).to_ir()

@@ -11,8 +11,8 @@ import onnx_ir
 from numpy.typing import ArrayLike
 
 from halfserve.export.half_types import HalfName
+from halfserve.export.onnx_fp16.conversion_report import ConversionReport
 from halfserve.export.onnx_fp16.convert import convert
-from halfserve.export.onnx_fp16.report import ConversionReport
 from tests.export.conversions.cases import Case
 from tests.export.conversions.judge import Verdict, judge
 from tests.export.conversions.runtime import Session

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir
 import pytest
 
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import BF16
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from halfserve.export.onnx_fp16.planning.decisions import BETWEEN_REASON

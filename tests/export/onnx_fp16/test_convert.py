@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert_file, convert_float_to_float16, staged_conversion
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, parse, run, types

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from tests.export.onnx_fp16.models import FLOAT16, assert_clean_both_ways, halve, judged, normal, parse, reasons
 
 

@@ -11,7 +11,7 @@ import onnx_ir
 import pytest
 from onnx import TensorProto
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
 from tests.export.onnx_fp16.models import halve, ops, parse, run, types

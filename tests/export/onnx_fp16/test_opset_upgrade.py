@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import pytest
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from tests.export.onnx_fp16.models import normal, parse, run

@@ -8,13 +8,13 @@ import onnx
 import onnx_ir
 import pytest
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import densify, open_model
+from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.onnx_fp16.repair import PassError, run_passes
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
-from halfserve.export.onnx_fp16.report import Repair
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, normal, ops, parse, reasons, run
 from tests.export.stored_models import in_one_file, with_data_files
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.placement.audit import CPU, Placement, audit_placement, find_islands, placement_lines, placement_table
 from tests.export.placement.half_models import half_model

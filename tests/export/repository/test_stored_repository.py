@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.cli.convert import EXIT_CODES, convert
 from halfserve.export.conversion_targets import RepositoryTarget
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.repository.stored_repository import StoredRepository
 from halfserve.export.repository.version_writer import write_model_version

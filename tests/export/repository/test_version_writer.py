@@ -19,7 +19,7 @@ from google.protobuf import text_format
 
 from halfserve.export.certificate.certificate import Certificate, read_certificate
 from halfserve.export.certificate.embed import check_embedded
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.repository.version_writer import FP32_TWIN, write_model_version
 from halfserve.export.tasks.task import Task
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, certify: Certify) -> None:
         from pathlib import Path
         import numpy as np
         from halfserve.export.certificate.certificate import read_certificate
-        from halfserve.export.errors import ExportError
+        from halfserve.export.export_errors import ExportError
         from halfserve.export.repository.version_writer import write_model_version
         from tests.export.stored_models import sums
         certificate = read_certificate(Path(sys.argv[2]).read_bytes())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfserve.amp_core.recorder import Entry, Magnitudes, Record
+from halfserve.amp_core.recorder import Magnitudes, Record, RecordEntry
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.convert import convert
-from halfserve.export.onnx_fp16.settings import Settings
 from halfserve.export.search.searched_model import searched_model
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes, seeds_of
 from halfserve.export.to_onnx.export_onnx import export_onnx
@@ -48,7 +48,7 @@ def test_what_is_found_can_be_converted(gelu: onnx.ModelProto, error: float) -> 
 
 
 def test_nodes_of_skipped_repairs_are_not_present(gelu: onnx.ModelProto) -> None:
-    searched = searched_model(gelu, Settings())
+    searched = searched_model(gelu, ConversionSettings())
     assert searched.made == {"cube/Clip"}
     assert searched.present(["mm", "cube/Clip"]) == ["cube/Clip", "mm"]
     assert searched.present(["cube", "cube/Clip"]) == ["cube"]
@@ -118,8 +118,8 @@ def test_the_repaired_model_is_what_is_searched(x_btd: Tensor) -> None:
     assert set(found.node_block_list) <= kept
 
 
-def entry(module: str, op: str = "aten.mul.Tensor", dtype: str = "float32", overflow: int = 0) -> Entry:
-    return Entry(
+def entry(module: str, op: str = "aten.mul.Tensor", dtype: str = "float32", overflow: int = 0) -> RecordEntry:
+    return RecordEntry(
         module=module,
         op=op,
         direction="forward",
@@ -134,7 +134,7 @@ def entry(module: str, op: str = "aten.mul.Tensor", dtype: str = "float32", over
 
 
 def test_modules_that_overflowed_and_what_takes_their_results() -> None:
-    searched = searched_model(Net().layers(1).plant("overflow").layers(1).model(), Settings(repair=False))
+    searched = searched_model(Net().layers(1).plant("overflow").layers(1).model(), ConversionSettings(repair=False))
     names = list(searched.nodes)
     seeds = seeds_of(Record(entries=(entry("overflow", overflow=3), entry("trunk")), steps=1), searched)
     first = names.index("overflow/up")
@@ -143,7 +143,7 @@ def test_modules_that_overflowed_and_what_takes_their_results() -> None:
 
 
 def test_modules_that_were_pinned_while_others_ran_in_half() -> None:
-    searched = searched_model(Net().layers(1).plant("cancel").model(), Settings(repair=False))
+    searched = searched_model(Net().layers(1).plant("cancel").model(), ConversionSettings(repair=False))
     pinned = entry("cancel", "aten.addmm.default")
     assert seeds_of(Record(entries=(pinned, entry("trunk", "aten.mm.default", "float16")), steps=1), searched) == [
         "cancel/add",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.result import SearchResult
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes

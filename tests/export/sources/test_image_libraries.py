@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfserve.export.conversion_targets import RepositoryTarget
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from halfserve.cli import main
-from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source_options import SourceOptions
 from tests.export import models

@@ -11,7 +11,7 @@ from onnx import TensorProto
 from torch import Tensor, nn
 
 from halfserve.amp_core.policy import Policy
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.to_onnx.export_onnx import export_onnx, serialize
 from tests.export import models

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfserve import export_module, export_onnx, find_dtype_leaks, to_half
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.to_onnx.forward_call import call_of, named_tensors
 
 

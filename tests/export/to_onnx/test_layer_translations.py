@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfserve.amp_core.calling import without_fast_path
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.to_onnx.export_onnx import export_onnx

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, fed, session

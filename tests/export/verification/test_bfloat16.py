@@ -18,7 +18,7 @@ from torch import nn
 from halfserve.export.certificate.budget import Budget, usual_budget
 from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
 from halfserve.export.certificate.html import certificate_page
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.onnx_files.proto_graphs import half_type_of

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper, parser
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.comparison import Comparison
 from halfserve.export.verification.executions import RuntimeLevels, run_levels

@@ -10,7 +10,7 @@ from onnx import parser
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.verification.comparison import data_dependent_values

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from halfserve.export.certificate.budget import Budget, Figures, adversarial_violations, violations
+from halfserve.export.certificate.budget import Budget, ErrorFigures, adversarial_violations, violations
 from halfserve.export.verification.error_units import learned_units, recorded_units
 from halfserve.export.verification.metrics import (
     argmax_agreement,
@@ -181,7 +181,7 @@ def detector(scores: float = 0.9, rows: int = ROWS) -> Array:
     return np.concatenate([boxes, scores * RNG.random((2, rows, 18)) ** 4], axis=-1).astype(np.float32)
 
 
-def judged(reference: Array, candidate: Array) -> tuple[Figures, list[str]]:
+def judged(reference: Array, candidate: Array) -> tuple[ErrorFigures, list[str]]:
     figures = compare(reference, candidate)
     return figures, violations(figures, Budget(min_agreement=0))
 

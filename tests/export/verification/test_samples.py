@@ -8,7 +8,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.verification.samples import Array, Feeds, Input, as_array, inputs_of, make_feeds
 
 FLOAT, HALF, INT, BOOL, TEXT = (

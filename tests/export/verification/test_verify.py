@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, TaskFigure, read_certificate
 from halfserve.export.certificate.embed import graph_sha256
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.onnx_files.model_file import ModelFile, serialize
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16

@@ -10,11 +10,11 @@ import onnx
 import onnx_ir
 import onnxruntime
 
+from halfserve.export.onnx_fp16.conversion_report import Repair
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.prepare import prepare
 from halfserve.export.onnx_fp16.repair import run_passes
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
-from halfserve.export.onnx_fp16.report import Repair
-from halfserve.export.onnx_fp16.settings import Settings
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 def repaired(model: onnx.ModelProto, repair: RepairPass) -> tuple[onnx.ModelProto, tuple[Repair, ...]]:
     """The model after one repair, checked, and what the repair says; a second run must find nothing left."""
     work = onnx_ir.from_proto(onnx.ModelProto.FromString(model.SerializeToString()))
-    prepare(work, Settings())
+    prepare(work, ConversionSettings())
     repairs = run_passes(work, [repair])
     assert run_passes(work, [repair]) == (), "not idempotent"
     result = onnx_ir.to_proto(work)

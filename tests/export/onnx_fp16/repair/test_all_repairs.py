@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 from halfserve.export.onnx_fp16.repair import REPAIRS, run_passes
-from halfserve.export.onnx_fp16.settings import Settings
 from halfserve.export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import halve, parse
 from tests.export.onnx_fp16.repair.same import answers, compare
@@ -219,7 +219,7 @@ def test_the_passes_find_what_each_piece_is_there_for() -> None:
     """The graphs above are no use if nothing in them is repaired."""
     for piece in PIECES:
         work = onnx_ir.from_proto(put_together([piece], set(), 0))
-        prepare(work, Settings())
+        prepare(work, ConversionSettings())
         assert run_passes(work, REPAIRS), piece.__name__
     model = put_together(list(PIECES), set(), 0)
     assert all(np.isfinite(answer).all() for answer in answers(model, feeds_of(model, 0)))

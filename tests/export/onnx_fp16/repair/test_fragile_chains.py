@@ -7,12 +7,12 @@ import onnx
 import onnx_ir
 import pytest
 
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.prepare import prepare
 from halfserve.export.onnx_fp16.repair import run_passes
 from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
-from halfserve.export.onnx_fp16.settings import Settings
 from tests.export.onnx_fp16.models import parse
 
 AXES = np.array([-1], np.int64)
@@ -24,7 +24,7 @@ def kept(text: str, opset: int = 20, **numbers: Any) -> dict[str, str]:
     used: dict[str, Any] = {name: array for name, array in weights.items() if name in text}
     model = onnx_ir.from_proto(parse(f"g (float[N, 16] x) => (float[N, c] y) {{ {text} }}", opset=opset, **used))
     before = onnx_ir.to_proto(model)
-    prepare(model, Settings())
+    prepare(model, ConversionSettings())
     run_passes(model, [KEEP_FRAGILE])
     assert run_passes(model, [KEEP_FRAGILE]) == ()
     assert [n.op_type for n in model.graph] == [n.op_type for n in before.graph.node], "nothing but marks"
@@ -107,7 +107,7 @@ def test_marks_of_the_user_stay_as_they_are() -> None:
     model = onnx_ir.from_proto(
         parse("g (float[N, 16] x) => (float[N, 16] y) { e = Add (x, eps) y = Log (e) }", eps=np.array(1e-12))
     )
-    prepare(model, Settings())
+    prepare(model, ConversionSettings())
     node = next(iter(model.graph))
     node.metadata_props[KEEP] = "asked for"
     run_passes(model, [KEEP_FRAGILE])

@@ -12,9 +12,9 @@ import onnx_ir
 from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.graph import FLOAT, RANDOM, all_nodes, constant_of
-from halfserve.export.onnx_fp16.planning.plan import Plan, computes_on_floats
+from halfserve.export.onnx_fp16.planning.plan import CastingPlan, computes_on_floats
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
-from halfserve.export.weight_ledger import Ledger
+from halfserve.export.weight_ledger import WeightLedger
 
 Action = Literal["halved", "saturated", "kept"]
 # They compute nothing.
@@ -69,7 +69,7 @@ class TensorLedger:
 
     name: str
     elements: int
-    ledger: Ledger
+    ledger: WeightLedger
     action: Action = "halved"
 
 
@@ -107,9 +107,9 @@ class ConversionReport:
     converted_before: bool = False
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> WeightLedger:
         """The counts of all tensors that were rounded."""
-        return sum((tensor.ledger for tensor in self.weights if tensor.action != "kept"), Ledger())
+        return sum((tensor.ledger for tensor in self.weights if tensor.action != "kept"), WeightLedger())
 
     @property
     def share(self) -> float:
@@ -173,7 +173,7 @@ def count_casts(model: onnx_ir.Model) -> int:
 
 
 def report_of(
-    plan: Plan,
+    plan: CastingPlan,
     counted: Sequence[onnx_ir.Node],
     repairs: tuple[Repair, ...],
     ranges: WeightRange,
@@ -239,10 +239,10 @@ def _kept(node: onnx_ir.Node, reason: str) -> KeptNode:
     )
 
 
-def _remarkable(plan: Plan, ranges: WeightRange, halved: Sequence[onnx_ir.Value]) -> Iterator[TensorLedger]:
+def _remarkable(plan: CastingPlan, ranges: WeightRange, halved: Sequence[onnx_ir.Value]) -> Iterator[TensorLedger]:
     rounded = set(halved)
     for value, known in ranges.scans.items():
-        if known.ledger == Ledger():
+        if known.ledger == WeightLedger():
             continue
         maker = value.producer()
         filled = maker is not None and maker.op_type == "ConstantOfShape" and maker not in plan.kept

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.image_models import Preprocessing

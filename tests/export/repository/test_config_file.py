@@ -4,8 +4,8 @@ import onnx
 import pytest
 from google.protobuf import text_format
 
-from halfserve.export.errors import ExportError
-from halfserve.export.repository.model_config import config_for, padding_text, read_config, require_agreement, write_config
+from halfserve.export.export_errors import ExportError
+from halfserve.export.repository.config_file import config_for, padding_text, read_config, require_agreement, write_config
 from halfserve.export.tasks.task import Task
 from halfserve.protos.model_config_pb2 import TYPE_FP16, ModelConfig
 from tests.export.stored_models import chain

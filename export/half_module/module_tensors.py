@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfserve.export import weight_ledger
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
-from halfserve.export.weight_ledger import Ledger
+from halfserve.export.weight_ledger import WeightLedger
 
 Kind = Literal["parameter", "buffer", "attribute"]
 Action = Literal["halved", "saturated", "kept", "untouched"]
@@ -94,13 +94,13 @@ def _joined(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def ledger_of(tensor: Tensor, half: HalfType = FP16) -> Ledger:
+def ledger_of(tensor: Tensor, half: HalfType = FP16) -> WeightLedger:
     """Count what rounding a floating torch tensor does to its elements."""
     values = tensor.detach()
     return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True), half)
 
 
-def decide(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool, half: HalfType = FP16) -> tuple[Action, str]:
+def decide(name: str, tensor: Tensor, ledger: WeightLedger, *, is_buffer: bool, half: HalfType = FP16) -> tuple[Action, str]:
     """The action for one tensor by its values and its name, and the reason in a few words.
 
     Raises:
@@ -116,7 +116,7 @@ def decide(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool, half: 
     reason = _reason_to_keep(name, tensor, ledger, half, is_buffer=is_buffer)
     if reason:
         return "kept", reason
-    lossless = ledger == Ledger()
+    lossless = ledger == WeightLedger()
     return (
         "halved",
         f"within {half.name}'s range" if lossless else f"some values are under {half.name}'s normal range, most are not",
@@ -134,7 +134,7 @@ def torch_dtype(half: HalfType) -> torch.dtype:
     return torch.float16 if half is FP16 else torch.bfloat16
 
 
-def _reason_to_keep(name: str, tensor: Tensor, ledger: Ledger, half: HalfType, *, is_buffer: bool) -> str | None:
+def _reason_to_keep(name: str, tensor: Tensor, ledger: WeightLedger, half: HalfType, *, is_buffer: bool) -> str | None:
     if ledger.overflow:
         largest = tensor.detach().abs().max().item()
         return f"{ledger.overflow} of {tensor.numel()} values over {half.largest:g} (largest {largest:.3g})"

@@ -22,10 +22,10 @@ from halfserve.amp_core.recorder import Record, table
 from halfserve.amp_core.training.distributed import World, joined_world
 from halfserve.amp_core.training.run import Evaluation
 from halfserve.amp_core.training.run_folder import RECORD
-from halfserve.amp_core.training.settings import KEPT, PeerError, TrainingError, TrainingOptions, TrainingSettings
 from halfserve.amp_core.training.train import Progress as TrainingProgress
 from halfserve.amp_core.training.train import TrainingResult
 from halfserve.amp_core.training.train import train as run_training
+from halfserve.amp_core.training.training_settings import KEPT, PeerError, TrainingError, TrainingOptions, TrainingSettings
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.option_groups import takes_option_groups
 

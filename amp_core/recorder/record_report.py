@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
-from halfserve.amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Entry, Magnitudes, Record
+from halfserve.amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Magnitudes, Record, RecordEntry
 from halfserve.files.atomic_files import atomic_file
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def table(record: Record, *, limit: int = 40) -> Table:
     return result
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: RecordEntry) -> tuple[str, ...]:
     magnitudes = entry.magnitudes
     output = f" [{entry.output}]" if entry.output else ""
     return (
@@ -75,7 +75,7 @@ def short_name(op: str) -> str:
     return op.removeprefix("aten.").removesuffix(".default")
 
 
-def _dtypes(entry: Entry) -> str:
+def _dtypes(entry: RecordEntry) -> str:
     given, made = [_SHORT.get(dtype, dtype) for dtype in dict.fromkeys(entry.inputs)], _SHORT.get(entry.dtype, entry.dtype)
     return made if given == [made] else f"{' '.join(given)}>{made}".lstrip()
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from halfserve.export.half_module.tensors import Action, Kind
-from halfserve.export.weight_ledger import Ledger
+from halfserve.export.half_module.module_tensors import Action, Kind
+from halfserve.export.weight_ledger import WeightLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class TensorDecision:
     elements: int
     action: Action
     reason: str
-    ledger: Ledger
+    ledger: WeightLedger
 
     @property
     def is_remarkable(self) -> bool:
         """Whether reports list it: it was kept, saturated, an attribute, or lost numbers."""
         if self.action == "halved":
-            return self.ledger != Ledger() or self.kind == "attribute"
+            return self.ledger != WeightLedger() or self.kind == "attribute"
         return self.action != "untouched"
 
 
@@ -78,10 +78,10 @@ class HalfReport:
     warnings: tuple[str, ...] = ()
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> WeightLedger:
         """The counts of all tensors that were rounded."""
         rounded = (tensor.ledger for tensor in self.tensors if tensor.action in ("halved", "saturated"))
-        return sum(rounded, Ledger())
+        return sum(rounded, WeightLedger())
 
     @property
     def actions(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir
 from onnx_ir import AttributeType
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, nodes_within
 
@@ -24,7 +24,7 @@ _SIMPLE_ATTRIBUTES = frozenset(AttributeType[name] for name in ("FLOAT", "FLOATS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ConversionSettings:
     """The settings of one conversion.
 
     Attributes:
@@ -63,9 +63,9 @@ def settings_of(
     node_block_list: Collection[str] | None,
     repair: bool,
     half: HalfType = FP16,
-) -> Settings:
+) -> ConversionSettings:
     """The settings with sorted lists, so that equal settings compare equal."""
-    return Settings(
+    return ConversionSettings(
         keep_io_types=keep_io_types if isinstance(keep_io_types, bool) else _sorted(keep_io_types),
         op_block_list=_sorted(op_block_list),
         node_block_list=_sorted(node_block_list),
@@ -95,7 +95,7 @@ class ModelNames:
             self.nodes.add(node.name or "")
 
 
-def require_known(known: ModelNames, settings: Settings) -> None:
+def require_known(known: ModelNames, settings: ConversionSettings) -> None:
     """Check that every entry of the lists matches a name, so that a typing error is noticed.
 
     An operator that ONNX has and this model does not use is accepted: one list may serve several models.
@@ -110,7 +110,7 @@ def require_known(known: ModelNames, settings: Settings) -> None:
         _require(settings.keep_io_types, known.interface, known.interface, "keep_io_types", "input or output")
 
 
-def block_reason(node: onnx_ir.Node, settings: Settings) -> str | None:
+def block_reason(node: onnx_ir.Node, settings: ConversionSettings) -> str | None:
     """The reason for which a node is blocked; None where it is not."""
     for pattern in settings.node_block_list:
         if _matches(pattern, node.name or ""):
@@ -139,7 +139,7 @@ def _require(patterns: Collection[str], present: Collection[str], allowed: Colle
         raise ExportError(f"{where}: the {kind} {pattern!r} matches no {what} of the model{hint}")
 
 
-def mark(model: onnx_ir.Model, settings: Settings) -> None:
+def mark(model: onnx_ir.Model, settings: ConversionSettings) -> None:
     """Write version, settings and the graph's fingerprint into the metadata of a converted model."""
     model.metadata_props[CONVERTED] = settings.half.name
     model.metadata_props[_BY] = f"halfserve {_version()}"
@@ -147,7 +147,7 @@ def mark(model: onnx_ir.Model, settings: Settings) -> None:
     model.metadata_props[_GRAPH] = fingerprint(model)
 
 
-def is_marked(model: onnx_ir.Model, settings: Settings) -> bool:
+def is_marked(model: onnx_ir.Model, settings: ConversionSettings) -> bool:
     """Whether a conversion with these settings made the model, and its graph has not changed since."""
     props = model.metadata_props
     return (

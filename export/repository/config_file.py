@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 from google.protobuf import text_format
 
-from halfserve.export.errors import ExportError
+from halfserve.export.export_errors import ExportError
 from halfserve.export.tasks.task import Task
 from halfserve.protos.datatypes import BY_ONNX
 from halfserve.protos.model_config_pb2 import DataType, ModelConfig

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from halfserve.export.half_module.report import half_table
+from halfserve.export.half_module.half_report import half_table
 from halfserve.export.half_module.to_half import to_half
 from tests.export import models
 
