@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "halfserve"
 STAGES = ("files", "protos", "amp_core", "export", "serve")
 FOLDERS = (*STAGES[1:], "examples")  # at the top level of a checkout
+BARE = re.compile(rf"\b(from|import) +({'|'.join(FOLDERS)})\b")
 # What of our own each room may import, besides itself.
 ALLOWED = {
     "files": set[str](),
@@ -152,7 +154,13 @@ def test_a_stage_imports_only_what_it_may(stage: str) -> None:
 
 @pytest.mark.parametrize("folder", [*FOLDERS, ".", "../benchmarks", "../tests"])
 def test_a_module_has_one_name(folder: str) -> None:
-    bare = [f"{path}: {module}" for path in files(folder) for module in written(path) if module.split(".")[0] in FOLDERS]
+    bare = [
+        f"{path}: {module}"
+        for path in files(folder)
+        if BARE.search(path.read_text(encoding="utf-8"))  # few files are to be parsed
+        for module in written(path)
+        if module.split(".")[0] in FOLDERS
+    ]
     assert not bare, "write halfserve. in front"
 
 

@@ -226,6 +226,7 @@ def test_a_run_that_was_stopped_before_its_record_gets_it_when_resumed(tmp_path:
     assert [file.read_bytes() for file in files] == before
 
 
+@pytest.mark.long  # as a process that trains: 3 to 4 seconds
 def test_people_see_a_table(tmp_path: Path) -> None:
     ended = Halfserve(
         tmp_path / "process", command(tmp_path / "out", "--epochs", "1", "--record", "--record-every", "1")
