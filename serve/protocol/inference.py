@@ -288,15 +288,20 @@ class _Answering:
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         if type(result) is not Answer or result.batch.is_large or self._cached.takes_long:
-            self._deferred = self._inference.deferred(self._written, self._reply)
-            self._deferred.done(result)
+            deferred = self._deferred = self._inference.deferred(self._written, self._end)
+            deferred.done(result)
         else:
             self._reply(self._written(result))
 
     def gone(self) -> None:
         """Drop the response."""
-        if self._deferred is not None:
-            self._deferred.gone()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.gone()
+
+    def _end(self, response: bytes | InferenceError) -> None:
+        self._deferred = None  # breaks a reference cycle
+        self._reply(response)
 
     def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
         return self._inference.response(self._cached, self._request_id, self._since, result)

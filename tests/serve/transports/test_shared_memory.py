@@ -19,7 +19,7 @@ from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, running_server
 
-NAME = "halfserve_test_region"
+NAME = f"halfserve_test_region_{os.getpid()}"  # other processes test at the same time
 
 
 @pytest.fixture(scope="module", params=SharedMemoryMode)
