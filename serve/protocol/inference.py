@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
@@ -36,6 +37,8 @@ Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
 MANY_TEXTS: Final = 4096  # number of texts in a response from which a thread serializes it
 LARGE_BYTES: Final = 2**20
+WRITER_THREADS: Final = 2
+MOST_WAITING_BYTES: Final = 2**24  # size of the outputs that wait for a thread before the event loop serializes further ones
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 TRITONS: Final = "triton_"  # prefix of the parameters that are for the server, not for models
 # Parameters that mean something to the server.
@@ -296,15 +299,20 @@ class _Answering:
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         if type(result) is not Answer or result.batch.is_large or self._cached.takes_long:
-            self._deferred = self._inference.deferred(self._written, self._reply)
-            self._deferred.done(result)
+            deferred = self._deferred = self._inference.deferred(self._written, self._end)
+            deferred.done(result)
         else:
             self._reply(self._written(result))
 
     def gone(self) -> None:
         """Drop the response."""
-        if self._deferred is not None:
-            self._deferred.gone()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.gone()
+
+    def _end(self, response: bytes | InferenceError) -> None:
+        self._deferred = None  # breaks a reference cycle
+        self._reply(response)
 
     def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
         return self._inference.response(self._cached, self._request_id, self._since, result)
@@ -400,6 +408,25 @@ def _deadline(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
+class ResponseWriters:
+    """Threads that serialize large responses.
+
+    They are not the event loop's own, which may be busy with answers that clients do not read: a response counts for the memory
+    budget once it is serialized.
+
+    Attributes:
+        threads: the threads.
+        waiting_bytes: size of the outputs that wait for them. On the event loop only.
+    """
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(WRITER_THREADS, "responses")
+        self.waiting_bytes = 0
+
+
+WRITERS: Final = ResponseWriters()
+
+
 class DeferredResponse:
     """A response that a thread serializes if it is large, to keep the event loop free. Lives on the event loop.
 
@@ -422,22 +449,25 @@ class DeferredResponse:
 
     def done(self, result: Tensors | InferenceError) -> None:
         """Take the outputs or the error."""
-        if isinstance(result, InferenceError) or not _takes_long(result):
+        if isinstance(result, InferenceError) or not _takes_long(result) or WRITERS.waiting_bytes > MOST_WAITING_BYTES:
             self._reply(self._write(result))
         else:
-            self._keep(asyncio.get_running_loop().create_task(self._apart(result)))
+            WRITERS.waiting_bytes += (size := sum([array.nbytes for array in result.values()]))
+            self._keep(asyncio.get_running_loop().create_task(self._apart(result, size)))
 
     def gone(self) -> None:
         """Drop the response."""
         self._is_gone = True
 
-    async def _apart(self, result: Tensors) -> None:
-        if self._is_gone:
-            return
+    async def _apart(self, result: Tensors, size: int) -> None:
         try:
-            written = await asyncio.to_thread(self._write, result)
+            if self._is_gone:
+                return
+            written = await asyncio.get_running_loop().run_in_executor(WRITERS.threads, self._write, result)
         except RuntimeError:  # no thread can be started
             written = self._write(result)
+        finally:
+            WRITERS.waiting_bytes -= size
         if not self._is_gone:
             self._reply(written)
 

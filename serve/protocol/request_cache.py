@@ -18,7 +18,7 @@ from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag, sequence_id
 from halfserve.serve.protocol.raw_tensors import raw_view
 from halfserve.serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
-from halfserve.serve.protocol.shared_memory import Binding, RegionSlice, SharedMemory, put_slice
+from halfserve.serve.protocol.shared_memory import RegionBinding, RegionSlice, SharedMemory, put_slice
 
 # Limit for all clients together; further requests are parsed.
 MAX_CACHED: Final = 1024
@@ -46,14 +46,14 @@ class CachedRequest:
     shared_bytes: int = field(init=False)  # total size of the inputs in shared memory
     takes_long: bool = field(init=False)  # whether responses may be slow to serialize: outputs are special or text
     responses: ResponseTemplates = field(init=False)
-    binding: Binding = field(init=False)  # of the slices
+    binding: RegionBinding = field(init=False)  # of the slices
 
     def __post_init__(self) -> None:
         texts = any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
         object.__setattr__(self, "shared_bytes", sum(place.byte_size for place in self.input_slices or () if place is not None))
         object.__setattr__(self, "takes_long", bool(self.special) or texts)
         object.__setattr__(self, "responses", ResponseTemplates(self.model, self.rows, self.special))
-        object.__setattr__(self, "binding", Binding())
+        object.__setattr__(self, "binding", RegionBinding())
 
     def with_sequence(self, value: bytes) -> Mapping[str, Parameter]:
         """Return the parameters with another sequence id, given as a serialized InferParameter.

@@ -78,7 +78,7 @@ class RegionSlice:
     byte_size: int  # size of the tensor, or of the room for it
 
 
-class Binding:
+class RegionBinding:
     """The inputs of equal requests, as found in the registered regions by the first of them; see `SharedMemory.bind`.
 
     Attributes:
@@ -115,7 +115,7 @@ class SharedMemory:
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
         self.uses: dict[str, int] = {}
-        self._bindings: list[Binding] = []
+        self._bindings: list[RegionBinding] = []
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a region of system memory.
@@ -179,7 +179,7 @@ class SharedMemory:
 
     def bind(
         self,
-        binding: Binding,
+        binding: RegionBinding,
         slices: Sequence[RegionSlice],
         inputs: Sequence[RawInput],
         input_slices: Sequence[RegionSlice | None] | None,

@@ -111,6 +111,7 @@ TOO_LARGE = "Input should be less than or equal to "
         (["x", "--cpu", "--require-gpu"], "--cpu and --require-gpu exclude each other"),
         (["x", "--tls-cert", "cert.pem"], "TLS takes --tls-cert and --tls-key together"),
         (["x", "--load-model", "m"], "--load-model and --model-uploads need --model-control explicit"),
+        (["x", "--shared-memory-mode", "trusted"], "--shared-memory-mode trusted needs --shared-memory"),
         (["x", "s3://b/models"], "s3://b/models is in object storage, which is the only PATH then; start a server for each"),
         (["x", "--storage-folder", "c"], "--storage-folder is for object storage, and x is on this disk; leave it out"),
         (["x", "--no-http", "--http-port", "0"], f"--http-port {WITHOUT_HTTP}"),

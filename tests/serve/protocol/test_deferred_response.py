@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, DeferredResponse
+from halfserve.serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, MOST_WAITING_BYTES, WRITERS, DeferredResponse
 from halfserve.serve.protocol.raw_tensors import to_raw
 from halfserve.serve.protocol.service import INFER_PATH
 from tests.models import save_model
@@ -58,7 +59,32 @@ def test_many_are_written_on_a_thread_and_few_where_they_are(few: Tensors, many:
     at_once, (written,) = answered(many)
     assert at_once == []
     assert isinstance(written, bytes)
-    assert written.startswith(b"dict on asyncio_")
+    assert written.startswith(b"dict on responses_")
+
+
+def test_where_much_waits_for_the_threads_the_rest_does_not() -> None:
+    go_on, size = threading.Event(), MOST_WAITING_BYTES // 2
+    large: Tensors = {"y": np.zeros(size, np.uint8)}
+
+    def held(result: Any) -> bytes:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(WAIT_S)
+        return where(result)
+
+    async def run() -> tuple[list[bytes | InferenceError], list[bytes | InferenceError]]:
+        replies, kept = list[bytes | InferenceError](), set[asyncio.Task[None]]()
+        for _ in range(5):
+            DeferredResponse(held, replies.append, kept.add).done(large)
+        at_once = replies.copy()
+        go_on.set()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*kept)
+        return at_once, replies
+
+    at_once, replies = asyncio.run(run())
+    assert at_once == [b"dict on MainThread"] * 2
+    assert len(replies) == 5
+    assert WRITERS.waiting_bytes == 0
 
 
 def test_nobody_is_answered_who_has_gone() -> None:
@@ -66,10 +92,10 @@ def test_nobody_is_answered_who_has_gone() -> None:
 
 
 def test_it_is_written_all_the_same_where_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refused(*_: object) -> None:
+    def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(asyncio, "to_thread", refused)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
     assert answered(LONG) == ([], [b"dict on MainThread"])
 
 
@@ -122,13 +148,14 @@ def test_large_answers_come_back_to_who_sent_them(
         grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel,
     ):
         on_threads: list[Any] = []
-        to_thread = asyncio.to_thread
+        submit = ThreadPoolExecutor.submit
 
-        async def noted(write: Callable[[Any], Any], outputs: Any) -> Any:
-            on_threads.append(outputs)
-            return await to_thread(write, outputs)
+        def noted(pool: ThreadPoolExecutor, write: Callable[[Any], Any], *outputs: Any) -> Any:
+            if pool is WRITERS.threads:
+                on_threads.append(outputs)
+            return submit(pool, write, *outputs)
 
-        monkeypatch.setattr(asyncio, "to_thread", noted)
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", noted)
         infer, pending = channel.unary_unary(INFER_PATH), {}
         for rows, array in arrays.items():
             request = pb.ModelInferRequest(model_name="echo", raw_input_contents=[to_raw(array, datatype)])

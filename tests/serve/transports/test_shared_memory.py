@@ -19,7 +19,7 @@ from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, running_server
 
-NAME = "halfserve_test_region"
+NAME = f"halfserve_test_region_{os.getpid()}"  # other processes test at the same time
 
 
 @pytest.fixture(scope="module", params=SharedMemoryMode)
@@ -130,20 +130,24 @@ def test_a_large_output_is_left_in_its_place(transport: MakeTransport) -> None:
         shm.destroy_shared_memory_region(handle)
 
 
-@pytest.mark.parametrize("mode", [SharedMemoryMode.SAFE], scope="module")  # it truncates the file
-def test_a_name_that_reads_like_a_lost_device_costs_nobody_the_model(client: triton.InferenceServerClient, region: Any) -> None:
+def test_a_name_that_reads_like_a_lost_device_costs_nobody_the_model(repository: Path, transport: MakeTransport) -> None:
     name = "device-side assert"
-    client.register_system_shared_memory(name, f"/{NAME}", 128)
+    region = shm.create_shared_memory_region(NAME, f"/{NAME}", 128)
     shm.set_shared_memory_region(region, [np.ones((1, 64), np.float16)])
     x_shared = triton.InferInput("x", (1, 64), "FP16")
     x_shared.set_shared_memory(name, 128)
-    for _ in range(3):  # from then on its bytes are fetched where the batch is put together
-        client.infer("mlp", [x_shared])
-    os.truncate(Path(FOLDER) / NAME, 0)
-    with pytest.raises(InferenceServerException, match=f"shared memory region '{name}' has become smaller"):
-        client.infer("mlp", [x_shared])
-    os.truncate(Path(FOLDER) / NAME, 148)
-    assert client.is_model_ready("mlp")
+    with (
+        running_server(partial(load_repository, repository), transport, shared_memory=True) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        client.register_system_shared_memory(name, f"/{NAME}", 128)
+        for _ in range(3):  # from then on its bytes are fetched where the batch is put together
+            client.infer("mlp", [x_shared])
+        os.truncate(Path(FOLDER) / NAME, 0)
+        with pytest.raises(InferenceServerException, match=f"shared memory region '{name}' has become smaller"):
+            client.infer("mlp", [x_shared])
+        assert client.is_model_ready("mlp")
+    shm.destroy_shared_memory_region(region)
 
 
 def test_status_tells_what_is_registered(client: triton.InferenceServerClient, region: Any) -> None:
