@@ -22,9 +22,9 @@ from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.resource_limits import usable_cores
+from halfserve.serve.fleet.launch.process_count import check_room, process_count
 from halfserve.serve.fleet.launch.supervision import become_supervisor
 from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
-from halfserve.serve.fleet.member.process_count import check_room, process_count
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
 from halfserve.serve.http.options import MIB, HttpLimits, HttpOptions, checked_origin
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
