@@ -93,7 +93,12 @@ class MemberCounters:
 
     @classmethod
     def left(cls, file: Path, statistics: pb.ModelStatisticsResponse | None) -> MemberCounters:
-        """Counters of a server that has ended: those in its file, and its statistics, unless the file's are the last ones."""
+        """Read the counters of a server that has ended.
+
+        Args:
+            file: the counters that it wrote last; the file need not exist.
+            statistics: its statistics if they are newer than the file; None if those in the file are the last.
+        """
         counters = cls.from_bytes(file.read_bytes()) if file.exists() else cls()
         if statistics is not None:
             counters.statistics = statistics
