@@ -7,9 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +22,12 @@ from halfserve.amp_core.recorder import Record, table
 from halfserve.amp_core.training.distributed import World, joined_world
 from halfserve.amp_core.training.run import Evaluation
 from halfserve.amp_core.training.run_folder import RECORD
-from halfserve.amp_core.training.settings import PeerError, TrainingError, TrainingSettings
+from halfserve.amp_core.training.settings import KEPT, PeerError, TrainingError, TrainingOptions, TrainingSettings
 from halfserve.amp_core.training.train import Progress as TrainingProgress
 from halfserve.amp_core.training.train import TrainingResult
 from halfserve.amp_core.training.train import train as run_training
 from halfserve.amp_core.weights.file_kinds import WeightsError
+from halfserve.option_groups import takes_option_groups
 
 Callbacks = tuple["Callable[[TrainingProgress], None]", "Callable[[Evaluation], None]"]
 
@@ -82,52 +80,13 @@ EXIT_CODES: dict[type[Exception], int] = {
 }  # fmt: skip
 
 
-class Dtype(StrEnum):
-    """The low-precision dtype, or none."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-_step = partial(typer.Option, rich_help_panel="Each step")
-_length = partial(typer.Option, rich_help_panel="How long, and where")
-_kept = partial(typer.Option, rich_help_panel="What is kept")
-
-
+@takes_option_groups
 def train(
-    model: Annotated[str, typer.Argument(help="MODULE:FACTORY of a function that returns the torch.nn.Module.")],
-    data: Annotated[str, typer.Option(help="MODULE:FACTORY of a function that returns (training set, held-out set).")],
-    out: Annotated[Path, typer.Option(help="Folder for checkpoint.pt, model.safetensors and train.jsonl.")],
-    weights: Annotated[
-        Path | None,
-        typer.Option(help="Weights a new run starts from: .safetensors, .pt, .pth, sharded, or a folder of them."),
-    ] = None,
-    loss: Annotated[str, _step(help="MODULE:FUNCTION (output, target) -> scalar.")] = "torch.nn.functional:cross_entropy",
-    optimizer: Annotated[str, _step(help="MODULE:FACTORY (parameters, lr=...) -> optimizer.")] = "torch.optim:AdamW",
-    dtype: Annotated[Dtype, _step(help="float16 scales the loss; float32 trains without autocast.")] = Dtype.FLOAT16,
-    epochs: Annotated[int, _length(min=1, help="Passes over the training set.")] = 20,
-    steps_per_epoch: Annotated[
-        int, _length(min=0, help="Steps after which an epoch ends at the latest; needed for a set without a length.")
-    ] = 0,
-    batch_size: Annotated[int, _step(min=1, help="Items of one batch, in each process.")] = 64,
-    accumulate: Annotated[int, _step(min=1, help="Batches per optimizer step.")] = 1,
-    learning_rate: Annotated[float, _step(help="The highest, of a warm-up and a cosine.")] = 3e-3,
-    clip: Annotated[float, _step(min=0.0, help="Largest gradient norm; 0 does not clip.")] = 1.0,
-    seed: Annotated[int, _length(min=0, help="Of the weights, of the order of the data, and of all else that is random.")] = 0,
-    device: Annotated[str, _length(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    policy: Annotated[str, _step(help="Which operation runs in which dtype: native, cuda, cuda+fp32:einsum,...")] = "native",
-    workers: Annotated[int, _length(min=0, help="Processes that load data; 0 loads it here.")] = 0,
-    checkpoint_every: Annotated[
-        int, _kept(min=0, help="Steps between checkpoints; 0 writes one at the end of each epoch only.")
-    ] = 0,
-    patience: Annotated[
-        int, _length(min=1, help="Steps in a row, skipped or without a finite loss, before the cause is looked for.")
-    ] = 10,
-    record: Annotated[bool, _kept("--record", help="Record dtypes and ranges of all operations in record.json.")] = False,
-    record_every: Annotated[int, _kept(min=1, help="Steps between two that --record looks at.")] = 200,
-    tensorboard: Annotated[bool, _kept("--tensorboard", help="Write curves into OUT/tensorboard.")] = False,
-    resume: Annotated[bool, _kept("--resume", help="Go on from OUT/checkpoint.pt, if there is one.")] = False,
+    options: TrainingOptions,
+    *,
+    resume: Annotated[
+        bool, typer.Option("--resume", rich_help_panel=KEPT, help="Go on from OUT/checkpoint.pt, if there is one.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")] = False,
 ) -> None:
     """Train a PyTorch model in mixed precision, and write a checkpoint that `halfserve export` reads.
@@ -141,10 +100,9 @@ def train(
 
     Exit codes: 0 done, 1 the run cannot start or go on, 2 wrong usage.
     """
-    options: dict[str, Any] = locals() | {"dtype": str(dtype), "record_every": record_every if record else 0}
     try:
         with joined_world() as world:
-            settings = TrainingSettings(**{entry.name: options[entry.name] for entry in fields(TrainingSettings)})
+            settings = TrainingSettings(**vars(options))
             _train(settings, world, resume=resume, as_json=as_json)
     except PeerError:
         sys.exit(1)  # the process that failed first has said why
@@ -161,7 +119,7 @@ def _train(settings: TrainingSettings, world: World, *, resume: bool, as_json: b
     if as_json:
         typer.echo(json.dumps(_summary(result, settings, world)))
         return
-    if settings.record_every:
+    if settings.record:
         _print_record(settings.out)
     typer.echo(_sentence(result, settings, world))
 

@@ -1,6 +1,6 @@
 """Cost of autocast, policies, compiled regions, the recorder and GradScaler relative to torch.amp, on whole training steps.
 
-    python benchmarks/amp.py [--rounds 31] [--device cpu] [--only regions,steps,compiled,record,scaler]
+    python -m benchmarks.amp [--rounds 31] [--device cpu] [--only regions,steps,compiled,record,scaler]
 
 The models are small on purpose: a step computes little, so that overhead shows. The variants take turns, in a new order each
 round; a result is the median over the rounds of (variant's time / torch.amp's time in the same round).

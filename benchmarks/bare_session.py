@@ -8,19 +8,17 @@ batches of that size, and runs beside one load generator. Both are measured in t
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import Annotated
 
 import numpy as np
 import typer
 
+from benchmarks.harness.server_process import server_process
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.onnx_runtime.session import SessionOpener
 from halfserve.serve.benchmark.level import Load
@@ -62,7 +60,12 @@ class Bare:
 
 @contextmanager
 def served(
-    model: Path, rows: int, threads: int, options: RequestSettings | None = None, flags: Sequence[str] = ()
+    model: Path,
+    rows: int,
+    threads: int,
+    options: RequestSettings | None = None,
+    flags: Sequence[str] = (),
+    placement: str = "--cpu",
 ) -> Iterator[LoadTarget]:
     """Run `halfserve serve` in a process of its own, with a load target for it.
 
@@ -72,16 +75,14 @@ def served(
         threads: CPU threads of one operator.
         options: contents of the requests.
         flags: further options of the command.
+        placement: "--cpu" or "--require-gpu".
     """
-    command = [sys.executable, "-m", "halfserve", "serve", str(model), "--json", "--grpc-port", "0"]
-    command += ["--threads", str(threads), "--max-batch-size", str(rows), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        line = cast("IO[str]", server.stdout).readline()
-        if not line:
-            raise SystemExit("the server did not start; its message is above")
-        with LoadTarget(f"127.0.0.1:{json.loads(line)['grpc_port']}", [model.stem], options or RequestSettings()) as contestant:
-            yield contestant
-        server.terminate()
+    size = ("--max-batch-size", str(rows))
+    with (
+        server_process(model, *size, *flags, placement=placement, threads=threads) as server,
+        LoadTarget(server.address, [model.stem], options or RequestSettings()) as contestant,
+    ):
+        yield contestant
 
 
 def main(

@@ -34,10 +34,10 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.converters import peers
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.packaged_checkpoints import CHECKPOINTS, ROOT, PackagedCheckpoint, unpack
-from benchmarks.converters.real import RealOutcome, judged
+from benchmarks.converters.real import HEADINGS, RealOutcome, judged
 from benchmarks.converters.synthetic_inputs import Trial
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 OURS, OPTIMUM = "halfserve export", "optimum-cli export onnx"
 CONVERTERS = (*peers.LOCAL[1:], *peers.MODELOPT)
@@ -183,7 +183,7 @@ def _outcome(name: str, work: Work, bench: Bench) -> RealOutcome:
         except RuntimeError as error:
             outcome = RealOutcome(problem=f"crash: {error}")
         outcome = replace(outcome, seconds=seconds)
-    figures = " ".join(_cells(outcome)[:-1])
+    figures = " ".join(outcome.cells[:-1])
     console.print(f"{work.checkpoint.name}, {name}: {outcome.problem or 'right'}; {figures}", markup=False, soft_wrap=True)
     return outcome
 
@@ -242,25 +242,11 @@ def _timed_conversion(name: str, python: str | None, model: bytes) -> tuple[byte
 def _show(found: dict[str, dict[str, RealOutcome]]) -> None:
     out = Console()
     for checkpoint, rows in found.items():
-        table = Table("", "error", "rounded", "least cosine", "not finite", "float16/32 nodes, casts", "s", "size", "problem")
+        table = Table("", *HEADINGS)
         table.title = checkpoint
         for name, outcome in rows.items():
-            table.add_row(name, *_cells(outcome))
+            table.add_row(name, *outcome.cells)
         out.print(table)
-
-
-def _cells(outcome: RealOutcome) -> list[str]:
-    share = outcome.share
-    return [
-        f"{outcome.runtime_error:.1e}",
-        f"{outcome.rounded_error:.1e}",
-        f"{outcome.least_cosine:.6f}",
-        str(outcome.non_finite),
-        f"{share.float16}/{share.float32}, {share.casts}",
-        f"{outcome.seconds:.1f}",
-        f"{outcome.size_ratio:.3f}",
-        outcome.problem[:80],
-    ]
 
 
 if __name__ == "__main__":

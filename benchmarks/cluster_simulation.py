@@ -1,176 +1,118 @@
-"""Simulates a day's load, a hundred models, or a thousand members, in deterministic virtual time.
+"""Processor time of a cluster's controller for 10, 100 and 1,000 simulated members, in deterministic virtual time.
 
-    python -m benchmarks.cluster_simulation day         (our autoscaling policy and Ray Serve's default on the same day)
-    python -m benchmarks.cluster_simulation placement   (100 models over 4 members by the real controller, Zipf load)
-    python -m benchmarks.cluster_simulation size        (10, 100 and 1,000 members at the real controller)
+    python -m benchmarks.cluster_simulation [--members 1000] [--models 100 --per-member 10]
 
-Members and their models are simulated; the policy, the placement and the controller are those of `halfserve cluster`.
+The controller is that of `halfserve cluster`; its members and their models are simulated in the same process. Each row has the
+controller's processor time in milliseconds per second while nothing changes and while one member a second is replaced, and in
+milliseconds for the start of all members at once, for one ModelStatistics call, and for one decision on the number of members.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Executor
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar, TypeVarTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster_simulating.day import Policy, ours, rays, simulate
-from benchmarks.cluster_simulating.members import SimulatedMember
-from benchmarks.cluster_simulating.metering import Meter, MeteredLink, MeteredLoop
-from benchmarks.cluster_simulating.traffic import Traffic, zipf
-from benchmarks.cluster_simulating.virtual_time import run_virtually
-from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.fleet.control.autoscaling import ScalingOptions, wanted_members
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
-from halfserve.serve.fleet.control.reports import LEASE_S
+from halfserve.serve.fleet.control.reports import LEASE_S, Orders, Report
 from halfserve.serve.protocol.service import SERVICE
+from tests.serve.simulated_cluster.members import SimulatedMember
+from tests.serve.simulated_cluster.virtual_time import VirtualLoop, run_virtually
 
-app = typer.Typer(add_completion=False)
 MIB = 2**20
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-@app.command()
-def day(
-    days: Annotated[int, typer.Option(help="How many, each with other chances.")] = 5,
-    hours: Annotated[float, typer.Option(help="Length of a day.")] = 24.0,
-) -> None:
-    """Compare autoscaling policies on the same days' load."""
-    table = Table(
-        "policy", "member hours a day", "missed of a million", "changes a day", "most members", "burst served after, s"
-    )
-    policies: dict[str, Callable[[], Policy]] = {
-        "ours, models compute 70 % of the time": ours,
-        "ours, 55 %": lambda: ours(busy=0.55),
-        "Ray's default, 2 requests per replica (its default)": rays,
-        "Ray's default, 1.4 (70 %)": lambda: rays(1.4),
-        "Ray's default, 1.1 (55 %)": lambda: rays(1.1),
-    }
-    for name, policy in policies.items():
-        outcomes = [simulate(policy(), hours=hours, seed=seed) for seed in range(days)]
-        missed = sum(one.missed for one in outcomes) / sum(one.requests for one in outcomes)
-        bursts = sorted(seconds for one in outcomes for seconds in one.rise_s)
-        table.add_row(
-            name,
-            f"{sum(one.member_hours for one in outcomes) / days:.1f}",
-            f"{missed * 1e6:.1f}",
-            f"{sum(one.changes for one in outcomes) / days:.0f}",
-            f"{max(one.largest for one in outcomes)}",
-            f"{bursts[len(bursts) // 2]:.0f} (at most {bursts[-1]:.0f})",
-        )
-    Console().print(table)
+class Meter:
+    """Measures the processor time of a part of this process that never waits.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Results of one phase of the placement scenario.
-
-    Attributes:
-        name: event of the phase.
-        answered, lost: numbers of answered and lost requests.
-        longest_s: longest time until a member was found for a request, in seconds.
-        loads: number of model loads, at all members.
-        largest: largest total size of models at any member so far, in bytes.
-        counted: whether ModelStatistics equals the number of answered requests so far, for each model.
+    It reads the wall clock, as reading the processor's clock may take 0.1 ms, and scales by the process's share of a processor
+    in that time.
     """
 
-    name: str
-    answered: int
-    lost: int
-    longest_s: float
-    loads: int
-    largest: int
-    counted: bool
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._began = time.perf_counter(), time.process_time()
+
+    def take(self) -> float:
+        """Processor seconds since the last call."""
+        spent, self._spent_s = self._spent_s, 0.0
+        before, self._began = self._began, (time.perf_counter(), time.process_time())
+        return spent * (self._began[1] - before[1]) / (self._began[0] - before[0])
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function, and count its time."""
+        began = time.perf_counter()
+        try:
+            return function()
+        finally:
+            self._spent_s += time.perf_counter() - began
 
 
-def place_models(models: int = 100, per_member: int = 40, phase_s: float = 120.0) -> list[Phase]:
-    """Place many models on four members, through the real controller, while members come and go and the load moves.
+class MeteredLoop(VirtualLoop):
+    """Meters the controller's timers, and its work on threads."""
 
-    A model takes 50 MiB, and a member has memory for one more than `per_member`.
-    """
-    names = [f"model-{i:03}" for i in range(models)]
-    sizes = dict.fromkeys(names, 50 * MIB)
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
 
-    async def main(clock: Callable[[], float]) -> list[Phase]:
-        controller = Controller(ControllerOptions(models_per_member=per_member), clock)
-        members: dict[str, SimulatedMember] = {}
-        everyone: list[SimulatedMember] = []
-        phases: list[Phase] = []
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        if getattr(callback, "__module__", "").startswith("halfserve.serve.fleet"):
+            return super().call_at(when, lambda: self._meter.run(lambda: callback(*args)), context=context)
+        return super().call_at(when, callback, *args, context=context)
 
-        def add(name: str, left: Mapping[str, bytes] | None = None) -> None:
-            members[name] = member = SimulatedMember(controller, name, sizes, memory_size=(per_member + 1) * 50 * MIB)
-            member.left = dict(left or {})
-            everyone.append(member)
-            member.start()
-
-        for name in "abcd":
-            add(name)
-        await asyncio.sleep(LEASE_S + 20)
-        traffic = Traffic(members, zipf(names, 2000.0))
-        sending = asyncio.create_task(traffic.run())
-
-        def moves() -> int:
-            return sum(member.moves for member in everyone)
-
-        before = 0, 0, moves()
-
-        async def play(title: str) -> None:
-            nonlocal before
-            await asyncio.sleep(phase_s)
-            tally = traffic.tally
-            answer = await controller.call(f"/{SERVICE}/ModelStatistics", b"")
-            counted = {
-                one.name: one.inference_stats.success.count for one in pb.ModelStatisticsResponse.FromString(answer).model_stats
-            }
-            phases.append(
-                Phase(
-                    name=title,
-                    answered=tally.answered - before[0],
-                    lost=tally.lost - before[1],
-                    longest_s=tally.longest_s,
-                    loads=moves() - before[2],
-                    largest=max(member.largest for member in everyone),
-                    counted=counted == traffic.by_model,
-                )
-            )
-            before, tally.longest_s = (tally.answered, tally.lost, moves()), 0.0
-
-        await play("load begins")
-        await play("steady")
-        add("e")
-        await play("a member joins")
-        controller.drain("b")
-        await asyncio.sleep(20)
-        leaving = members.pop("b")
-        await leaving.end()
-        await play("a member drained and left")
-        killed = members.pop("c")
-        await killed.kill()
-        add("f", left={"c": killed.counters()})
-        await play("a member killed and replaced")
-        traffic.rates = zipf(names[::-1], 2000.0)
-        await play("hot models become cold, and cold ones hot")
-        await play("steady again")
-        sending.cancel()
-        for member in members.values():
-            await member.kill()
-        return phases
-
-    return run_virtually(main)
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        return super().run_in_executor(executor, lambda: self._meter.run(lambda: func(*args)))
 
 
-@app.command()
-def placement() -> None:
-    """Show the placement of 100 models over 4 members under Zipf load."""
-    table = Table("what happens", "answered", "lost", "longest wait, s", "loads", "most MiB", "sums exact")
-    for phase in place_models():
-        counted = "yes" if phase.counted else "NO"
-        figures = phase.answered, phase.lost, f"{phase.longest_s:.1f}", phase.loads, phase.largest // MIB, counted
-        table.add_row(phase.name, *(str(one) for one in figures))
-    Console().print(table)
+class MeteredLink:
+    """A link to a controller with every step metered."""
+
+    def __init__(self, controller: Controller, meter: Meter) -> None:
+        self._controller = controller
+        self._meter = meter
+
+    async def exchange(self, report: Report) -> Orders:
+        return await _Metered(self._controller.exchange(report), self._meter)
+
+    async def call(self, path: str, request: bytes) -> bytes:
+        return await _Metered(self._controller.call(path, request), self._meter)
+
+    async def metrics(self) -> tuple[bytes, str]:
+        return await _Metered(self._controller.metrics(), self._meter)
+
+
+class _Metered(Awaitable[T], Generic[T]):
+    def __init__(self, work: Coroutine[Any, Any, T], meter: Meter) -> None:
+        self._work = work
+        self._meter = meter
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        step: Callable[[], Any] = lambda: self._work.send(None)  # noqa: E731  (replaced below)
+        while True:
+            try:
+                waits_for = self._meter.run(step)
+            except StopIteration as ended:
+                value: T = ended.value
+                return value
+            try:
+                yield waits_for
+                step = lambda: self._work.send(None)  # noqa: E731  (as above)
+            except BaseException as error:  # noqa: BLE001  (handed on: a cancellation, most of all)
+                raised = error
+                step = lambda: self._work.throw(raised)  # noqa: B023, E731  (as above)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +186,7 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
     return run_virtually(main, lambda: MeteredLoop(meter))
 
 
-@app.command()
-def size(
+def main(
     members: Annotated[list[int] | None, typer.Option(help="How many; may be given several times.")] = None,
     models: Annotated[int, typer.Option(help="In the repository.")] = 10,
     per_member: Annotated[int, typer.Option(help="Models that one member serves; 0 for all.")] = 0,
@@ -274,4 +215,4 @@ def size(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

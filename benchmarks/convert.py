@@ -3,7 +3,7 @@
     python -m benchmarks.convert [--modelopt-python PATH] [--kinds node,...] [--converters ours,...] [--rounds 5] [--json]
 
 "Clean" is ONNX's full checker, ONNX Runtime's CPU loads and runs it, right values, right types of inputs and outputs
-(benchmarks/converters/judge.py), over the models of ONNX's own backend tests that hold float32 and that ONNX Runtime's CPU
+(tests/export/conversions/judge.py), over the models of ONNX's own backend tests that hold float32 and that ONNX Runtime's CPU
 runs right in float32. Every conversion is judged in a child process, so that a crash counts and ends nothing.
 modelopt has requirements of its own: make an environment for it and name its Python.
 
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.converters import peers
-from benchmarks.converters.cases import KINDS
 from benchmarks.converters.float_share import Share
 from benchmarks.converters.speed_models import SPEED_MODELS
 from benchmarks.converters.suite import Outcome, judgeable_cases, outcomes
 from benchmarks.converters.timing import timings
+from tests.export.conversions.cases import KINDS
 
 Json = dict[str, Any]
 console = Console(stderr=True)

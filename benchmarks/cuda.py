@@ -32,10 +32,7 @@ import onnxruntime as ort
 import typer
 
 from benchmarks import mixed_lengths
-from benchmarks.converters.cases import KINDS
-from benchmarks.converters.crash_pool import Crash
 from benchmarks.converters.prediction import Agreement
-from benchmarks.converters.runtime import Session
 from benchmarks.cuda_device.alone import Alone, locked
 from benchmarks.cuda_device.in_process import rows_per_second
 from benchmarks.cuda_device.networks import FP16, FP32, Network, write_minilm, write_networks
@@ -50,6 +47,9 @@ from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.observability.exposition import find_nvml
+from tests.export.conversions.cases import KINDS
+from tests.export.conversions.crash_pool import Crash
+from tests.export.conversions.runtime import Session
 
 # From https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html: options that may pay, against the default.
 OPTIONS = (

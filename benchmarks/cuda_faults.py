@@ -26,8 +26,8 @@ import typer
 from onnx import parser
 from torch import Tensor, nn
 
+from benchmarks.harness.server_process import ServerProcess, server_process
 from benchmarks.mixed_lengths import Device
-from benchmarks.soaking.server_process import ServerProcess, server_process
 from halfserve import Client, ClientError
 from halfserve.serve.engine.tensors import Array
 

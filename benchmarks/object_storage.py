@@ -22,8 +22,8 @@ from typing import Any
 import typer
 
 from halfserve.files.object_storage import ObjectStore
-from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 
 MIB = 2**20
 

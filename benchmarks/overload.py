@@ -11,14 +11,10 @@ deadline.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import Annotated
 
 import numpy as np
 import onnx
@@ -26,13 +22,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.footprint import resident_kb
+from benchmarks.harness.process_watch import look
+from benchmarks.harness.server_process import server_process
 from benchmarks.serving_models import resnet
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
-from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec, LoadStatistics
+from halfserve.serve.benchmark.load.spec import LoadSpec, LoadStatistics
+from halfserve.serve.protocol.service import INFER_PATH
 
-PATH = "/inference.GRPCInferenceService/ModelInfer"
 CONCURRENCIES = (8, 16, 32)
 TARGET = 'parameters { key: "halfserve.latency_target_ms" value { string_value: "%g" } }'
 Errors = dict[str, int]
@@ -61,22 +58,12 @@ class Load:
     resident_mb: float
 
 
-@contextmanager
-def server(folder: Path, target_ms: float | None, threads: int) -> Iterator[tuple[int, int]]:
-    """Serve the model; yields the port and the process id."""
-    model = folder / "resnet"
+def save_model(repository: Path, target_ms: float | None) -> None:
+    """Write the model, with its latency target if there is one."""
+    model = repository / "resnet"
     (model / "1").mkdir(parents=True)
     onnx.save(resnet(), model / "1" / "model.onnx")
     (model / "config.pbtxt").write_text(f"max_batch_size: 16 {TARGET % target_ms if target_ms else ''}", encoding="utf-8")
-    command = [sys.executable, "-m", "halfserve", "serve", str(folder), "--grpc-port", "0", "--cpu", "--json"]
-    with subprocess.Popen([*command, "--threads", str(threads)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = cast("IO[str]", process.stdout).readline()
-            if not line:
-                raise SystemExit("the server did not start; its message is above")
-            yield json.loads(line)["grpc_port"], process.pid
-        finally:
-            process.terminate()
 
 
 def request() -> bytes:
@@ -104,7 +91,7 @@ def measure(generator: LoadGenerator, order: LoadSpec, pid: int, peak: float) ->
         p50_ms=p50_ms,
         p99_ms=p99_ms,
         errors=dict(tally.errors),
-        resident_mb=resident_kb(pid) / 1e3,
+        resident_mb=look(pid).resident_mb,
     )
 
 
@@ -133,9 +120,12 @@ def main(
     """Start a server, find its peak, load it below and above, and print the results."""
     factors = [float(text) for text in loads.split(",")]
     results = []
-    with tempfile.TemporaryDirectory() as name, server(Path(name), target_ms, threads) as (port, pid):
-        target = LoadEndpoint(host="127.0.0.1", port=port, path=PATH)
-        with LoadGenerator(target, [request()]) as generator:
+    with tempfile.TemporaryDirectory() as name:
+        save_model(Path(name), target_ms)
+        with (
+            server_process(Path(name), threads=threads) as server,
+            LoadGenerator(server.endpoint(INFER_PATH), [request()]) as generator,
+        ):
             deadline_s = deadline_ms / 1e3
             generator.run(LoadSpec(concurrency=16, seconds=1.0))  # warm-up
             for _ in range(rounds):
@@ -144,7 +134,7 @@ def main(
                 measured = []
                 for factor in factors:
                     order = LoadSpec(rate=peak * factor, seconds=seconds, timeout_s=deadline_s, connections=4)
-                    measured.append((factor, measure(generator, order, pid, peak)))
+                    measured.append((factor, measure(generator, order, server.process.pid, peak)))
                 results.append((peak, measured))
     if as_json:
         print(json.dumps([{"peak": peak, "loads": {f: asdict(load) for f, load in run}} for peak, run in results]))

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.soaking.server_process import server_process
+from benchmarks.harness.server_process import server_process
 from halfserve import Client
 from halfserve.serve.benchmark.level import Load
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings

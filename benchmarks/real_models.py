@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.converters import peers
-from benchmarks.converters.crash_pool import Crash, CrashPool
-from benchmarks.converters.real import RealOutcome, evaluate
+from benchmarks.converters.real import HEADINGS, RealOutcome, evaluate
 from benchmarks.converters.wheels import PackagedModel, packaged_models
+from tests.export.conversions.crash_pool import Crash, CrashPool
 
 TIMEOUT_SECONDS = 600
 console = Console(stderr=True)
@@ -75,28 +75,12 @@ def _outcomes(
 def _show(found: dict[str, dict[str, RealOutcome]]) -> None:
     out = Console()
     for name, rows in found.items():
-        table = Table(
-            "model", "error", "rounded", "inputs rounded", "not finite", "float16/32 nodes, casts", "s", "size", "problem"
-        )
+        table = Table("model", *HEADINGS)
         for model, outcome in rows.items():
-            table.add_row(model, *_cells(outcome))
+            table.add_row(model, *outcome.cells)
         right, clean = sum(not o.problem for o in rows.values()), sum(o.clean for o in rows.values())
         table.title = f"{name}: {right} of {len(rows)} right, {clean} clean"
         out.print(table)
-
-
-def _cells(outcome: RealOutcome) -> list[str]:
-    share = outcome.share
-    return [
-        f"{outcome.runtime_error:.1e}",
-        f"{outcome.rounded_error:.1e}",
-        f"{outcome.input_error:.1e}",
-        str(outcome.non_finite),
-        f"{share.float16}/{share.float32}, {share.casts}",
-        f"{outcome.seconds:.2f}",
-        f"{outcome.size_ratio:.3f}",
-        outcome.problem[:80],
-    ]
 
 
 if __name__ == "__main__":

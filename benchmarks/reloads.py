@@ -13,29 +13,95 @@ its 95 % confidence interval (of the sign test). Exits with 1 if a request faile
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import grpc
 import numpy as np
+import onnx
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.footprint import resident_kb
-from benchmarks.reloading.median import median_of
-from benchmarks.reloading.versions import MODELS, NAME, Versions, serving
-from benchmarks.reloading.windows import PERCENTILES, Windows, compare, measure
+from benchmarks.harness.process_watch import look
+from benchmarks.harness.server_process import ServerProcess, server_process
+from benchmarks.reload_windows import PERCENTILES, Windows, compare, measure, median_of
+from benchmarks.serving_models import Net, mlp
 from halfserve.protos.inference_pb2 import ModelInferRequest, RepositoryModelLoadRequest
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
-from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
+from halfserve.serve.benchmark.load.spec import LoadSpec
 
+NAME = "net"
 SERVICE = "/inference.GRPCInferenceService"
 WARM_UP_S = 2.0
 LOAD_TIMEOUT_S = 120.0
 # The p99 of a window needs ten slower requests above it.
 FEWEST_REQUESTS = 1000
+
+
+def wide() -> onnx.ModelProto:
+    """64-2048-2048-2048-10: 17 MB of weights."""
+    net = Net()
+    net.linear(64, 2048)
+    for _ in range(2):
+        net.add("Relu", net.end)
+        net.linear(2048, 2048)
+    net.add("Relu", net.end)
+    net.linear(2048, 10)
+    return net.model(["batch", 64], ["batch", 10])
+
+
+def deep() -> onnx.ModelProto:
+    """64-64-...-64-10 over 300 layers with shortcuts: a graph that takes long to load, with few weights."""
+    net = Net()
+    net.linear(64, 64)
+    for _ in range(300):
+        shortcut = net.end
+        net.linear(64, 64)
+        net.add("Relu", net.end)
+        net.add("Add", net.end, shortcut)
+    net.linear(64, 10)
+    return net.model(["batch", 64], ["batch", 10])
+
+
+MODELS = {"mlp": mlp, "wide": wide, "deep": deep}
+
+
+@dataclass
+class Versions:
+    """A model folder in which versions are added and removed.
+
+    Attributes:
+        repository: repository that contains the folder.
+        latest: number of the newest version.
+    """
+
+    repository: Path
+    latest: int
+    _content: bytes
+
+    @classmethod
+    def of(cls, repository: Path, model: onnx.ModelProto) -> Versions:
+        """Write a repository with the first version."""
+        versions = cls(repository, 0, model.SerializeToString())
+        versions.add()
+        return versions
+
+    def add(self) -> None:
+        """Add a new version, whose file no server has seen, and remove all versions but the one before."""
+        self.latest += 1
+        name = onnx.ModelProto()
+        name.metadata_props.add(key="version", value=str(self.latest))
+        hidden = self.repository / NAME / f".{self.latest}"
+        hidden.mkdir(parents=True)
+        # Protobuf merges concatenated messages into one.
+        (hidden / "model.onnx").write_bytes(self._content + name.SerializeToString())
+        hidden.rename(hidden.with_name(str(self.latest)))
+        if self.latest > 2:
+            shutil.rmtree(self.repository / NAME / str(self.latest - 2))
 
 
 def main(
@@ -52,9 +118,11 @@ def main(
     if rate * window_s < FEWEST_REQUESTS and not as_json:
         typer.echo(f"{rate * window_s:.0f} requests a window are few for a p99; {FEWEST_REQUESTS} would be enough", err=True)
     with tempfile.TemporaryDirectory() as folder:
-        versions = Versions.of(Path(folder), MODELS[model]())
-        with serving(Path(folder), threads) as (port, pid):
-            figures = _measure(port, pid, versions, reloads, LoadSpec(rate=rate, seconds=window_s, connections=4))
+        repository, cache = Path(folder, "models"), Path(folder, "cache")  # the cache of earlier runs may know the files
+        versions = Versions.of(repository, MODELS[model]())
+        control = ("--model-control", "explicit", "--load-model", NAME)
+        with server_process(repository, *control, threads=threads, cache=cache) as server:
+            figures = _measure(server, versions, reloads, LoadSpec(rate=rate, seconds=window_s, connections=4))
     if as_json:
         typer.echo(json.dumps({"model": model, **figures}))
     else:
@@ -63,8 +131,8 @@ def main(
         raise SystemExit(1)
 
 
-def _measure(port: int, pid: int, versions: Versions, reloads: int, order: LoadSpec) -> dict[str, Any]:
-    target = LoadEndpoint(host="127.0.0.1", port=port, path=f"{SERVICE}/ModelInfer")
+def _measure(server: ServerProcess, versions: Versions, reloads: int, order: LoadSpec) -> dict[str, Any]:
+    target = server.endpoint(f"{SERVICE}/ModelInfer")
     with LoadGenerator(target, [_request()]) as generator, grpc.insecure_channel(target.address) as channel:
         ask = channel.unary_unary(f"{SERVICE}/RepositoryModelLoad")
         message = RepositoryModelLoadRequest(model_name=NAME).SerializeToString()
@@ -73,9 +141,9 @@ def _measure(port: int, pid: int, versions: Versions, reloads: int, order: LoadS
             ask(message, timeout=LOAD_TIMEOUT_S)
 
         generator.run(LoadSpec(rate=order.rate, seconds=WARM_UP_S, connections=order.connections))
-        before_kb = resident_kb(pid)
+        before_mb = look(server.process.pid).resident_mb
         quiet, reload = measure(generator, order, reloads, add=versions.add, load=load)
-        grown_kb = resident_kb(pid) - before_kb
+        grown_mb = look(server.process.pid).resident_mb - before_mb
     loading = median_of(reload.loading_s)
     return {
         "reloads": reloads,
@@ -84,7 +152,7 @@ def _measure(port: int, pid: int, versions: Versions, reloads: int, order: LoadS
         "errors": _errors(quiet, reload),
         "requests_a_window": round((quiet.requests + reload.requests) / (2 * reloads)),
         "seconds_to_load": round(loading.value, 4),
-        "grown_kb": grown_kb,
+        "grown_mb": round(grown_mb, 2),
         "quiet_ms": _figures(quiet),
         "reload_ms": _figures(reload),
         "difference_percent": {
@@ -134,7 +202,7 @@ def _print(figures: dict[str, Any]) -> None:
         console.print(f"{name} with a reload: {change['value']:+.1f} % ({change['low']:+.1f} to {change['high']:+.1f})")
     console.print(
         f"{figures['reloads']} reloads of {figures['seconds_to_load']} s, {figures['requests']} requests, "
-        f"{figures['failed']} failed, resident memory {figures['grown_kb']:+} kB"
+        f"{figures['failed']} failed, resident memory {figures['grown_mb']:+} MB"
     )
 
 

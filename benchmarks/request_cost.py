@@ -6,6 +6,9 @@ The total is measured first, without a profiler. The shares are cProfile's, whic
 with many small calls look somewhat larger than they are. It does not see compiled calls, so measure shares with the sources:
 HALFSERVE_COMPILED=0 python -m benchmarks.request_cost mlp.onnx
 
+With --cold the processor's caches are emptied before each round, as other programs do it while a server sleeps between the
+requests of one client: python -m benchmarks.request_cost mlp.onnx --in-flight 1 --cold --rounds 300
+
 python -m benchmarks.request_cost --ensemble
 
 loads two tiny models, and an ensemble of the two, in turn: the cost that the second step adds to a request.
@@ -30,7 +33,7 @@ from onnx import TensorProto, helper
 
 from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache
@@ -39,9 +42,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.process import infrequent_collection
 from halfserve.serve.protocol.service import INFER_PATH, Service
 from halfserve.serve.transports.grpc_framing import frame
@@ -57,6 +60,7 @@ HEADERS = [
     (b"content-type", b"application/grpc"),
     (b"te", b"trailers"),
 ]
+EVICTING_BYTES = 2**26  # more than the caches of a core hold
 WINDOW_BYTES = 2**22  # as large as that of gRPC's own clients
 # Room by path below serve/; the first match counts.
 ROOMS = {
@@ -94,7 +98,9 @@ class Wire:
 class Client:
     """Sends requests to a connection of the server and waits for all answers."""
 
-    def __init__(self, connection: GrpcConnection, request: bytes) -> None:
+    def __init__(self, connection: GrpcConnection, request: bytes, *, cold: bool = False) -> None:
+        """`cold`: empty the processor's caches before each round."""
+        self._evicting = np.zeros(EVICTING_BYTES if cold else 0, np.uint8)
         self._connection = connection
         self._request = request
         self._wire = Wire()
@@ -110,6 +116,7 @@ class Client:
         for _ in range(in_flight):
             stream = self._http2.send_request(HEADERS)
             self._http2.send_data(stream, self._request, end_stream=True)
+        self._evicting += 1
         answered, spent = 0, 0.0
         while answered < in_flight:
             arrived = self._http2.data_to_send()
@@ -223,21 +230,21 @@ async def _seconds(client: Client, in_flight: int, rounds: int) -> float:
     return statistics.median([await client.round(in_flight) for _ in range(rounds)]) / in_flight
 
 
-def _client(model: Model) -> Client:
+def _client(model: Model, *, cold: bool = False) -> Client:
     server = Nghttp2Server(Service(InferenceCore([model]), server_version="0"), "127.0.0.1", 0)
-    return Client(server.connection(), one_row(model))
+    return Client(server.connection(), one_row(model), cold=cold)
 
 
-async def _measure_hits(path: Path, in_flight: int, rounds: int) -> float:
+async def _measure_hits(path: Path, in_flight: int, rounds: int, *, cold: bool) -> float:
     """Seconds of a request that the response cache answers."""
     model = loaded(path)
     model.config.response_cache.enable = True
     cache_answers(model, ResponseCache(DEFAULT_MIB * 2**20))
-    return await _seconds(_client(model), in_flight, rounds)
+    return await _seconds(_client(model, cold=cold), in_flight, rounds)
 
 
-async def _measure(path: Path, in_flight: int, rounds: int) -> tuple[float, Counter[str]]:
-    client = _client(loaded(path))
+async def _measure(path: Path, in_flight: int, rounds: int, *, cold: bool) -> tuple[float, Counter[str]]:
+    client = _client(loaded(path), cold=cold)
     seconds = await _seconds(client, in_flight, rounds)
     profile = cProfile.Profile()
     for _ in range(rounds):
@@ -251,6 +258,7 @@ def main(
     ensemble: Annotated[bool, typer.Option("--ensemble", help="An ensemble of two tiny models against these alone.")] = False,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests that arrive together.")] = 16,
     rounds: Annotated[int, typer.Option(min=4)] = 3000,
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches before each round.")] = False,
 ) -> None:
     """Print the microseconds of a request, and of each part of the server."""
     import uvloop  # noqa: PLC0415  (has no wheel for Windows)
@@ -264,10 +272,10 @@ def main(
                 print(f"{cost:6.1f} us a request  {name}")
             print(f"{costs['pipeline'] - max(costs[name] for name in STEPS):6.1f} us for the second step, its model included")
             return
-        seconds, by_room = runner.run(_measure(model, in_flight, rounds))
-        hit = runner.run(_measure_hits(model, in_flight, rounds))
-    build = build_in_use().name
-    print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds, {build} build)")
+        seconds, by_room = runner.run(_measure(model, in_flight, rounds, cold=cold))
+        hit = runner.run(_measure_hits(model, in_flight, rounds, cold=cold))
+    build, caches = build_in_use().name, ", cold caches" * cold
+    print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds, {build} build{caches})")
     print(f"{hit * 1e6:.1f} us a request that the response cache answers")
     if build == "compiled":
         print(f"The parts of the sources, as the profiler does not see compiled calls: set {SWITCH}=0.")

@@ -25,8 +25,8 @@ import onnxruntime as ort
 import typer
 
 from benchmarks.converters.wheels import packaged_models
-from benchmarks.soaking.process_watch import look
-from benchmarks.soaking.server_process import server_process
+from benchmarks.harness.process_watch import look
+from benchmarks.harness.server_process import server_process
 from halfserve.protos import inference_pb2 as pb
 
 MODEL = "silero_vad/silero_vad.onnx"

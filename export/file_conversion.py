@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import onnx_ir
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
+from halfserve.export.conversion_options import ConversionOptions, SearchLimits, SearchOptions, VerificationOptions
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, why_not
 from halfserve.export.errors import ExportError, UsageError
-from halfserve.export.half_types import FP16, HALF_TYPES, DtypeChoice, HalfName, half_named
+from halfserve.export.half_types import FP16, HALF_TYPES, Accumulators, DtypeChoice, HalfName, half_named
 from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
-from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
+from halfserve.export.onnx_files.model_writer import waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.placement.audit import Placement, audit_placement
-from halfserve.export.search.narrowing import SearchLimits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from halfserve.protos.certificate_signature import SigningKey
 
 
-Accumulators: TypeAlias = Literal["float32", "float16"]
 # ONNX Runtime's CPU provider cannot open a bfloat16 model, so its placement is only measured where a device computes bfloat16.
 NO_PLACEMENT = "not asked for: where no device computes bfloat16, the server computes the model in float32"
 Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
@@ -46,46 +45,25 @@ def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  #
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionOptions:
-    """Options of a conversion; see `convert_file`."""
-
-    keep_io_types: bool | Collection[str] = True
-    op_block_list: Collection[str] = ()
-    node_block_list: Collection[str] = ()
-    repair: bool = True
-    upgrade_opset: bool = False
-    dtype: DtypeChoice = "float16"
-    external_data: ExternalData = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification:
-    """Options of a verification; see `export.verify`.
+class Verification(VerificationOptions, SearchOptions):
+    """Samples and budget of a verification beside its options; see `halfserve.verify`.
 
     Attributes:
         samples: Makes or loads the samples for a model, with a note on them.
         budget: How much the converted model may differ: one budget for every type, or one by type.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
-        adversarial: Whether to try samples at the edge of the given ones too.
-        accumulators: The type in which the target runtime sums.
-        search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
-        limits: The limits at which that search stops.
         record: The training record, whose modules the search tries first.
         notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
-        precisions: Types to judge the converted model in besides its own; see `export.verify`.
+        precisions: Types to judge the converted model in besides its own; see `halfserve.verify`.
     """
 
     samples: Callable[[ModelFile], SampleSet]
     budget: Budget | Mapping[HalfName, Budget]
     reference: nn.Module | ModelSource | ModelFile | None = None
     labels: Array | None = None
-    adversarial: bool = True
-    accumulators: Accumulators = "float32"
-    search: bool = True
-    limits: SearchLimits = field(default_factory=SearchLimits)
     record: Record | None = None
     notes: tuple[str, ...] = ()
     task: Judge | None = None
@@ -340,18 +318,7 @@ def _attempt(
     half = half_named(options.dtype)
     progress(f"converting to {half.name}")
     done = stack.enter_context(
-        staged_conversion(
-            source,
-            file,
-            keep_io_types=options.keep_io_types,
-            op_block_list=options.op_block_list,
-            node_block_list=options.node_block_list,
-            repair=options.repair,
-            upgrade_opset=options.upgrade_opset,
-            dtype=half.name,
-            external_data=options.external_data,
-            overwrite=True,  # the target was checked first
-        )
+        staged_conversion(source, file, **vars(options), overwrite=True)  # the target was checked first
     )
     if half is not FP16:
         return done, NO_PLACEMENT

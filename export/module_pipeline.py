@@ -20,22 +20,27 @@ from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import signing_key
+from halfserve.export.conversion_options import (
+    MAX_RUNS,
+    ConversionOptions,
+    ModuleConversionOptions,
+    SearchLimits,
+    SearchOptions,
+    VerificationOptions,
+)
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.errors import ExportError
 from halfserve.export.file_conversion import (
-    Accumulators,
     Beside,
     Certified,
-    ConversionOptions,
     Verification,
     convert_verified,
     nothing_beside,
 )
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.tensors import detached_copy
-from halfserve.export.half_types import FP16, DtypeChoice, HalfName, HalfType, half_named
+from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, half_named
 from halfserve.export.samples import Samples
-from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
 from halfserve.export.to_onnx.capture import FlatModel, run
 from halfserve.export.to_onnx.dimensions import BATCH
 from halfserve.export.to_onnx.export_onnx import traced_model, write_onnx
@@ -56,33 +61,19 @@ KEEP = "halfserve.keep"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of a module's conversion and verification.
+class ExportOptions(ModuleConversionOptions, VerificationOptions, SearchOptions):
+    """Options of a module's conversion and verification, beside those that the command line shares.
 
     Attributes:
         budget: How much the converted model may differ, in every type or by type; None for the usual budgets.
-        dtype: The half-precision type, or "auto" (see `halfserve.export.file_conversion.convert`).
-        keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
-        keep_io_types: Whether inputs and outputs stay float32, or names and shell patterns of inputs and outputs that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
-        search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
-        limits: The limits at which that search stops.
-        adversarial: Whether to try samples at the edge of the given ones too.
-        accumulators: The type in which the target runtime sums.
         beside: More files made of the certificate.
         key: Signs the certificate; None leaves it unsigned.
         precisions: Types to judge the converted model in beside its own.
     """
 
     budget: Budget | Mapping[HalfName, Budget] | None = None
-    dtype: DtypeChoice = "float16"
-    keep_fp32: Sequence[str] = ()
-    keep_io_types: bool | Collection[str] = True
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    search: bool = True
-    limits: SearchLimits = field(default_factory=SearchLimits)
-    adversarial: bool = True
-    accumulators: Accumulators = "float32"
     beside: Beside = nothing_beside
     key: SigningKey | None = None
     precisions: Collection[HalfName] = ()
@@ -298,7 +289,7 @@ def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[
 def float32_parts(
     module: nn.Module,
     *,
-    keep_fp32: Sequence[str] = (),
+    keep_fp32: Collection[str] = (),
     policy: Policy | None = None,
     record: Record | None = None,
     half: HalfType = FP16,

@@ -50,9 +50,10 @@ if TYPE_CHECKING:
     from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
     from halfserve.export.to_onnx.export_onnx import export_onnx
     from halfserve.export.verification.verify import verify
+    from halfserve.serve.client.array_conversion import Class, classes_of
     from halfserve.serve.client.async_client import AsyncClient, AsyncModelHandle
+    from halfserve.serve.client.channel_settings import Tls
     from halfserve.serve.client.client import Client, ModelHandle
-    from halfserve.serve.client.connection import Tls
     from halfserve.serve.client.errors import (
         AccessDenied,
         AlreadyExists,
@@ -66,11 +67,10 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from halfserve.serve.client.exchange import RetryPolicy
-    from halfserve.serve.client.messages import InferAnswer
+    from halfserve.serve.client.infer_messages import InferAnswer
     from halfserve.serve.client.model_handles import BoundModel, TensorInfo
     from halfserve.serve.client.shared_regions import SharedRegion
-    from halfserve.serve.client.streaming import StreamAnswer
-    from halfserve.serve.client.tensors import Class, classes_of
+    from halfserve.serve.client.streams.streaming import StreamAnswer
 
 __all__ = [
     "AccessDenied",
@@ -188,7 +188,7 @@ _NAMES_BY_MODULE = {
     "export.verification.verify": ("verify",),
     "serve.client.async_client": ("AsyncClient", "AsyncModelHandle"),
     "serve.client.client": ("Client", "ModelHandle"),
-    "serve.client.connection": ("Tls",),
+    "serve.client.channel_settings": ("Tls",),
     "serve.client.errors": (
         "AccessDenied",
         "AlreadyExists",
@@ -202,11 +202,11 @@ _NAMES_BY_MODULE = {
         "Unsupported",
     ),
     "serve.client.exchange": ("RetryPolicy",),
-    "serve.client.messages": ("InferAnswer",),
+    "serve.client.infer_messages": ("InferAnswer",),
     "serve.client.model_handles": ("BoundModel", "TensorInfo"),
     "serve.client.shared_regions": ("SharedRegion",),
-    "serve.client.streaming": ("StreamAnswer",),
-    "serve.client.tensors": ("Class", "classes_of"),
+    "serve.client.streams.streaming": ("StreamAnswer",),
+    "serve.client.array_conversion": ("Class", "classes_of"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -1,6 +1,6 @@
 """The one command: `halfserve STAGE ...` loads the stage it is asked for and nothing else.
 
-Each stage keeps its command line in a `cli.py` of its own, which defines two names: the command's function (its typer
+Each stage keeps its command line in a module of its own, which defines two names: the command's function (its typer
 annotations are the options) and `EXIT_CODES`, the exit code of each exception that the user can fix. So `halfserve serve`
 starts without importing torch, and the stages' errors need no common base class.
 """
@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from halfserve.configuration import ConfigurableCommand, ConfigurationError, variable
+from halfserve.option_groups import OptionCommand
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -86,7 +87,7 @@ STAGES = {
         extra="export",
     ),
     "serve": Stage(
-        module="halfserve.serve.cli", function="serve", help="Serve models over gRPC in batches.", configurable=True
+        module="halfserve.serve.serve_command", function="serve", help="Serve models over gRPC in batches.", configurable=True
     ),
     "triton": Stage(
         module="halfserve.serve.triton_flags", function="triton", help="Serve models with the flags of tritonserver."
@@ -97,11 +98,13 @@ STAGES = {
         help="Serve models on many machines with Ray.",
         extra="ray",
     ),
-    "token": Stage(module="halfserve.serve.security.cli", function="token", help="Make a bearer token for a server."),
+    "token": Stage(module="halfserve.serve.security.token_command", function="token", help="Make a bearer token for a server."),
     "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
-    "infer": Stage(module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction."),
+    "infer": Stage(
+        module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction.", configurable=True
+    ),
     "bench": Stage(
-        module="halfserve.serve.benchmark.cli",
+        module="halfserve.serve.benchmark.bench_command",
         function="bench",
         help="Measure throughput and latency.",
         extra="bench",
@@ -113,7 +116,7 @@ STAGES = {
 }
 
 
-class StageCommand(TyperCommand):
+class StageCommand(OptionCommand):
     """One stage's command; its help has a heading for each group of options (their `rich_help_panel`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
 
 from halfserve.compiled_build import SWITCH
+from halfserve.option_groups import OptionCommand
 
 PREFIX = "HALFSERVE_"
 SUPERVISED = "HALFSERVE_SUPERVISED"  # set by a supervisor for its workers: serve/fleet/member/handover.py
@@ -49,7 +49,7 @@ class ConfigFile(NamedTuple):
     table: dict[str, Any]
 
 
-class ConfigurableCommand(TyperCommand):
+class ConfigurableCommand(OptionCommand):
     """A command with --config and --print-config, whose other parameters may be variables and keys of the config file.
 
     Attributes:

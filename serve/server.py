@@ -16,31 +16,32 @@ from typing import TYPE_CHECKING, Any
 from halfserve.protos.certificate_signature import CertificateKeyError, VerifyingKey
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache
-from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.model_statistics import LatencyFigures
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.membership import Membership, membership
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlOptions
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.model_control.version_loading import VersionLoader
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
+from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.startup_report import StartupReport
-from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.listener import ConnectionLimit
 from halfserve.serve.transports.listening import Address
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
@@ -76,8 +77,11 @@ class ServerOptions:
         drain_s: time for requests in flight after SIGTERM or SIGINT, in seconds.
         transport: gRPC implementation.
         shared_memory: whether clients on this machine may pass tensors in shared memory.
+        shared_memory_mode: whether the server copies these tensors, or maps the clients' files.
         observe: logs and traces.
-        batching: limits over all models together.
+        compute_slots: most batches computed at once on the CPU, over all models, shared fairly (see `ComputeSlots`). 0: no
+            bound; the operating system shares the CPU, and can preempt a long batch for a short one. A bound helps if models
+            have different numbers of instances, or weights.
         http: REST interface, page and metrics; None for none of them.
         security: access rules, tokens and certificates.
         response_cache_mib: cache size for the models whose configuration has a `response_cache`, in MiB; 0 for no cache.
@@ -97,8 +101,9 @@ class ServerOptions:
     drain_s: float = 30.0
     transport: TransportName = TransportName.NGHTTP2
     shared_memory: bool = False
+    shared_memory_mode: SharedMemoryMode = SharedMemoryMode.SAFE
     observe: ObserveOptions = field(default_factory=ObserveOptions)
-    batching: BatchingOptions = field(default_factory=BatchingOptions)
+    compute_slots: int = 0
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
     response_cache_mib: float = DEFAULT_MIB
@@ -178,7 +183,7 @@ async def serve(
     if link is not None:
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
-    core.slots = options.batching.slots()
+    core.slots = ComputeSlots(options.compute_slots) if options.compute_slots else None
     core.figures.latencies = options.latencies
     _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
@@ -200,6 +205,7 @@ async def serve(
             core,
             server_version=version("halfserve"),
             shared_memory=options.shared_memory,
+            shared_memory_mode=options.shared_memory_mode,
             observe=options.observe,
             forwarded=options.forwarded,
         )

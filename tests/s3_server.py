@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
 
+import botocore.session
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -18,6 +20,9 @@ TESTS = "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, S
 # What becomes of a request (its method and its path without the bucket): a status, a URL to redirect to, an answer's content,
 # TRUNCATED, FLIPPED (one of its bits), or None for the true answer.
 Fault = Callable[[str, str], int | str | bytes | None]
+
+
+read_once = functools.cache(botocore.session.create_loader)
 
 
 class Quiet(WSGIRequestHandler):
@@ -111,6 +116,8 @@ class S3Server:
 def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A server with an empty bucket, to which s3:// leads in this process."""
     server = S3Server()
+    # Without it, each session of a client reads the descriptions of AWS's interfaces again.
+    monkeypatch.setattr(botocore.session, "create_loader", read_once)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")

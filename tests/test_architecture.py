@@ -98,7 +98,7 @@ TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing 
 def imported(path: Path) -> Iterator[str]:
     """Every module that a file imports, wherever in the file; names that it takes from them look like modules.
 
-    Ours are named by their place in the checkout: `halfserve.serve.cli` is `serve.cli`.
+    Ours are named by their place in the checkout: `halfserve.serve.server` is `serve.server`.
     """
     yield from (module.removeprefix("halfserve.") for module in written(path))
 
@@ -123,9 +123,14 @@ def files(room: str) -> list[Path]:
     return found
 
 
-# What each module imports of our modules, by its name; a package stands for its `__init__`.
+# By their names; a package stands for its `__init__`.
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for stage in STAGES for p in files(stage)}
-ARROWS = {name: {m for m in imported(path) if m in MODULES and m != name} for name, path in MODULES.items()}
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Return what each module imports of our modules."""
+    return {name: {m for m in imported(path) if m in MODULES and m != name} for name, path in MODULES.items()}
 
 
 def under(module: str, roots: set[str]) -> bool:
@@ -173,7 +178,7 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
     known, found = set[str](), {"serve.fleet.launch.__main__"}
     while found - known:
         known |= found
-        found |= {target for module in known for target in ARROWS[module]}
+        found |= {target for module in known for target in arrows()[module]}
     outside = {module.split(".")[0] for name in known for module in imported(MODULES[name])} - {"serve", "halfserve"}
     assert {name for name in outside if name not in sys.stdlib_module_names} == set()
 
@@ -193,25 +198,25 @@ def test_torch_stays_where_it_belongs() -> None:
             assert allowed or not any(under(m, {"torch"}) for m in imported(path)), path
 
 
-def first_cycle(arrows: dict[str, set[str]]) -> str:
+def first_cycle(leads: dict[str, set[str]]) -> str:
     """One of the ways that lead back to where they began, or nothing."""
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> str:
         if name in trail:
             return " -> ".join((*trail[trail.index(name) :], name))
-        found = "" if name in done else next(filter(None, (visit(t, (*trail, name)) for t in sorted(arrows.get(name, ())))), "")
+        found = "" if name in done else next(filter(None, (visit(t, (*trail, name)) for t in sorted(leads.get(name, ())))), "")
         done.add(name)
         return found
 
-    return next(filter(None, (visit(name, ()) for name in sorted(arrows))), "")
+    return next(filter(None, (visit(name, ()) for name in sorted(leads))), "")
 
 
 def test_there_are_no_import_cycles_between_modules() -> None:
-    assert first_cycle(ARROWS) == ""
+    assert first_cycle(arrows()) == ""
 
 
-@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in ARROWS} - {""}))
+@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in MODULES} - {""}))
 def test_there_are_no_import_cycles_between_the_rooms_of_a_folder(folder: str) -> None:
     """A file or a folder in it is a room; what a package's `__init__` shows to the outside is the house's front."""
 
@@ -219,7 +224,7 @@ def test_there_are_no_import_cycles_between_the_rooms_of_a_folder(folder: str) -
         return module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
 
     rooms: dict[str, set[str]] = {}
-    for module, targets in ARROWS.items():
+    for module, targets in arrows().items():
         rooms.setdefault(room(module), set()).update({room(target) for target in targets} - {room(module), ""})
     rooms.pop("", None)
     assert first_cycle(rooms) == ""

@@ -159,6 +159,7 @@ def test_a_config_file_that_cannot_be_read_is_one_line(run: Run, tmp_path: Path)
         ("HALFSERVE_SERVE_PRINT_CONFIG", "1", "HALFSERVE_SERVE_PRINT_CONFIG is no option"),
         ("HALFSERVE_SERVE_GRPC_PORT", "99999", "HALFSERVE_SERVE_GRPC_PORT: Input should be less than or equal to 65535"),
         ("HALFSERVE_SERVE_CPU", "perhaps", "HALFSERVE_SERVE_CPU: Input should be a valid boolean"),
+        ("HALFSERVE_SERVE_TRACE_LEVEL", "LOUD", "HALFSERVE_SERVE_TRACE_LEVEL: 'LOUD' is not one of 'off', 'timestamps'."),
     ],
 )
 def test_a_wrong_variable_of_the_command_is_refused(name: str, value: str, said: str, run: Run) -> None:
@@ -166,6 +167,18 @@ def test_a_wrong_variable_of_the_command_is_refused(name: str, value: str, said:
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("halfserve serve: ")
     assert said in err
+
+
+def test_a_wrong_choice_is_named_without_the_name_of_its_check(run: Run) -> None:
+    for command, option in (("serve", "--trace-level"), ("bench", "--arrivals")):
+        code, _, err = run(command, "x", option, "LOUD")
+        assert code == 2
+        assert f"Error: Invalid value for '{option}': 'LOUD' is not one of " in err
+
+
+def test_a_client_takes_its_servers_address_from_a_variable(run: Run) -> None:
+    code, _, err = run("infer", "m", "--input", "x=1", HALFSERVE_INFER_ADDRESS="127.0.0.1:1")
+    assert (code, err.split(" (")[0]) == (1, "halfserve infer: no server answers at 127.0.0.1:1")
 
 
 def test_a_variable_that_no_command_reads_is_told_of(run: Run) -> None:

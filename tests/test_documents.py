@@ -45,6 +45,18 @@ def test_links_lead_to_what_is_there(document: str) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, heading
 
 
+def test_the_tests_that_documents_name_exist() -> None:
+    named = [
+        name for document in DOCUMENTS for name in re.findall(r"(tests/\S+?\.py)::(\w+)", (ROOT / document).read_text("utf-8"))
+    ]
+    assert len(named) > 100
+    assert [
+        f"{file}::{test}"
+        for file, test in named
+        if not re.search(rf"^ *(?:async )?def {test}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE)
+    ] == []
+
+
 @pytest.mark.parametrize("document", sorted({"README.md", *DOCUMENTS} - WIDE))
 def test_code_is_no_wider_than_the_page(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")

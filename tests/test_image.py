@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from halfserve import Client
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security_options import SecurityOptions
 from tests.deploy.built_images import BuiltImage, built_images, can_build_images
 from tests.deploy.manifests import ROOT
 from tests.models import save_mlp, save_thousandfold

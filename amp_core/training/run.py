@@ -134,7 +134,7 @@ class TrainingRun:
         self.training = self._training(before)
         self._watch = DivergenceWatch(self.training, settings.patience)
         self._statistics = RunningStatistics(self.training.model)
-        every = settings.record_every if world.is_first else 0
+        every = settings.record_every if settings.record and world.is_first else 0
         self._recording = Recording(self.training.model, every=every, before=before.record if before else {})
         self._set_random_state(before)
 

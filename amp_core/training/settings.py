@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 
 from halfserve.amp_core.policy import Policy
 
@@ -27,70 +29,72 @@ _PART_OF_THE_RESULT = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """The settings of `train`, checked.
+_step = partial(typer.Option, rich_help_panel="Each step")
+_length = partial(typer.Option, rich_help_panel="How long, and where")
+KEPT = "What is kept"
+_kept = partial(typer.Option, rich_help_panel=KEPT)
 
-    Attributes:
-        model: `MODULE:FACTORY` of the model.
-        data: `MODULE:FACTORY` of the pair (training set, held-out set); their items are pairs (input, target).
-        out: The folder for `checkpoint.pt`, `train.jsonl` and the other files.
-        weights: A file or folder of weights that a new run starts from; None for the factory's initial weights.
-        loss: `MODULE:FACTORY` of a function (output, target) -> scalar tensor, or of a module class.
-        optimizer: `MODULE:FACTORY` of a function or class (parameters, lr=...) -> optimizer.
-        dtype: `float16` (the loss is scaled), `bfloat16` or `float32` (neither autocast nor scaled).
-        epochs: The number of passes over the training set.
-        steps_per_epoch: The largest number of optimizer steps of an epoch; 0 ends it with the training set. A training set
-            without a length needs it, because the learning-rate schedule depends on the number of all steps.
-        batch_size: The number of items in a batch, for each process.
-        accumulate: The number of batches of one optimizer step, which follows the mean of their losses.
-        learning_rate: The highest; it warms up over a twentieth of the steps and then falls like a cosine.
-        clip: The largest norm of all gradients together; 0 does not clip.
-        seed: The seed of the weights, of the order of the items and of all random draws of the model.
-        device: `auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        policy: The autocast policy's string form.
-        workers: Processes that make the batches; 0 makes them in this one.
-        checkpoint_every: The interval of checkpoints in steps; 0 writes one only at the end of each epoch.
-        patience: The number of steps in a row, skipped or with a non-finite loss, after which the cause is diagnosed.
-        record_every: The interval in steps at which the dtypes and ranges of all operations are recorded; 0 never.
-        tensorboard: Whether to write the scalars for TensorBoard.
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options of a training run, as the command line, the environment or a config file gives them.
+
+    A training set without a length needs `steps_per_epoch`, because the learning-rate schedule depends on the number of all
+    steps. The learning rate warms up over a twentieth of the steps and then falls like a cosine.
+    """
+
+    model: Annotated[str, typer.Argument(help="MODULE:FACTORY of a function that returns the torch.nn.Module.")]
+    data: Annotated[str, typer.Option(help="MODULE:FACTORY of a function that returns (training set, held-out set).")]
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint.pt, model.safetensors and train.jsonl.")]
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights a new run starts from: .safetensors, .pt, .pth, sharded, or a folder of them."),
+    ] = None
+    loss: Annotated[str, _step(help="MODULE:FUNCTION (output, target) -> scalar.")] = "torch.nn.functional:cross_entropy"
+    optimizer: Annotated[str, _step(help="MODULE:FACTORY (parameters, lr=...) -> optimizer.")] = "torch.optim:AdamW"
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"], _step(help="float16 scales the loss; float32 trains without autocast.")
+    ] = "float16"
+    epochs: Annotated[int, _length(min=1, help="Passes over the training set.")] = 20
+    steps_per_epoch: Annotated[
+        int, _length(min=0, help="Steps after which an epoch ends at the latest; needed for a set without a length.")
+    ] = 0
+    batch_size: Annotated[int, _step(min=1, help="Items of one batch, in each process.")] = 64
+    accumulate: Annotated[int, _step(min=1, help="Batches per optimizer step.")] = 1
+    learning_rate: Annotated[float, _step(help="The highest, of a warm-up and a cosine.")] = 3e-3
+    clip: Annotated[float, _step(min=0.0, help="Largest gradient norm; 0 does not clip.")] = 1.0
+    seed: Annotated[int, _length(min=0, help="Of the weights, of the order of the data, and of all else that is random.")] = 0
+    device: Annotated[str, _length(help="auto, cpu, cuda, cuda:1, ...")] = "auto"
+    policy: Annotated[str, _step(help="Which operation runs in which dtype: native, cuda, cuda+fp32:einsum,...")] = "native"
+    workers: Annotated[int, _length(min=0, help="Processes that load data; 0 loads it here.")] = 0
+    checkpoint_every: Annotated[
+        int, _kept(min=0, help="Steps between checkpoints; 0 writes one at the end of each epoch only.")
+    ] = 0
+    patience: Annotated[
+        int, _length(min=1, help="Steps in a row, skipped or without a finite loss, before the cause is looked for.")
+    ] = 10
+    record: Annotated[bool, _kept("--record", help="Record dtypes and ranges of all operations in record.json.")] = False
+    record_every: Annotated[int, _kept(min=1, help="Steps between two that --record looks at.")] = 200
+    tensorboard: Annotated[bool, _kept("--tensorboard", help="Write curves into OUT/tensorboard.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(TrainingOptions):
+    """The options of a training run, checked.
 
     Raises:
         TrainingError: If a value is out of its range.
         PolicyError: If the policy cannot be read.
     """
 
-    model: str
-    data: str
-    out: Path
-    weights: Path | None = None
-    loss: str = "torch.nn.functional:cross_entropy"
-    optimizer: str = "torch.optim:AdamW"
-    dtype: str = "float16"
-    epochs: int = 20
-    steps_per_epoch: int = 0
-    batch_size: int = 64
-    accumulate: int = 1
-    learning_rate: float = 3e-3
-    clip: float = 1.0
-    seed: int = 0
-    device: str = "auto"
-    policy: str = "native"
-    workers: int = 0
-    checkpoint_every: int = 0
-    patience: int = 10
-    record_every: int = 0
-    tensorboard: bool = False
-
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name in ("epochs", "batch_size", "accumulate", "patience"):
+        for name in ("epochs", "batch_size", "accumulate", "patience", "record_every"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name, zero in (
             ("steps_per_epoch", "as many as there are"),
             ("workers", "batches are made in this process"),
             ("checkpoint_every", "at the end of each epoch only"),
-            ("record_every", "no record"),
         ):
             _require(getattr(self, name) >= 0, f"{name} must be 0 ({zero}) or above, got {getattr(self, name)}")
         _require(0 < self.learning_rate < math.inf, f"learning_rate must be above 0 and finite, got {self.learning_rate}")

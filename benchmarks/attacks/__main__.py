@@ -26,7 +26,7 @@ from benchmarks.attacks import (
     unread_answers,
 )
 from benchmarks.attacks.measure import Attack, Outcome, measure
-from benchmarks.soaking.broken_clients import INFER
+from benchmarks.harness.http2_frames import INFER
 
 BUDGET_MB = 256.0
 CHECK = b"/grpc.health.v1.Health/Check"
@@ -95,6 +95,7 @@ ALLOWED = 1.2  # times the budget
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Attacks to run; all where none is named.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Of each attack, and of the quiet before it.")] = 10.0,
+    rate: Annotated[float, typer.Option(min=1, help="Requests a second of the client beside it.")] = 200.0,
 ) -> None:
     """Run the attacks and print what each cost."""
     known = [attack.name for attack in ATTACKS]
@@ -105,7 +106,7 @@ def main(
     for attack in ATTACKS:
         if names and attack.name not in names:
             continue
-        outcome = measure(attack, seconds)
+        outcome = measure(attack, seconds, rate)
         good &= is_good(attack, outcome)
         typer.echo(f"{attack.name}: {'held' if is_good(attack, outcome) else 'NOT HELD'} ({outcome.note})")
         typer.echo(f"  {_memory(attack, outcome)}")

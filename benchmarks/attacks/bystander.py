@@ -11,9 +11,8 @@ from threading import Event
 import numpy as np
 
 from halfserve import Client, ClientError, RetryPolicy
-from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.channel_settings import Tls
 
-EVERY_S = 0.005
 TIMEOUT_S = 30.0
 ROWS, COLUMNS = 4, 64
 
@@ -38,14 +37,15 @@ class Account:
         return 1000 * statistics.quantiles(self.latencies_s, n=100)[98] if len(self.latencies_s) > 1 else float("nan")
 
 
-def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, stop: Event) -> Account:
-    """Send a request each EVERY_S seconds until told to stop.
+def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, every_s: float, stop: Event) -> Account:
+    """Send a request each `every_s` seconds until told to stop.
 
     Args:
         grpc_address: HOST:PORT of a server with the model "affine" (y = 2 x + 1).
         http_address: HOST:PORT of its REST interface, which is not asked.
         token: token of the client; None if the server asks for none.
         tls: TLS settings; None for a plain connection.
+        every_s: seconds from one request to the next.
         stop: ends the loop.
     """
     del http_address
@@ -60,7 +60,7 @@ def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None
                 return f"{error.code}: {error}"
             return None if right else "a wrong answer"
 
-        account = at_a_pace(once, EVERY_S, stop)
+        account = at_a_pace(once, every_s, stop)
         account.has_second = client.is_ready("flip", "2")
     return account
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.soaking.models import save_shift
+from benchmarks.harness.models import save_shift
 from halfserve import Client
 
 MODEL = "cached"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ngh2 import Connection, Role
 from ngh2.exceptions import NGH2Error
 
-from benchmarks.soaking.broken_clients import connected
+from benchmarks.harness.http2_frames import connected
 
 QUEUED_BYTES = 65_536  # of one stream: more is handed over when that has left
 READ_BYTES = 262_144

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 
-from benchmarks.soaking.broken_clients import PREFACE, SETTINGS, connected, frame
+from benchmarks.harness.http2_frames import PREFACE, SETTINGS, connected, frame
 
 CONNECTIONS = 4000
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes of a handshake

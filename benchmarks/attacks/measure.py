@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.attacks.bystander import Account, ask
-from benchmarks.soaking.models import save_models
-from benchmarks.soaking.server_process import ServerProcess, server_process
-from halfserve.serve.client.connection import Tls
+from benchmarks.harness.models import save_models
+from benchmarks.harness.server_process import ServerProcess, server_process
+from halfserve.serve.client.channel_settings import Tls
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
 
@@ -39,7 +39,8 @@ class Attack:
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
         save_models: writes the models that the attack needs into a repository, beside those of the client.
-        bystander: the client beside it; takes the gRPC address, the REST address, a token or None, the TLS and what ends it.
+        bystander: the client beside it; takes the gRPC address, the REST address, a token or None, the TLS, the
+            seconds from one of its requests to the next, and what ends it.
         asks_for_tokens: whether the server does; the attacker has none either way.
         server_options: more of them for `halfserve serve`.
         max_files: number of files that the server may open; None leaves the limit of this process.
@@ -50,7 +51,7 @@ class Attack:
     name: str
     run: Callable[[str, str, float], str]
     save_models: Callable[[Path], None] | None = None
-    bystander: Callable[[str, str, str | None, Tls | None, threading.Event], Account] = ask
+    bystander: Callable[[str, str, str | None, Tls | None, float, threading.Event], Account] = ask
     asks_for_tokens: bool = True
     server_options: Sequence[str] = ()
     max_files: int | None = None
@@ -85,8 +86,8 @@ class Outcome:
     exit_code: int
 
 
-def measure(attack: Attack, seconds: float) -> Outcome:
-    """Start a server, ask it in quiet for `seconds`, then as long again under the attack."""
+def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
+    """Start a server, ask it in quiet for `seconds`, `rate` times a second, then as long again under the attack."""
     token: str | None
     token, line = new_token("bystander", [Role.INFER])
     options = list(attack.server_options)
@@ -105,7 +106,7 @@ def measure(attack: Attack, seconds: float) -> Outcome:
         with server_process(Path(folder) / "models", *options, max_files=attack.max_files) as server:
             shown = token if attack.asks_for_tokens else None
             grpc_address = server.address.replace("127.0.0.1", "localhost")
-            ask_it = partial(attack.bystander, grpc_address, server.http_address, shown, tls)
+            ask_it = partial(attack.bystander, grpc_address, server.http_address, shown, tls, 1 / rate)
             _beside(ask_it, lambda: time.sleep(WARM_UP_S))
             quiet, _ = _beside(ask_it, lambda: time.sleep(seconds))
             idle_mb, lines = _memory_mb(server, "VmRSS"), server.log_text().count("\n")

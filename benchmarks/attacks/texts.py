@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.attacks.bystander import TIMEOUT_S, Account, at_a_pace
 from halfserve import Client
-from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.channel_settings import Tls
 
 FREE, FIXED = "free", "fixed"  # models of texts of any length, and of texts that are padded to one length
 INPUTS = ("input_ids", "attention_mask")
@@ -90,8 +90,8 @@ def gone_texts(grpc_address: str, http_address: str, seconds: float) -> str:
     return f"{sent} bodies of {len(LARGE_BODY) / 1e6:.2f} MB sent and left"
 
 
-def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, stop: Event) -> Account:
-    """Embed a text of 3,000 characters each TEXT_EVERY_S seconds until told to stop; see `bystander.ask`."""
+def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, every_s: float, stop: Event) -> Account:
+    """Embed a text of 3,000 characters each `every_s` seconds, or TEXT_EVERY_S if that is longer; see `bystander.ask`."""
     host, _, port = http_address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -110,7 +110,7 @@ def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls 
             return f"{answer.status}: {content}"
         return None if np.allclose(content[0], right, atol=1e-5) else "a wrong answer"
 
-    account = at_a_pace(once, TEXT_EVERY_S, stop)
+    account = at_a_pace(once, max(every_s, TEXT_EVERY_S), stop)
     connection.close()
     with Client(grpc_address, timeout_s=TIMEOUT_S, token=token, tls=tls) as client:
         account.has_second = client.is_ready("flip", "2")

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from benchmarks.attacks.http2_client import Http2Client, told
-from benchmarks.soaking.broken_clients import INFER, connected
+from benchmarks.harness.http2_frames import INFER, connected
 from halfserve.protos import inference_pb2 as pb
 
 CONNECTIONS, REST_CONNECTIONS = 60, 900

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.converters.cases import Value
 from halfserve.export.half_types import FP16, HalfType
+from tests.export.conversions.cases import Value
 
 
 @dataclass(frozen=True, kw_only=True)

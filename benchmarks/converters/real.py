@@ -11,18 +11,22 @@ import numpy as np
 import onnx
 
 from benchmarks.converters.float_share import Share, share_of
-from benchmarks.converters.io_types import wrong_io_type
-from benchmarks.converters.judge import failed
 from benchmarks.converters.peers import converter
-from benchmarks.converters.runtime import Session
-from benchmarks.converters.runtime import rounded as as_float16
 from benchmarks.converters.synthetic_inputs import Trial, trials
 from halfserve.export.verification.error_units import ErrorUnits
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
+from tests.export.conversions.io_types import wrong_io_type
+from tests.export.conversions.judge import failed
+from tests.export.conversions.runtime import Session
+from tests.export.conversions.runtime import rounded as as_float16
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
+HEADINGS = (
+    *("error", "rounded", "inputs rounded", "least cosine", "not finite"),
+    *("float16/32 nodes, casts", "s", "size", "problem"),
+)
 LIMIT = 1e-2  # error limit, relative to the output's largest value
 
 
@@ -56,6 +60,20 @@ class RealOutcome:
     share: Share = field(default_factory=Share)
     trials: int = 0
     least_cosine: float = float("nan")
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The figures for a table with HEADINGS."""
+        share = self.share
+        return (
+            *(f"{error:.1e}" for error in (self.runtime_error, self.rounded_error, self.input_error)),
+            f"{self.least_cosine:.6f}",
+            str(self.non_finite),
+            f"{share.float16}/{share.float32}, {share.casts}",
+            f"{self.seconds:.2f}",
+            f"{self.size_ratio:.3f}",
+            self.problem[:80],
+        )
 
 
 def evaluate(name: str, modelopt_python: str | None, content: bytes, keep_io: bool) -> RealOutcome:

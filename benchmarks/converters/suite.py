@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from benchmarks.converters.cases import Case, cases
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.float_share import Share, share_of
-from benchmarks.converters.judge import Verdict, failed, judge, judgeable
 from benchmarks.converters.peers import converter
+from tests.export.conversions.cases import Case, cases
+from tests.export.conversions.crash_pool import Crash, CrashPool
+from tests.export.conversions.judge import Verdict, failed, judge, judgeable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from PIL import Image, ImageDraw, ImageFont
 
-from benchmarks.converters.runtime import Session
+from tests.export.conversions.runtime import Session
 
 # The batch size and the other dynamic dimensions, in order; the last applies to all further ones.
 SIZES: tuple[tuple[int, ...], ...] = (

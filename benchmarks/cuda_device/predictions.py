@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import onnx
 import onnxruntime as ort
 
-from benchmarks.converters.cases import Case
-from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.prediction import Errors, error_of
-from benchmarks.converters.runtime import Session
 from benchmarks.converters.suite import judgeable_cases
 from halfserve import convert_float_to_float16
 from halfserve.export.verification.simulation import round_every_node
+from tests.export.conversions.cases import Case
+from tests.export.conversions.crash_pool import Crash, CrashPool
+from tests.export.conversions.runtime import Session
 
 TIMEOUT_S = 120.0
 CUDA = "CUDAExecutionProvider"
@@ -24,7 +24,7 @@ def errors_of(kind: str, provider: str) -> Iterator[tuple[str, Errors | Crash]]:
     """Name and errors of each of ONNX's test models of a kind that have float32 values.
 
     Args:
-        kind: one of `benchmarks.converters.cases.KINDS`.
+        kind: one of `tests.export.conversions.cases.KINDS`.
         provider: ONNX Runtime's execution provider, whose errors are measured.
     """
     workers = max(2, (os.cpu_count() or 2) // 2)

@@ -26,13 +26,13 @@ def each_way(network: Network, precision: str, placement: DevicePlacement, size:
         placement: device to run on.
         size: largest batch size.
     """
-    flags = ["--no-http", "--shared-memory", "--require-gpu" if placement.use_gpu else "--cpu"]
+    where = "--require-gpu" if placement.use_gpu else "--cpu"
     ways: dict[str, SharedMemory | None] = {"gRPC": None, "system memory": "system"}
     if placement.use_gpu:
         ways["CUDA memory"] = "cuda"
     for name, kind in ways.items():
         requests = RequestSettings(given=network.feeds(precision, 1), shared_memory=kind)
-        with served(network.path(precision), size, placement.threads, requests, flags) as contestant:
+        with served(network.path(precision), size, placement.threads, requests, ["--shared-memory"], where) as contestant:
             yield name, contestant.bench
 
 

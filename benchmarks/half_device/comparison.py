@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from benchmarks.converters.cases import Case, Value
 from benchmarks.converters.prediction import Errors, error_of
-from benchmarks.converters.runtime import Session
 from benchmarks.half_device.openvino_model import Layer, OpenVinoModel
 from halfserve import convert_float_to_float16
 from halfserve.export.errors import ExportError
@@ -19,6 +17,8 @@ from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, ModelLoadError
+from tests.export.conversions.cases import Case, Value
+from tests.export.conversions.runtime import Session
 
 # Kinds of OpenVINO's layers that add many numbers, in an order of their own.
 SUMMING = frozenset(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.converters.cases import Value
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.openvino.plugin import MOVING, PRECISIONS
 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement
+from tests.export.conversions.cases import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Layer:
 
 
 class OpenVinoModel:
-    """A model loaded like in the server, with the interface of `benchmarks.converters.runtime.Session`.
+    """A model loaded like in the server, with the interface of `tests.export.conversions.runtime.Session`.
 
     Args:
         model: The serialized ONNX model.

@@ -1,4 +1,4 @@
-"""The compared models: ONNX's own tests, the architectures of `benchmarks.half_types`, and weights from packages."""
+"""The compared models: ONNX's own tests, the architectures of `architectures.py`, and weights from packages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoints import prepared
-from benchmarks.converters.cases import KINDS, Case
 from benchmarks.converters.packaged_checkpoints import CHECKPOINTS, unpack
 from benchmarks.converters.suite import judgeable_cases
 from benchmarks.converters.synthetic_inputs import trials
 from benchmarks.converters.wheels import packaged_models
-from benchmarks.half_types import MODELS, exported
+from benchmarks.half_device.architectures import MODELS, exported
 from halfserve.export.errors import ExportError
+from tests.export.conversions.cases import KINDS, Case
 
 ZOO, TRAINED = "zoo", "trained"
 SETS = (*KINDS, ZOO, TRAINED)

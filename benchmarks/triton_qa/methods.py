@@ -1,4 +1,4 @@
-"""Run test methods of one file and write what becomes of each, line by line.
+"""Run test methods of one file and write the outcome of each, line by line.
 
     python -m benchmarks.triton_qa.methods FILE OUTCOMES [METHOD ...]
 
@@ -22,8 +22,8 @@ from types import ModuleType, TracebackType
 from typing import Any, TextIO
 
 ErrorInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
-ERROR_CHARACTERS = 2000  # of an error's text at most; a page of metrics has more
-# What a line of a test holds that compares an error's text by hand.
+ERROR_CHARACTERS = 2000  # limit on an error's text; a page of metrics has more
+# Parts of a line of a test that compares an error's text by hand.
 TEXT_PARTS = (".startswith(", "message()", "str(e", " in str(", ".text", '["error"]', "['error']", "err_msg", "error_msg")
 
 

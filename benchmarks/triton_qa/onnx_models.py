@@ -76,7 +76,7 @@ def add_sub(
     """Builder of a model whose OUTPUT0 is INPUT0 + INPUT1 and whose OUTPUT1 is INPUT0 - INPUT1.
 
     Args:
-        types: of the inputs, of OUTPUT0 and of OUTPUT1.
+        types: data types of the inputs, of OUTPUT0 and of OUTPUT1.
         name: the model's name; the QA's own without one.
         prefix: the start of that name.
         batch: the largest batch; 0 without batches.

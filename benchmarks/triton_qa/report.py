@@ -11,7 +11,7 @@ from benchmarks.triton_qa.runner import Method
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteReport:
-    """What became of a suite's methods on each server ("here", "triton")."""
+    """Outcomes of a suite's methods on each server ("here", "triton")."""
 
     suite: str
     methods: dict[str, list[Method]]

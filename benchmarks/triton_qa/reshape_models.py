@@ -28,7 +28,7 @@ def reshaping(
     """Builder of an identity whose inputs are reshaped on their way to it.
 
     Args:
-        dtype: of all tensors.
+        dtype: data type of all tensors.
         given: shapes of the inputs as clients send them, without the batch.
         inner: shapes of the file's inputs and outputs.
         outputs: shapes of the outputs as clients get them; those of the inputs without them.

@@ -1,4 +1,4 @@
-"""Run one suite: make its repository, start the server, run the test file's methods, and say what becomes of each."""
+"""Run one suite: make its repository, start the server, run the test file's methods, and report the outcome of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_END = "the method did not end in time"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What became of one test method.
+    """Outcome of one test method.
 
     Attributes:
         name: the method's, with its class.

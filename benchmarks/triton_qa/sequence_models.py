@@ -21,7 +21,7 @@ def plain_sequence(
     """Builder of a model without state: OUTPUT is READY * (INPUT + START), as the QA's tests expect it.
 
     Args:
-        dtype: of INPUT and OUTPUT; "bool" makes the controls bool, and the tensors int32.
+        dtype: data type of INPUT and OUTPUT; "bool" makes the controls bool, and the tensors int32.
         batch: the largest batch; 0 without batches.
         dims: the shape of INPUT.
         scheduling: text of the sequence batching besides, such as "direct {}".
@@ -75,7 +75,7 @@ def _sequence(
 
 
 def _nodes(dtype: int, *, has_state: bool) -> list[NodeProto]:
-    """What OUTPUT, and OUTPUT_STATE, are computed by, in int32."""
+    """Nodes that compute OUTPUT, and OUTPUT_STATE, in int32."""
 
     def node(operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> NodeProto:
         return helper.make_node(operator, inputs, [output], **attributes)

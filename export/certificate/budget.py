@@ -166,8 +166,6 @@ def usual_budget(
     max_scaled_error: float | None = None,
     max_abs_error: float | None = None,
     min_agreement: float = Budget.min_agreement,
-    max_non_finite: int = Budget.max_non_finite,
-    min_headroom: float = Budget.min_headroom,
 ) -> Budget:
     """A budget whose largest scaled error is by default that of a type: 0.01 for float16, 0.04 for bfloat16.
 
@@ -178,8 +176,6 @@ def usual_budget(
         max_scaled_error=MAX_SCALED_ERROR[precision] if max_scaled_error is None else max_scaled_error,
         max_abs_error=max_abs_error,
         min_agreement=min_agreement,
-        max_non_finite=max_non_finite,
-        min_headroom=min_headroom,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from halfserve.export.cli.options import AsJson
+from halfserve.export.cli.shared_options import AsJson
 from halfserve.export.dtype_check.findings import leak_table, totals
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.half_types import HalfName

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfserve.export.certificate.budget import usual_budgets
+from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import signing_key
-from halfserve.export.cli.options import (
+from halfserve.export.cli.output import as_plain, print_conversion, run_explained
+from halfserve.export.cli.shared_options import (
     EXIT_CODES,
-    MAX_BATCH_SIZE,
-    AccumulatorType,
-    Adversarial,
     AsJson,
-    CertificateFile,
-    CertificateKey,
-    Dtype,
-    Fp32Twin,
-    HtmlPage,
-    KeepIoTypes,
-    MaxMinutes,
-    MaxRuns,
     MinAgreement,
-    ModelVersion,
     Precisions,
-    Search,
+    VerdictFiles,
+    VersionOptions,
     budget_limit,
-    conversion,
     dynamic_sizes,
-    page_beside,
     precisions_of,
-    repository_version,
-    verification,
 )
-from halfserve.export.cli.output import as_plain, print_conversion, run_explained, verdict_files
-from halfserve.export.conversion_targets import RepositoryTarget
-from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
+from halfserve.export.conversion_options import ModuleConversionOptions, SearchOptions, VerificationOptions, conversion
+from halfserve.export.sources.source_options import SourceOptions
+from halfserve.option_groups import takes_option_groups
 
 if TYPE_CHECKING:
     from halfserve.export.file_conversion import Certified
@@ -48,6 +34,20 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_CODES", "export"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportBudget:
+    """Limits of the errors, for models of every type."""
+
+    max_abs_error: Annotated[
+        float | None,
+        budget_limit(
+            help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude, 0.04 in bfloat16."
+        ),
+    ] = None
+    min_agreement: MinAgreement = Budget.min_agreement
+
+
+@takes_option_groups
 def export(
     source: Annotated[
         str,
@@ -57,6 +57,7 @@ def export(
             show_default=False,
         ),
     ],
+    *,
     repository: Annotated[
         str,
         typer.Option(
@@ -64,21 +65,9 @@ def export(
             show_default=False,
         ),
     ],
-    name: Annotated[str | None, repository_version(help="The model's name; by default from the source.")] = None,
-    version: ModelVersion = None,
-    max_abs_error: Annotated[
-        float | None,
-        budget_limit(
-            help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude, 0.04 in bfloat16."
-        ),
-    ] = None,
-    min_agreement: MinAgreement = 0.995,
-    max_batch_size: Annotated[int, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE,
-    keep_fp32: Annotated[
-        list[str] | None, conversion(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
-    ] = None,
-    dtype: Dtype = "float16",
-    keep_io_types: KeepIoTypes = True,
+    version: VersionOptions,
+    budget: ExportBudget,
+    options: ModuleConversionOptions,
     dynamic: Annotated[
         list[str] | None,
         conversion(
@@ -86,41 +75,11 @@ def export(
             "multiples of 4; may be repeated."
         ),
     ] = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="Weights for a function's or library's model: .safetensors, .pt, .pth, sharded, or a folder of them."
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="The task of a Hugging Face folder, such as embeddings; by default as its architecture says."),
-    ] = None,
-    trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Open a pickled module, which may run any code.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code that a Hugging Face folder brings.")
-    ] = False,
-    samples: Annotated[
-        Path | None,
-        verification(
-            help="Samples to verify on: an .npz with an array for each parameter of forward, an .npy, a text file with a "
-            "sentence in each line, or a folder of pictures or .wav files."
-        ),
-    ] = None,
-    max_samples: Annotated[int, verification(min=1, help="How many samples to verify on, at most.")] = 1024,
-    search: Search = True,
-    max_runs: MaxRuns = MAX_RUNS,
-    max_minutes: MaxMinutes = None,
-    adversarial: Adversarial = True,
-    accumulators: AccumulatorType = "float32",
+    origin: SourceOptions,
+    search: SearchOptions,
+    checks: VerificationOptions,
     precisions: Precisions = "",
-    fp32_twin: Fp32Twin = False,
-    certificate: CertificateFile = None,
-    html: HtmlPage = False,
-    certificate_key: CertificateKey = None,
-    *,
+    reports: VerdictFiles,
     as_json: AsJson = False,
 ) -> None:
     """Convert a PyTorch model to half precision, verify it, and add it to a model repository.
@@ -139,59 +98,38 @@ def export(
 
     Example: halfserve export my_package.model:build --weights model.safetensors --samples samples.npz --repository models
     """
-    page = page_beside(certificate, html=html, others=(Path(source), weights, samples))
-    budget = usual_budgets(max_abs_error=max_abs_error, min_agreement=min_agreement)
+    beside = reports.beside(Path(source), origin.weights, origin.samples)
+    budgets = usual_budgets(**vars(budget))
     # torch takes seconds to import; --help and wrong usage answer before it.
     from halfserve.export.module_pipeline import ExportOptions, export_verified  # noqa: PLC0415  (see above)
     from halfserve.export.sources.opening import open_source  # noqa: PLC0415  (see above)
-    from halfserve.export.sources.source import SourceOptions  # noqa: PLC0415  (see above)
 
     asked = dynamic_sizes(dynamic or ())
-    about = SourceOptions(
-        weights=weights,
-        samples=samples,
-        max_samples=max_samples,
-        task=task,
-        trust_pickle=trust_pickle,
-        trust_remote_code=trust_remote_code,
-    )
+    key, judged_in = signing_key(reports.certificate_key), precisions_of(precisions)
 
     def work(progress: Callable[[str], None]) -> Certified:
         progress("reading the model")
-        opened = open_source(source, about)
-        target = RepositoryTarget(
-            repository=repository,
-            name=opened.name if name is None else name,
-            version=version,
-            max_batch_size=max_batch_size,
-            fp32_twin=fp32_twin,
-            default_name=name is None,
-            task=opened.task,
-        )
+        opened = open_source(source, origin)
         return export_verified(
             opened.module,
             opened.samples,
-            target,
-            replace(options, dynamic={**opened.dynamic, **asked}),
+            version.target(repository, default_name=opened.name, task=opened.task),
+            ExportOptions(
+                **vars(options),
+                **vars(search),
+                **vars(checks),
+                dynamic={**opened.dynamic, **asked},
+                budget=budgets,
+                beside=beside,
+                key=key,
+                precisions=judged_in,
+            ),
             policy=opened.policy,
             record=opened.record,
             metadata=opened.metadata,
             progress=progress,
         )
 
-    options = ExportOptions(
-        budget=budget,
-        dtype=dtype,
-        keep_fp32=keep_fp32 or (),
-        keep_io_types=keep_io_types,
-        search=search,
-        limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
-        adversarial=adversarial,
-        accumulators=accumulators,
-        beside=verdict_files(certificate, page),
-        key=signing_key(certificate_key),
-        precisions=precisions_of(precisions),
-    )
     done = run_explained(work)
     if as_json:
         typer.echo(json.dumps({**as_plain(done), "version": int(done.path.name)}))

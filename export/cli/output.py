@@ -1,11 +1,10 @@
-"""What commands print about a conversion, and their progress."""
+"""Tables and lines that commands print about a conversion, and their progress."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.certificate.table import certificate_table
-from halfserve.export.file_conversion import Beside, Converted, SearchFailed
+from halfserve.export.file_conversion import Converted, SearchFailed
 from halfserve.export.placement.audit import placement_lines, placement_table
 from halfserve.protos.certificates import SAMPLES
 
@@ -63,20 +62,6 @@ def _search_table(found: SearchResult) -> Group:
     from halfserve.export.search.result import search_table  # noqa: PLC0415  (needed only after a search)
 
     return search_table(found)
-
-
-def verdict_files(path: Path | None, page: Path | None) -> Beside:
-    """The files to write with a model: its certificate as JSON, and as an HTML page, where a path is given."""
-
-    def files(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:
-        found = [] if path is None else [(path, certificate.to_bytes())]
-        if page is not None:
-            from halfserve.export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
-
-            found.append((page, certificate_page(certificate).encode()))
-        return found
-
-    return files
 
 
 def as_plain(done: Converted) -> dict[str, Any]:

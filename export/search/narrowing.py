@@ -6,44 +6,16 @@ test, the result still passed the test itself.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from halfserve.export.errors import UsageError
-
-MAX_RUNS = 120
-FEWEST_RUNS = 2  # one with all nodes in float16, one with none
+from halfserve.export.conversion_options import FEWEST_RUNS, SearchLimits
 
 Ending: TypeAlias = Literal["complete", "max_runs", "max_minutes", "interrupted"]
 T = TypeVar("T")
 Test: TypeAlias = Callable[[frozenset[T]], bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchLimits:
-    """Limits of a search. The first two runs are always made, since without them there is no result.
-
-    Attributes:
-        max_runs: Largest count of sets to try; at least 2.
-        max_minutes: Time after which no further set is tried; None for no limit. A run in progress is finished.
-
-    Raises:
-        UsageError: A limit is out of range.
-    """
-
-    max_runs: int = MAX_RUNS
-    max_minutes: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_runs < FEWEST_RUNS:
-            raise UsageError(
-                f"max_runs is {self.max_runs}; expected at least {FEWEST_RUNS}: one with all nodes in float16, one with none"
-            )
-        if self.max_minutes is not None and not (self.max_minutes > 0 and math.isfinite(self.max_minutes)):
-            raise UsageError(f"max_minutes is {self.max_minutes}; expected a number above 0")
 
 
 @dataclass

@@ -12,14 +12,15 @@ budget is known from then on, and the smallest known one is returned however the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.conversion_options import MAX_RUNS, SearchLimits
 from halfserve.export.errors import ExportError
-from halfserve.export.half_types import HalfName, half_named
+from halfserve.export.half_types import Accumulators, HalfName, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
 from halfserve.export.onnx_fp16.settings import Settings, settings_of
 from halfserve.export.search.error_attribution import (
@@ -31,7 +32,7 @@ from halfserve.export.search.error_attribution import (
     ranked_steps,
     scalar_constants,
 )
-from halfserve.export.search.narrowing import MAX_RUNS, Ending, OutOfRunsError, SearchLimits, minimized, smallest_passing_prefix
+from halfserve.export.search.narrowing import Ending, OutOfRunsError, minimized, smallest_passing_prefix
 from halfserve.export.search.result import Cost, KeptNodeCost, SearchResult
 from halfserve.export.search.searched_model import SearchedModel, searched_model
 from halfserve.export.search.trials import Trial, Trials
@@ -64,7 +65,7 @@ def find_fp32_nodes(
     max_minutes: float | None = None,
     batch_size: int = 32,
     adversarial: bool = True,
-    accumulators: Literal["float32", "float16"] = "float32",
+    accumulators: Accumulators = "float32",
     progress: Callable[[str], None] | None = None,
     task: Judge | None = None,
     dtype: HalfName = "float16",

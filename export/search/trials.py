@@ -15,11 +15,12 @@ import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe, Risk
+from halfserve.export.conversion_options import SearchLimits
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.onnx_fp16.report import ConversionReport
-from halfserve.export.search.narrowing import OutOfRunsError, SearchLimits, Usage
+from halfserve.export.search.narrowing import OutOfRunsError, Usage
 from halfserve.export.search.searched_model import SearchedModel
 from halfserve.export.verification.comparison import Comparison, allow_reference_noise
 from halfserve.export.verification.executions import gpu_is_there, run_levels, run_simulated

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfserve.export.errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_arrays
-from halfserve.export.sources.source import SourceOptions
+from halfserve.export.sources.source_options import SourceOptions
 
 ARRAYS = frozenset({".npy", ".npz"})
 # Bytes of a value, as its type, and half of its range. Values of one byte have no sign.

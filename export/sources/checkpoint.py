@@ -15,7 +15,8 @@ from halfserve.export.errors import ExportError
 from halfserve.export.module_pipeline import EXAMPLES
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, take_samples
-from halfserve.export.sources.source import Source, SourceOptions, factory_name
+from halfserve.export.sources.source import Source, factory_name
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import run
 from halfserve.export.to_onnx.forward_call import call_of
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from halfserve.export.errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_arrays
-from halfserve.export.sources.source import Source, SourceOptions, repository_name
+from halfserve.export.sources.source import Source, repository_name
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 
 OWN_EXAMPLES = "the samples are the program's own example inputs; give --samples FILE.npz for a verdict on more"

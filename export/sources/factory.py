@@ -13,7 +13,8 @@ from halfserve.export.errors import ExportError
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, model_of
 from halfserve.export.sources.sample_files import read_arrays
-from halfserve.export.sources.source import Source, SourceOptions, factory_name, repository_name
+from halfserve.export.sources.source import Source, factory_name, repository_name
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.sources.training import with_training
 from halfserve.export.to_onnx.capture import one_line
 

@@ -22,7 +22,8 @@ from halfserve.export.sources.image_libraries import open_timm_folder
 from halfserve.export.sources.picture_preparation import LibraryPreparation, of_transformers, proved
 from halfserve.export.sources.pictures import picture_samples, served_preparation
 from halfserve.export.sources.sentence_transformers import sentence_layers
-from halfserve.export.sources.source import Source, SourceOptions, repository_name
+from halfserve.export.sources.source import Source, repository_name
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
 from halfserve.export.sources.training import with_training
 from halfserve.export.tasks.audio_models import AudioModel

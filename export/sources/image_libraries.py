@@ -15,7 +15,8 @@ from halfserve.amp_core.weights.state_dicts import load_into, load_weights, pref
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.sources.picture_preparation import LibraryPreparation, of_timm, proved
 from halfserve.export.sources.pictures import picture_samples, served_preparation
-from halfserve.export.sources.source import Source, SourceOptions, repository_name
+from halfserve.export.sources.source import Source, repository_name
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.sources.training import with_training
 from halfserve.export.tasks.image_models import ImageModel, Preprocessing
 from halfserve.export.tasks.task import Task

@@ -13,7 +13,8 @@ from halfserve.export.sources.checkpoint import open_checkpoint
 from halfserve.export.sources.exported_program import open_exported_program
 from halfserve.export.sources.factory import open_factory, open_pickled_module
 from halfserve.export.sources.image_libraries import LIBRARIES, open_named_model
-from halfserve.export.sources.source import Source, SourceOptions
+from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 
 # Windows paths have one letter before the colon.
 FACTORY = re.compile(r"\w[\w.]+:\w[\w.]*")

@@ -12,7 +12,7 @@ import torch
 
 from halfserve.export.errors import ExportError
 from halfserve.export.samples import Samples
-from halfserve.export.sources.source import SourceOptions
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.image_models import Preprocessing
 from halfserve.protos.pictures import MAX_PIXELS, PREPROCESSING
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import nn
 
@@ -15,27 +14,6 @@ from halfserve.export.samples import Samples
 from halfserve.export.tasks.task import Task
 
 GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceOptions:
-    """The user's options for a source.
-
-    Attributes:
-        weights: A file or folder of weights for the module of a factory.
-        samples: A file or folder of samples; by default the source's own, where it has some.
-        max_samples: The most samples to take.
-        task: The task of a Hugging Face folder; by default known from its architecture.
-        trust_pickle: Whether to run code that a pickled file brings.
-        trust_remote_code: Whether to run code that a Hugging Face folder brings.
-    """
-
-    weights: Path | None = None
-    samples: Path | None = None
-    max_samples: int = 1024
-    task: str | None = None
-    trust_pickle: bool = False
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

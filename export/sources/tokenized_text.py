@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfserve.export.errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_sentences
-from halfserve.export.sources.source import SourceOptions
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx
@@ -17,7 +17,7 @@ from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import Accuracy, Certificate, PrecisionVerdict, Risk
 from halfserve.export.certificate.embed import graph_sha256
 from halfserve.export.errors import ExportError
-from halfserve.export.half_types import HALF_TYPES, HalfName, HalfType, half_named
+from halfserve.export.half_types import HALF_TYPES, Accumulators, HalfName, HalfType, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import half_type_of
 from halfserve.export.verification.comparison import (
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from halfserve.export.verification.judging import Judge
 
-Accumulators: TypeAlias = Literal["float32", "float16"]
 UNCHECKED_SHOWN = 20
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import TrialCache
 from halfserve.serve.backends.onnx_models import OnnxModels
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.python.runtime import PythonRuntime
 from halfserve.serve.engine.backend import (
     NO_TRUST,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, Differences
 from halfserve.serve.benchmark.comparison import ComparedLevel, compare, differences
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement, measure, search
-from halfserve.serve.benchmark.report import BenchmarkReport, Differences
 from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfserve.serve.benchmark.level import Level, Load
-from halfserve.serve.client.messages import output_arrays
-from halfserve.serve.client.tensors import Array
+from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.infer_messages import output_arrays
 
 if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelInferRequest
@@ -74,7 +74,7 @@ class ComparedLevel:
         return sum(level.failed for level in self.rounds)
 
     def to_json(self) -> dict[str, Any]:
-        """The object of bench.json's "comparison"; see serve/benchmark/report.py."""
+        """The object of bench.json's "comparison"; see serve/benchmark/benchmark_report.py."""
         return {
             "name": self.name,
             "concurrency": self.load.concurrency,

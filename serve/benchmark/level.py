@@ -287,7 +287,7 @@ class Level:
         return [f"at {self.load.text}: {count} {code}: {self.tally.messages.get(code, '')}" for code, count in counts]
 
     def to_json(self) -> dict[str, Any]:
-        """The level as a JSON object of bench.json; see serve/benchmark/report.py."""
+        """The level as a JSON object of bench.json; see serve/benchmark/benchmark_report.py."""
         server, tally = self.server, self.tally
         return {
             "concurrency": self.load.concurrency,

@@ -21,14 +21,14 @@ from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
 from halfserve.serve.benchmark.measurement import Bench
 from halfserve.serve.benchmark.request_inputs import RequestPlan
+from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.channel_settings import CLUSTER, Tls, bearer, headers_of, method_path
 from halfserve.serve.client.cli.display import provider_of
 from halfserve.serve.client.cli.inputs import fitted_inputs
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.cluster.channel import watch_cluster
-from halfserve.serve.client.connection import CLUSTER, Tls, bearer, headers_of, method_path
 from halfserve.serve.client.errors import ClientError
-from halfserve.serve.client.messages import Parameter, SharedSlice
-from halfserve.serve.client.tensors import Array
+from halfserve.serve.client.infer_messages import Parameter, SharedSlice
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from halfserve.files.atomic_files import atomic_file
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LoadStatistics
-from halfserve.serve.benchmark.report import BenchmarkReport
 from halfserve.serve.benchmark.tables import percentiles_table, tables
 
 # Palette of Okabe and Ito, which is distinguishable for colour-blind readers.

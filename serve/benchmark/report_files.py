@@ -12,9 +12,9 @@ from typing import Any
 
 from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, write_json
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LatencyHistogram
-from halfserve.serve.benchmark.report import BenchmarkReport, write_json
 
 SIGNIFICANT_DIGITS = 3
 TICKS_PER_HALF_DISTANCE = 5

@@ -13,8 +13,8 @@ import numpy as np
 
 from halfserve.protos.datatypes import Datatype
 from halfserve.serve.benchmark import BenchmarkArgumentError
-from halfserve.serve.client.messages import Parameter, infer_request
-from halfserve.serve.client.tensors import Array, converted, datatype_named
+from halfserve.serve.client.array_conversion import Array, converted, datatype_named
+from halfserve.serve.client.infer_messages import Parameter, infer_request
 
 if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse

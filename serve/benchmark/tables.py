@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.comparison import Spread
 from halfserve.serve.benchmark.level import Level, Load, ServerTotals
 from halfserve.serve.benchmark.load.spec import LoadStatistics
-from halfserve.serve.benchmark.report import BenchmarkReport
 from halfserve.serve.client.cli.display import printable
 
 if TYPE_CHECKING:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from halfserve.serve.client.base import AsyncRunner, CallSettings, ClientBase, ClientOperation
+from halfserve.serve.client.base import ClientBase
+from halfserve.serve.client.client_method import AsyncRunner, CallSettings, ClientOperation
 from halfserve.serve.client.cluster.channel import AsyncClusterChannel
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
-from halfserve.serve.client.inference import RequestOptions, close_region, open_region
+from halfserve.serve.client.infer_exchange import RequestOptions, close_region, open_region
 from halfserve.serve.client.model_handles import BoundModel, bind
 from halfserve.serve.client.shared_regions import SharedRegion
-from halfserve.serve.client.stream_drivers import AsyncStream, Source, is_cancelled
-from halfserve.serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
+from halfserve.serve.client.streams.stream_drivers import AsyncStream, Source, is_cancelled
+from halfserve.serve.client.streams.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from halfserve.serve.client.base import CallSettings, ClientBase, ClientOperation, SyncRunner
+from halfserve.serve.client.base import ClientBase
+from halfserve.serve.client.client_method import CallSettings, ClientOperation, SyncRunner
 from halfserve.serve.client.cluster.channel import SyncClusterChannel
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
-from halfserve.serve.client.inference import RequestOptions, close_region, open_region
+from halfserve.serve.client.infer_exchange import RequestOptions, close_region, open_region
 from halfserve.serve.client.model_handles import BoundModel, bind
 from halfserve.serve.client.shared_regions import SharedRegion
-from halfserve.serve.client.stream_drivers import SyncStream
-from halfserve.serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
+from halfserve.serve.client.streams.stream_drivers import SyncStream
+from halfserve.serve.client.streams.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -27,7 +28,7 @@ class Client(ClientBase, SyncRunner):
 
     It connects at the first call, may be used by many threads at once, and reconnects to a server that restarts. After a fork,
     each call in the child raises an error that says so. Every error of the server or the request is raised as a ClientError or
-    a subclass of it. Arguments: see `halfserve.serve.client.base.ClientBase`.
+    a subclass of it. Arguments: see `halfserve.serve.client.client_connection.ClientConnection`.
     """
 
     def close(self) -> None:
@@ -72,7 +73,8 @@ class Client(ClientBase, SyncRunner):
             in_flight: most requests in flight at a time.
             timeout_s: longest time in seconds without any answer while requests wait, and between the last answer and the end
                 of the stream; None for the client's own. The stream as a whole has no limit.
-            options: options of all requests; see `serve.client.inference.RequestOptions`. The stream sets `request_id` itself.
+            options: options of all requests; see `serve.client.infer_exchange.RequestOptions`. The stream sets
+                `request_id` itself.
 
         Raises:
             ServerUnavailable: the connection broke; requests without an answer must be sent again.

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from halfserve.protos.inference_pb2 import ModelMetadataResponse
-from halfserve.serve.client.base import ClientBase, ClientMethod, ClientOperation
+from halfserve.serve.client.array_conversion import Array, check_shape, datatype_named
+from halfserve.serve.client.base import ClientBase
+from halfserve.serve.client.client_method import ClientMethod, ClientOperation
 from halfserve.serve.client.errors import InvalidRequest
 from halfserve.serve.client.exchange import Exchange
-from halfserve.serve.client.inference import BoundInferOptions, InferState, infer, remember, without_sending
+from halfserve.serve.client.infer_exchange import BoundInferOptions, InferState, infer, remember, without_sending
 from halfserve.serve.client.management import model_config, model_metadata, ready
-from halfserve.serve.client.tensors import Array, check_shape, datatype_named
 
 if TYPE_CHECKING:
     from halfserve.protos.model_config_pb2 import ModelConfig
@@ -150,7 +151,7 @@ class BoundModel:
 
         Args:
             inputs: name -> array, or a single array if the model has one input.
-            options: see `halfserve.serve.client.inference.BoundInferOptions`.
+            options: see `halfserve.serve.client.infer_exchange.BoundInferOptions`.
         """
         asked = bound_infer(self._client._state, self, inputs, without_sending(options))
         return self._client._inference(asked, options)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.errors import ClientError, InvalidRequest
-from halfserve.serve.client.messages import SharedSlice
-from halfserve.serve.client.tensors import Array
+from halfserve.serve.client.infer_messages import SharedSlice
 
 FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
 ALIGNMENT = 64  # bytes; the width of a vector register

@@ -12,12 +12,12 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.serve.client.array_conversion import Array, datatype_named
 from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
+from halfserve.serve.client.infer_messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
 from halfserve.serve.client.management import register_region, unregister_region
-from halfserve.serve.client.messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
 from halfserve.serve.client.shared_regions import SharedRegion
-from halfserve.serve.client.tensors import Array, datatype_named
 
 if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelMetadataResponse

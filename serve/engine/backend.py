@@ -237,13 +237,13 @@ class LaterAnswer:
             done(self._result)
 
 
-class Again:
-    """Outcome in place of an answer: the model wants the request once more."""
+class Reschedule:
+    """Outcome in place of an answer: the model wants the request to be queued and executed once more."""
 
 
-AGAIN: Final = Again()
+RESCHEDULE: Final = Reschedule()
 # A backend's outcome for one request; None if its responses come later, through `respond` and `done`.
-Outcome: TypeAlias = Tensors | InferenceError | LaterAnswer | Again | None
+Outcome: TypeAlias = Tensors | InferenceError | LaterAnswer | Reschedule | None
 
 
 class RequestBackend:

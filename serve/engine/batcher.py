@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
 from halfserve.serve.engine.backend import LaterAnswer
@@ -17,14 +17,15 @@ from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
-from halfserve.serve.engine.execution.request_batch import Begun, Rescheduled
+from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled
 from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
-from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
@@ -87,7 +88,7 @@ class Delivery:
                     self.fail(result.request, result.error)
                 elif isinstance(result, LostRequests):
                     again |= self._replay(result)
-                elif isinstance(result, Begun):
+                elif isinstance(result, PendingAnswers):
                     self._await(result)
                 elif isinstance(result, Rescheduled):
                     again |= self._reschedule(result)
@@ -111,7 +112,7 @@ class Delivery:
             else:
                 request.finish(answer)
 
-    def _await(self, begun: Begun) -> None:
+    def _await(self, pending: PendingAnswers) -> None:
         """Answer requests once their model has given its answers."""
 
         def answer_later(request: InferRequest, later: LaterAnswer) -> None:
@@ -120,13 +121,13 @@ class Delivery:
                 if isinstance(result, InferenceError):
                     self.fail(request, result)
                 else:
-                    self._answer(Answered([request], [result], begun.times), request.rows)
+                    self._answer(Answered([request], [result], pending.times), request.rows)
                 self.on_late_answer()
 
             self.awaited += 1
             later.then(answered)
 
-        for request, later in begun.later:
+        for request, later in pending.later:
             answer_later(request, later)
 
     def _reschedule(self, rescheduled: Rescheduled) -> bool:
@@ -209,6 +210,11 @@ class Batcher:
         self._share: ComputeShare | None = None
         self._short = ShortBatches(short_s) if all(instance.may_run_on_loop for instance in instances) else None
         self._has_target = limits.latency_target_s is not None
+        self._lone: InferRequest | None = None  # the only waiting request, which has not entered the queue
+        # Whether a single request has nothing to wait for: neither a delay nor priorities.
+        self._takes_lone = limits.levels == 1 and limits.max_delay_s == 0 and not self._has_target
+        # Whether the queue learns from batches of one row: not before it has seen a larger one.
+        self._learns_rows = mixed is not None
 
     @property
     def instances(self) -> Sequence[Instance]:
@@ -217,7 +223,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + (self._lone is not None)
 
     def on_reschedule(self, listener: Callable[[InferRequest], None]) -> None:
         """Call `listener` with each request that its model wants once more. To be called before the first request."""
@@ -241,8 +247,13 @@ class Batcher:
             away = self._down_error() if self._drained is None else UnavailableError(SHUTTING_DOWN)
             self._statistics.failed(request.arrived_ns, away)
             raise away
+        if self._soon is None and self._is_lone(request):
+            self._lone, request.line = request, self
+            self._soon = self._call_soon(self._run_lone)
+            return
         if request.deadline is not None or self._has_target:
             self._admit(request)
+        self._queue_lone()
         try:
             self._queue.offer(request)
         except FullError as full:
@@ -253,9 +264,12 @@ class Batcher:
     def cancel(self, request: InferRequest) -> None:
         """Drop a request whose client has gone: free its place if it still waits, otherwise discard its answer."""
         request.cancelled = True
-        if request.line is not None and self._queue.remove(request):
-            self._statistics.failed(request.arrived_ns)
-            self._notice_drained()
+        if request is self._lone:
+            self._lone = request.line = None
+        elif request.line is None or not self._queue.waiting.remove(request):
+            return
+        self._statistics.failed(request.arrived_ns)
+        self._notice_drained()
 
     async def drain(self) -> None:
         """Refuse new requests, finish the accepted ones, and end the worker threads."""
@@ -270,6 +284,58 @@ class Batcher:
         self._delivery.let_go()
         for instance in self._instances:
             instance.stop()
+
+    def _is_lone(self, request: InferRequest) -> bool:
+        """Return whether a request need not enter the queue: it is the first of this turn, and the latest batch had one too.
+
+        The others of this turn put it into the queue, and share a batch with it.
+        """
+        return (
+            self._latest_size == 1
+            and self._takes_lone
+            and self._share is None
+            and self._admission is None
+            and request.deadline is None
+            and request.leave_by is None
+            and bool(self._free.idle)
+            and not self._queue
+            and request.rows <= self._limits.max_rows
+        )
+
+    def _queue_lone(self) -> None:
+        """Put the lone request into the queue, which is empty."""
+        lone, self._lone = self._lone, None
+        if lone is not None:
+            self._queue.offer(lone)
+
+    def _run_lone(self) -> None:
+        """Compute and answer the lone request: the way of most requests of a server that is not busy.
+
+        What the queue does for a batch is left out, as there is nothing to wait for, and no request to share a batch with.
+        """
+        request, short, idle = self._lone, self._short, self._free.idle
+        if request is None or not idle:
+            self._queue_lone()
+            self._gather()
+            return
+        self._lone = self._soon = request.line = None
+        now, bucket, rows = time.monotonic(), request.bucket, request.rows
+        instance, alone = idle.pop(), self.occupancy.is_alone(self, now)
+        if short is None or not short.suits(bucket, rows, limit_s(1, request.size, alone=alone)):
+            self._start(Batch(bucket, [request], [], rows), now, instance)
+            self._away_since = now
+            return
+        spent_s = time.thread_time()
+        results = instance.run_on_loop([request])
+        spent_s = time.thread_time() - spent_s
+        if instance.is_up:
+            idle.append(instance)
+        self._away_since = ended = time.monotonic()
+        short.ran_on_loop(bucket, rows, spent_s, ended - now)
+        self._learn_rows(bucket, rows, ended - now)
+        self._delivery.add(results, rows)
+        self._answer()
+        self._notice_drained()
 
     def _dispatch_soon(self) -> None:
         """Dispatch later in this turn of the loop, so that requests that arrive in one turn share a batch."""
@@ -290,6 +356,7 @@ class Batcher:
         return self._loop.call_soon(step)
 
     def _dispatch(self) -> None:
+        self._queue_lone()
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
@@ -358,14 +425,14 @@ class Batcher:
             self._free.sort_in(instance)
             if (seconds := seconds_of(results)) is not None:
                 self._free.latest_s = seconds
-                self._queue.observe(batch.bucket, batch.rows, seconds)
+                self._learn_rows(batch.bucket, batch.rows, seconds)
                 if self._short is not None:
                     self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
             if running is not None or self._share is not None:
                 self._account(running, results, now)
             # The next batch is started first, so that a thread computes it while these answers are sent.
             self._delivery.add(*self._without_late(results, batch.rows))
-            if self._queue and self._share is None:
+            if self.waiting and self._share is None:
                 self._dispatch()
             self._answer()
             self._running -= 1
@@ -394,12 +461,19 @@ class Batcher:
             self._free.idle.append(instance)
         clock_s = time.monotonic() - now
         short.ran_on_loop(batch.bucket, batch.rows, spent_s, clock_s)
-        self._queue.observe(batch.bucket, batch.rows, clock_s)
+        self._learn_rows(batch.bucket, batch.rows, clock_s)
         if running is not None:
             self._account(running, results, now)
         self._delivery.add(results, batch.rows)
         self._answer()
         return time.monotonic()
+
+    def _learn_rows(self, bucket: Hashable, rows: int, seconds: float) -> None:
+        """Have the queue learn from a batch that took `seconds`."""
+        if rows > 1:
+            self._learns_rows = True
+        if self._learns_rows:
+            self._queue.observe(bucket, rows, seconds)
 
     def _account(self, running: RunningBatch | None, results: Results, started: float) -> None:
         now = time.monotonic()
@@ -431,6 +505,7 @@ class Batcher:
     def _fail_all_waiting(self) -> None:
         """Fail every queued request, because the time at which a copy will be up again is unknown."""
         error, now = self._down_error(), time.monotonic()
+        self._queue_lone()
         while (batch := self._queue.take(now, hurry=True)) is not None:
             self._fail_late(batch.late, now)
             for request in batch.requests:
@@ -450,7 +525,7 @@ class Batcher:
     def _make_room(self, request: InferRequest, full: FullError) -> None:
         """Drop late requests from a full queue."""
         now = time.monotonic()
-        late = self._queue.take_late(now)
+        late = self._queue.waiting.take_late(now)
         try:
             self._queue.offer(request)
         except FullError:
@@ -467,7 +542,7 @@ class Batcher:
             )
 
     def _notice_drained(self) -> None:
-        if self._drained is not None and not self._running and not self._queue and not self._delivery.awaited:
+        if self._drained is not None and not self._running and not self.waiting and not self._delivery.awaited:
             self._drained.set()
 
 

@@ -121,8 +121,8 @@ class MessageTooLargeError(InferenceError):
     """
 
     def __init__(self, size: int | None, limit: int, advice: str = "split the request") -> None:
-        told = f"more than {limit}" if size is None else str(size)
-        super().__init__(f"a message of {told} bytes is too large, expected at most {limit}; {advice}")
+        size_text = f"more than {limit}" if size is None else str(size)
+        super().__init__(f"a message of {size_text} bytes is too large, expected at most {limit}; {advice}")
 
 
 class ResourceExhaustedError(InferenceError):

@@ -42,18 +42,18 @@ def names_hidden(may_see: MaySee) -> Iterator[None]:
     try:
         yield
     except InferenceError as error:
-        raise _told(error, may_see) from None
+        raise _without_names_in(error, may_see) from None
 
 
 def hide_names(request: InferRequest, may_see: MaySee) -> None:
     """Remove these names from a request's error."""
     done = request.done
 
-    def told(result: Tensors | InferenceError) -> None:
-        done(_told(result, may_see) if isinstance(result, InferenceError) else result)
+    def answer(result: Tensors | InferenceError) -> None:
+        done(_without_names_in(result, may_see) if isinstance(result, InferenceError) else result)
 
-    request.done = told
+    request.done = answer
 
 
-def _told(error: InferenceError, may_see: MaySee) -> InferenceError:
+def _without_names_in(error: InferenceError, may_see: MaySee) -> InferenceError:
     return reworded(error, without_names(str(error), may_see))

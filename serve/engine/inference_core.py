@@ -19,7 +19,7 @@ from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.step_memory import StepMemory
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.sequences.handover import hand_over
+from halfserve.serve.engine.sequences.sequence_loading import hand_over
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
 
 
-class Control(Protocol):
+class ModelLoader(Protocol):
     """Loads and unloads models at run time; implemented in serve/model_control/."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes], *, caller: str | None = None) -> None:
@@ -65,7 +65,7 @@ class InferenceCore:
         self._listeners: list[Callable[[], None]] = []
         self.states = VersionStates()
         self.loadable: frozenset[str] = frozenset()
-        self.control: Control | None = None
+        self.control: ModelLoader | None = None
         self.slots: ComputeSlots | None = None
         self.step_memory = StepMemory()
         self.response_cache: ResponseCache | None = None
@@ -315,7 +315,7 @@ class InferenceCore:
         task.add_done_callback(left)
         return task
 
-    def _controlled(self) -> Control:
+    def _controlled(self) -> ModelLoader:
         if self.control is None:
             raise UnavailableError("models are not loaded by request here; start the server with --model-control explicit")
         return self.control

@@ -16,8 +16,8 @@ from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.scheduler import Composition, Holder, Scheduler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -17,11 +16,11 @@ from halfserve.serve.engine.errors import InferenceError
 # Upper bounds in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds longer times.
 EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)
 EDGES = np.array(EDGES_NS, np.int64)
-FOLD_REQUESTS: Final = 4096  # counting as many takes 0.2 ms of the event loop; smaller chunks cost more per request
 BUCKETS: Final = len(EDGES_NS) + 1
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output", "total")
 QUEUE, COMPUTE, TOTAL = 0, [1, 2, 3], 4
-TOGETHER: Final = 64  # number of batches that are counted at a time
+# Number of batches and requests that are counted at a time, in 0.2 ms of the event loop; smaller chunks cost more per request.
+TOGETHER: Final = 1024
 CANCELLED: Final = "cancelled"
 WINDOW_NS: Final = 60 * 10**9  # Triton's window of quantiles
 SLICE_NS: Final = 12 * 10**9
@@ -89,11 +88,36 @@ def _quantile(at_most: np.ndarray[Any, np.dtype[np.int64]], share: float) -> flo
     return float(2 ** ((place + 0.5) / PARTS))
 
 
+class CountedBatches:
+    """Batches as arrays, so that many are counted together.
+
+    Attributes:
+        own_ns: nanoseconds of each request in the stages QUEUE and TOTAL, (2, number of requests).
+        computing_ns: nanoseconds of each batch in the stages COMPUTE, (3, number of batches).
+        requests: number of requests of each batch.
+        rows: number of rows of each batch.
+        split: time at which each batch was split.
+    """
+
+    __slots__ = ("computing_ns", "own_ns", "requests", "rows", "split")
+
+    def __init__(self, done: Iterable[tuple[BatchTimes, list[int], int]]) -> None:
+        """Take batches: their stage times, the arrival times of their requests on the same clock, and their rows."""
+        numbers: list[int] = []
+        arrivals: list[int] = []
+        for times, arrivals_ns, rows in done:
+            numbers += [times.started, times.assembled, times.computed, times.split, len(arrivals_ns), rows]
+            arrivals += arrivals_ns
+        table = np.array(numbers, np.int64).reshape(-1, 6)
+        started, self.split, self.requests, self.rows = table[:, 0], table[:, 3], table[:, 4], table[:, 5]
+        ends = np.stack([started.repeat(self.requests), self.split.repeat(self.requests)])
+        self.own_ns: np.ndarray[Any, np.dtype[np.int64]] = ends - np.array(arrivals, np.int64)
+        self.computing_ns: np.ndarray[Any, np.dtype[np.int64]] = np.diff(table[:, :4], axis=1).T
+
+
 @dataclass
 class StageHistograms:
     """One histogram per stage; every request counts once in each. Used on one thread.
-
-    Recording only stores numbers; they are counted FOLD_REQUESTS at a time, or when read.
 
     Attributes:
         window: gets the same requests, for quantiles; None where there is none.
@@ -103,39 +127,21 @@ class StageHistograms:
 
     _counts: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros((len(STAGES), BUCKETS), np.int64))
     _ns: list[int] = field(default_factory=lambda: [0] * len(STAGES))
-    _batches: array[int] = field(default_factory=lambda: array("q"))  # per batch: four times, number of requests
-    _arrivals: array[int] = field(default_factory=lambda: array("q"))
 
-    def add(self, done: Iterable[tuple[BatchTimes, list[int], int]]) -> None:
-        """Record batches: their stage times, the arrival times of their requests on the same clock, and their rows."""
-        batches, arrivals = self._batches, self._arrivals
-        for times, arrivals_ns, _ in done:
-            batches.fromlist([times.started, times.assembled, times.computed, times.split, len(arrivals_ns)])
-            arrivals.fromlist(arrivals_ns)
-        if len(arrivals) >= FOLD_REQUESTS:
-            self._fold()
+    def add(self, done: CountedBatches) -> None:
+        own, requests = done.own_ns, done.requests
+        self._count([QUEUE, TOTAL], own, None)
+        self._count(COMPUTE, done.computing_ns, requests)
+        if self.window is not None and own.size:
+            stages = np.concatenate([own[:1], done.computing_ns.repeat(requests, axis=1), own[1:]])
+            self.window.add(stages, done.split.repeat(requests))
 
     def read(self) -> dict[str, Histogram]:
         """Return the histograms, by stage."""
-        self._fold()
         return {
             stage: Histogram(tuple(counts), ns)
             for stage, counts, ns in zip(STAGES, self._counts.tolist(), self._ns, strict=True)
         }
-
-    def _fold(self) -> None:
-        if not self._batches:
-            return
-        batches = np.array(self._batches).reshape(-1, 5)
-        arrived = np.array(self._arrivals)
-        del self._batches[:], self._arrivals[:]
-        started, split, requests = batches[:, 0], batches[:, 3], batches[:, 4]
-        own = np.stack([started.repeat(requests), split.repeat(requests)]) - arrived
-        self._count([QUEUE, TOTAL], own, None)
-        computing = np.diff(batches[:, :4], axis=1).T
-        self._count(COMPUTE, computing, requests)
-        if self.window is not None:
-            self.window.add(np.concatenate([own[:1], computing.repeat(requests, axis=1), own[1:]]), split.repeat(requests))
 
     def _count(
         self, stages: list[int], ns: np.ndarray[Any, np.dtype[np.int64]], requests: np.ndarray[Any, np.dtype[np.int64]] | None
@@ -211,24 +217,26 @@ class Totals:
     last_inference_ms: int = 0  # milliseconds since the epoch; 0 before the first batch
     failures: dict[str, int] = field(default_factory=dict)  # number of failures, by `reason_of` the error
 
-    def add(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
-        requests, arrived = len(arrivals_ns), sum(arrivals_ns)
-        assembling = times.assembled - times.started
-        computing = times.computed - times.assembled
-        splitting = times.split - times.computed
-        self.queue.add(times.started * requests - arrived, requests)
-        self.compute_input.add(assembling * requests, requests)
-        self.compute_infer.add(computing * requests, requests)
-        self.compute_output.add(splitting * requests, requests)
-        self.success.add(times.split * requests - arrived, requests)
-        size = self.by_batch_size.get(rows)
-        if size is None:
-            size = self.by_batch_size[rows] = BatchSizeStatistics()
-        size.compute_input.add(assembling)
-        size.compute_infer.add(computing)
-        size.compute_output.add(splitting)
-        self.rows += rows
-        self.batches += 1
+    def add(self, done: CountedBatches) -> None:
+        requests, computing = done.requests, done.computing_ns
+        count, (queued_ns, spent_ns) = int(requests.sum()), done.own_ns.sum(axis=1).tolist()
+        assembling_ns, computing_ns, splitting_ns = (computing @ requests).tolist()
+        self.queue.add(queued_ns, count)
+        self.compute_input.add(assembling_ns, count)
+        self.compute_infer.add(computing_ns, count)
+        self.compute_output.add(splitting_ns, count)
+        self.success.add(spent_ns, count)
+        for rows in set(done.rows.tolist()):
+            size = self.by_batch_size.get(rows)
+            if size is None:
+                size = self.by_batch_size[rows] = BatchSizeStatistics()
+            of_size = computing[:, done.rows == rows]
+            assembling_ns, computing_ns, splitting_ns = of_size.sum(axis=1).tolist()
+            size.compute_input.add(assembling_ns, of_size.shape[1])
+            size.compute_infer.add(computing_ns, of_size.shape[1])
+            size.compute_output.add(splitting_ns, of_size.shape[1])
+        self.rows += int(done.rows.sum())
+        self.batches += len(requests)
 
 
 class StatisticsLedger(Protocol):
@@ -243,7 +251,7 @@ class StatisticsLedger(Protocol):
 class Statistics:
     """Counters of one model version, with the meaning of Triton's statistics.
 
-    Batches are counted TOGETHER at a time, or when read, and not while answers are sent.
+    Batches are counted many at a time, or when read, and not while answers are sent.
 
     Attributes:
         latest: the batch whose answers are being delivered.
@@ -252,12 +260,22 @@ class Statistics:
         ledger: receives everything that is counted, right after it; None without one.
     """
 
-    __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows", "ledger")
+    __slots__ = (
+        "_histograms",
+        "_totals",
+        "_uncounted",
+        "_uncounted_requests",
+        "latest",
+        "latest_failure",
+        "latest_rows",
+        "ledger",
+    )
 
     def __init__(self) -> None:
         self._totals = Totals()
         self._histograms = StageHistograms()
         self._uncounted: list[tuple[BatchTimes, list[int], int]] = []
+        self._uncounted_requests = 0  # their number of batches and of requests
         self.latest: BatchTimes | None = None
         self.latest_rows = 0
         self.latest_failure = (0, 0)
@@ -286,9 +304,9 @@ class Statistics:
     def batch_done(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
         """Record a batch whose requests, `rows` rows in all, arrived at `arrivals_ns`."""
         self.latest, self.latest_rows = times, rows
-        uncounted = self._uncounted
-        uncounted.append((times, arrivals_ns, rows))
-        if len(uncounted) == TOGETHER:
+        self._uncounted.append((times, arrivals_ns, rows))
+        self._uncounted_requests += 1 + len(arrivals_ns)
+        if self._uncounted_requests >= TOGETHER:
             self._count()
         if self.ledger is not None:
             self.ledger.batch(times, arrivals_ns, rows)
@@ -333,12 +351,11 @@ class Statistics:
         uncounted = self._uncounted
         if not uncounted:
             return
-        totals = self._totals
-        for times, arrivals_ns, rows in uncounted:
-            totals.add(times, arrivals_ns, rows)
-        totals.last_inference_ms = (time.time_ns() - time.monotonic_ns() + uncounted[-1][0].split) // 1_000_000
-        self._histograms.add(uncounted)
-        self._uncounted = []
+        done = CountedBatches(uncounted)
+        self._totals.add(done)
+        self._histograms.add(done)
+        self._totals.last_inference_ms = (time.time_ns() - time.monotonic_ns() + uncounted[-1][0].split) // 1_000_000
+        self._uncounted, self._uncounted_requests = [], 0
 
 
 def reason_of(error: InferenceError | None) -> str:

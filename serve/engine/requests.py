@@ -19,17 +19,25 @@ logger = logging.getLogger(__name__)
 
 # Up to this size the whole batch is converted to bytes at once, and each answer is a slice of them.
 CUT_BYTES: Final = 65_536
+_array: Final = np.ndarray  # a name of this module: compiled code finds it in fewer steps
 
 
 class BatchOutputs:
-    """All outputs of one batch."""
+    """All outputs of one batch.
 
-    __slots__ = ("_raw", "arrays", "row_shapes")
+    Attributes:
+        arrays: outputs by name.
+        row_shapes: shape of one row of each output.
+        is_large: whether the outputs together have more than CUT_BYTES.
+    """
+
+    __slots__ = ("_raw", "arrays", "is_large", "row_shapes")
 
     def __init__(self, arrays: Tensors, raw: dict[str, bytes | None] | None = None) -> None:
         """`raw`: the bytes of outputs by name, as far as known."""
         self.arrays = arrays
-        self.row_shapes = tuple(array.shape[1:] for array in arrays.values())
+        self.row_shapes = tuple([array.shape[1:] for array in arrays.values()])
+        self.is_large = sum([array.nbytes for array in arrays.values()]) > CUT_BYTES
         self._raw: dict[str, bytes | None] = {} if raw is None else raw
 
     def raw(self, name: str) -> bytes | None:
@@ -68,12 +76,15 @@ class Answer(Mapping[str, Array]):
         """Return the answer's last row, with only these outputs."""
         return Answer(self.batch, names, self._end - 1, self._end)
 
-    def raw(self, name: str, row_bytes: int) -> bytes:
-        """Return one output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
+    def raw(self, name: str, row_bytes: int) -> bytes | memoryview:
+        """Return one output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes.
+
+        The bytes of a large batch are a view on the output.
+        """
         raw = self.batch.raw(name)
         if raw is not None:
             return raw[self._start * row_bytes : self._end * row_bytes]
-        return np.ascontiguousarray(self.batch.arrays[name][self._start : self._end]).tobytes()
+        return np.ascontiguousarray(self.batch.arrays[name][self._start : self._end]).reshape(-1).view(np.uint8).data
 
 
 Parameter = bool | int | float | str
@@ -93,7 +104,8 @@ class RemarkedAnswer(dict[str, Array]):
 
 # Fills a view with the bytes of one input that are not in the request.
 Reader = Callable[[memoryview], None]
-Readers = tuple[Reader | None, ...]
+# Per input: None for one in the request, else a reader of its bytes, or an array on them.
+Outside = tuple[Reader | Array | None, ...]
 
 
 @dataclass(frozen=True)
@@ -131,12 +143,12 @@ class RawLayout:
 
 
 class RawInputs(Mapping[str, Array]):
-    """A request's inputs by name, as bytes: a batch joins them as they are; arrays are views, or copies of shared memory."""
+    """A request's inputs by name, as bytes, which a batch joins as they are. Arrays are views on them, or copies."""
 
-    __slots__ = ("_data", "_offsets", "_readers", "layout")
+    __slots__ = ("_data", "_offsets", "_outside", "layout")
 
     def __init__(
-        self, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...], readers: Readers | None = None
+        self, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...], outside: Outside | None = None
     ) -> None:
         """Make inputs that have been checked against their layout.
 
@@ -144,21 +156,23 @@ class RawInputs(Mapping[str, Array]):
             layout: layout of the bytes.
             data: the whole request.
             offsets: start of each input in `data`, in the layout's order.
-            readers: one entry per input: None, or a function that reads its bytes from outside the request; None without any.
+            outside: sources of the inputs that are not in the request; None if all are.
         """
         self.layout = layout
         self._data = data
         self._offsets = offsets
-        self._readers = readers
+        self._outside = outside
 
     def __getitem__(self, name: str) -> Array:
         place = self.layout.places[name]
         entry = self.layout.inputs[place]
-        reader = None if self._readers is None else self._readers[place]
-        if reader is None:
+        source = None if self._outside is None else self._outside[place]
+        if source is None:
             return np.frombuffer(self._data, entry.dtype, entry.elements, self._offsets[place]).reshape(entry.shape)
+        if isinstance(source, np.ndarray):
+            return source
         array = np.empty(entry.size, np.uint8)
-        reader(array.data)
+        source(array.data)
         return array.view(entry.dtype).reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -167,30 +181,40 @@ class RawInputs(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self.layout.inputs)
 
+    def small_arrays(self, most_bytes: int) -> dict[str, Array] | None:
+        """Return all inputs as views on the request; None if one has `most_bytes` or more, or lies outside the request."""
+        if self._outside is not None:
+            return None
+        data, offsets = self._data, self._offsets
+        arrays: dict[str, Array] = {}
+        for place, entry in enumerate(self.layout.inputs):
+            if entry.size >= most_bytes:
+                return None
+            arrays[entry.name] = _array(entry.shape, entry.dtype, data, offsets[place])
+        return arrays
+
     def late_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of an input whose bytes are outside the request; None for one in the request."""
         place = self.layout.places[name]
-        return None if self._readers is None or self._readers[place] is None else self.layout.inputs[place].shape
+        return None if self._outside is None or self._outside[place] is None else self.layout.inputs[place].shape
 
     @property
     def all_sent(self) -> bool:
         """Whether all bytes are in the request, and none in shared memory."""
-        return self._readers is None
+        return self._outside is None
 
     def size(self, name: str) -> int:
         return self.layout.inputs[self.layout.places[name]].size
 
     def has_aligned(self, name: str) -> bool:
-        """Return whether an input's bytes are in the request, at an address that is aligned for its dtype."""
-        place = self.layout.places[name]
-        if self._readers is not None and self._readers[place] is not None:
-            return False
-        return self[name].flags.aligned
+        """Return whether an input's bytes need not be read, and are at an address that is aligned for its dtype."""
+        source = None if self._outside is None else self._outside[self.layout.places[name]]
+        return (source is None or isinstance(source, np.ndarray)) and self[name].flags.aligned
 
     def piece(self, name: str) -> bytes | memoryview:
         """Return the bytes of one small input."""
         place = self.layout.places[name]
-        if self._readers is not None and self._readers[place] is not None:
+        if self._outside is not None and self._outside[place] is not None:
             return self[name].tobytes()
         start = self._offsets[place]
         return self._data[start : start + self.layout.inputs[place].size]
@@ -202,9 +226,11 @@ class RawInputs(Mapping[str, Array]):
             InferenceError: the bytes cannot be read.
         """
         place = self.layout.places[name]
-        reader = None if self._readers is None else self._readers[place]
-        if reader is not None:
-            reader(target)
+        source = None if self._outside is None else self._outside[place]
+        if isinstance(source, np.ndarray):
+            target[:] = source.reshape(-1).view(np.uint8).data
+        elif source is not None:
+            source(target)
         else:
             start = self._offsets[place]
             target[:] = memoryview(self._data)[start : start + len(target)]

@@ -20,7 +20,8 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.inference import (
+from halfserve.serve.http.http_options import HttpLimits, memory_of
+from halfserve.serve.http.infer_route import (
     Buffer,
     inference_entry,
     joined,
@@ -31,11 +32,10 @@ from halfserve.serve.http.inference import (
     set_parameters,
 )
 from halfserve.serve.http.json_tensors import json_text
-from halfserve.serve.http.options import HttpLimits, memory_of
 from halfserve.serve.http.request_body import BodyReader, RequestMemory, answered_or_gone, memory_held
 from halfserve.serve.http.responses import dump_json, http_status, json_text_response
 from halfserve.serve.http.routes import rpc_response
-from halfserve.serve.protocol.inference import TAKEN, AnyInference
+from halfserve.serve.protocol.inference import AnyInference
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.service import Service
@@ -139,14 +139,11 @@ class Responses:
         Raises:
             InferenceError: it is wrong or refused.
         """
-        TAKEN.many = self
         try:
-            self._cancel = self._inference.infer(self._message, None, self._reply)
+            self._cancel = self._inference.infer(self._message, None, self._reply, many=self)
         except InferenceError as error:
             self._inference.failed(self._message, error)
             raise
-        finally:
-            TAKEN.many = None
 
     async def next(self) -> bytes | InferenceError | None:
         """The next response; None after the last one."""

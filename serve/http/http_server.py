@@ -18,8 +18,8 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from halfserve.serve.http.connection import HttpConnection, SocketReader
-from halfserve.serve.http.options import HttpLimits
+from halfserve.serve.http.http_connection import HttpConnection, SocketReader
+from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen

@@ -24,7 +24,7 @@ from halfserve.serve.engine.model import Model, VersionStatus
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
 from halfserve.serve.http.responses import dump_list, dump_with_field, json_response, json_text_response
-from halfserve.serve.http.tasks.text_models import task_of
+from halfserve.serve.http.tasks.tokenized_models import task_of
 
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",

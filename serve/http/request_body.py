@@ -19,7 +19,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
 from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
 from halfserve.serve.security.memory_budget import MemoryBudget
 

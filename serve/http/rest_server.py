@@ -12,17 +12,25 @@ from starlette.routing import Route
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.http.generate import GenerateRoute
 from halfserve.serve.http.guards import App, BrowserGuard, TokenGuard
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.http_server import HttpServer
-from halfserve.serve.http.inference import InferRoute
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.infer_route import InferRoute
 from halfserve.serve.http.page import Page
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import HANDLERS, on_unexpected
-from halfserve.serve.http.routes import MODEL, VERSION, RpcRoutes, metrics_route, openapi_route
-from halfserve.serve.http.tasks.pictures import PictureRoutes
+from halfserve.serve.http.routes import (
+    MODEL,
+    VERSION,
+    ModelRoutes,
+    SettingRoutes,
+    SharedMemoryRoutes,
+    metrics_route,
+    openapi_route,
+)
+from halfserve.serve.http.tasks.picture_routes import PictureRoutes
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
-from halfserve.serve.http.tasks.text_models import TextModels
 from halfserve.serve.http.tasks.text_routes import TextRoutes
+from halfserve.serve.http.tasks.tokenized_models import TokenizedModels
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import Gate
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -70,7 +78,7 @@ class RestServer:
         self._options = options
         self._page = Page(core) if options.page else None
         self._bodies = BodyReader(options.limits, shared_budget)
-        self._texts = TextModels(core)
+        self._texts = TokenizedModels(core)
         self.routes = self._routes(service)
 
         def server(routes_of: Callable[[Service], list[Route]], name: str, port: int) -> HttpServer:
@@ -119,7 +127,9 @@ class RestServer:
             *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
             *(Route(f"{path}/generate", generate.answer, methods=["POST"]) for path in (MODEL, VERSION)),
             *(Route(f"{path}/generate_stream", generate.stream, methods=["POST"]) for path in (MODEL, VERSION)),
-            *RpcRoutes(service, self._bodies).routes(),
+            *ModelRoutes(service, self._bodies).routes(),
+            *SharedMemoryRoutes(service, self._bodies).routes(),
+            *SettingRoutes(service, self._bodies).routes(),
             *PictureRoutes(service, self._bodies, self._texts.threads).routes(),
             *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
             metrics_route(service),

@@ -31,30 +31,27 @@ SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 FILE = "file:"
 LEVELS = "trace_level"  # the only setting with several values
 
+_post = partial(Route, methods=["POST"])
 
-class RpcRoutes:
-    """The routes of one service."""
+
+class ModelRoutes:
+    """Routes of the server's and the models' health, metadata and statistics, and of the repository."""
 
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._core = service.core
-        self._service = service
         self._bodies = bodies
+        self._call, self._done = partial(rpc_response, service), partial(_done, service)
 
     def routes(self) -> list[Route]:
-        post, trace = partial(Route, methods=["POST"]), ("/v2/trace/setting", f"{MODEL}/trace/setting")
         found = [
             Route("/v2", self.server_metadata),
             Route("/v2/", self.server_metadata),
             Route("/v2/health/live", self.live),
             Route("/v2/health/ready", self.ready),
             Route("/v2/models/stats", self.statistics),
-            post("/v2/repository/index", self.repository_index),
-            post(f"{REPOSITORY_MODEL}/load", self.load),
-            post(f"{REPOSITORY_MODEL}/unload", self.unload),
-            *(Route(path, self.trace_settings, methods=["GET"]) for path in trace),
-            *(post(path, self.set_trace_settings) for path in trace),
-            Route("/v2/logging", self.log_settings, methods=["GET"]),
-            post("/v2/logging", self.set_log_settings),
+            _post("/v2/repository/index", self.repository_index),
+            _post(f"{REPOSITORY_MODEL}/load", self.load),
+            _post(f"{REPOSITORY_MODEL}/unload", self.unload),
         ]
         for path in (MODEL, VERSION):
             found += [
@@ -63,14 +60,6 @@ class RpcRoutes:
                 Route(f"{path}/config", self.model_config),
                 Route(f"{path}/stats", self.statistics),
             ]
-        for base, status, register, unregister in (
-            (SYSTEM, self.system_status, self.system_register, self.system_unregister),
-            (CUDA, self.cuda_status, self.cuda_register, self.cuda_unregister),
-        ):
-            region = base + "/region/{region}"
-            for path in (base, region):
-                found += [Route(f"{path}/status", status), post(f"{path}/unregister", unregister)]
-            found.append(post(f"{region}/register", register))
         return found
 
     async def server_metadata(self, _: Request) -> Response:
@@ -137,6 +126,26 @@ class RpcRoutes:
             message.parameters[name].bool_param = bool(fields.flag(parameters, name, "parameters"))
         return await self._done("RepositoryModelUnload", message)
 
+
+class SharedMemoryRoutes:
+    """Routes of shared-memory regions, of the system and of CUDA devices."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._bodies = bodies
+        self._call, self._done = partial(rpc_response, service), partial(_done, service)
+
+    def routes(self) -> list[Route]:
+        found = []
+        for base, status, register, unregister in (
+            (SYSTEM, self.system_status, self.system_register, self.system_unregister),
+            (CUDA, self.cuda_status, self.cuda_register, self.cuda_unregister),
+        ):
+            region = base + "/region/{region}"
+            for path in (base, region):
+                found += [Route(f"{path}/status", status), _post(f"{path}/unregister", unregister)]
+            found.append(_post(f"{region}/register", register))
+        return found
+
     async def system_status(self, request: Request) -> Response:
         """The region of a name, or all."""
         return await self._regions("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name=_region(request)))
@@ -173,6 +182,24 @@ class RpcRoutes:
     async def cuda_unregister(self, request: Request) -> Response:
         """Unregister the region of a name, or all."""
         return await self._done("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest(name=_region(request)))
+
+    async def _regions(self, rpc: str, message: Message) -> Response:
+        response = await self._call(rpc, message)
+        return json_response([message_dict(region) for _, region in sorted(response.regions.items())])
+
+
+class SettingRoutes:
+    """Routes of the trace settings and the log settings."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._bodies = bodies
+        self._call = partial(rpc_response, service)
+
+    def routes(self) -> list[Route]:
+        found = [Route("/v2/logging", self.log_settings, methods=["GET"]), _post("/v2/logging", self.set_log_settings)]
+        for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
+            found += [Route(path, self.trace_settings, methods=["GET"]), _post(path, self.set_trace_settings)]
+        return found
 
     async def trace_settings(self, request: Request) -> Response:
         return await self._trace(pb.TraceSettingRequest(model_name=request.path_params.get("model", "")))
@@ -211,17 +238,6 @@ class RpcRoutes:
         settings = (await self._call("LogSettings", message)).settings
         return json_response({name: getattr(s, s.WhichOneof("parameter_choice")) for name, s in sorted(settings.items())})
 
-    async def _regions(self, rpc: str, message: Message) -> Response:
-        response = await self._call(rpc, message)
-        return json_response([message_dict(region) for _, region in sorted(response.regions.items())])
-
-    async def _done(self, rpc: str, message: Message) -> Response:
-        await self._call(rpc, message)
-        return json_response({})
-
-    async def _call(self, rpc: str, request: Message) -> Any:
-        return await rpc_response(self._service, rpc, request)
-
 
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
     """The response message of an RPC.
@@ -235,6 +251,11 @@ async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
         return unary.answer(request)
     # RPCs that take time are streams of one message each way.
     return await anext(service.streams[path].answer(_only(request)))
+
+
+async def _done(service: Service, rpc: str, message: Message) -> Response:
+    await rpc_response(service, rpc, message)
+    return json_response({})
 
 
 async def _only(request: Message) -> AsyncIterator[Any]:

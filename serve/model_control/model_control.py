@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
-import tempfile
 from collections.abc import Coroutine, Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
-from halfserve.serve.engine.disk_files import temporary_folder
 from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InferenceError,
-    InvalidArgumentError,
     ModelLoadError,
     NotFoundError,
     UnavailableError,
@@ -27,11 +21,12 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
+from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions
 from halfserve.serve.model_control.copies import ModelCopies
-from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
-from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
 from halfserve.serve.model_control.switch import Switch
-from halfserve.serve.model_control.uploads import check_name, write_upload
+from halfserve.serve.model_control.uploaded_models import UploadedModels
+from halfserve.serve.model_control.uploads import check_name
+from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import RepositoryWatch
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 
@@ -61,7 +56,7 @@ class ModelControl:
         self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
         # The values are weak, so that a lock exists only while it is in use: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
+        self._uploads = UploadedModels(core, self._thread, allowed=options.uploads)
         self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
@@ -115,9 +110,7 @@ class ModelControl:
         self._thread.stop()
         if self._lookout is not None:
             self._lookout.stop()
-        for uploads in self._uploads.values():
-            for upload in uploads:
-                upload.cleanup()
+        self._uploads.close()
         if self._copies is not None:
             self._copies.close()
 
@@ -176,14 +169,11 @@ class ModelControl:
         # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
         refused_steps = [] if files else await self._load_steps(name, config)
         async with self._lock(name):
-            upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
-            if upload is not None:
-                self._uploads.setdefault(name, []).append(upload)
+            repository = await self._uploads.store(name, config, files) if files else self._repository
             try:
-                repository = self._repository if upload is None else ModelRepository(Path(upload.name))
                 await self._load_from(repository, name, config, refused_steps)
             finally:
-                self._drop_uploads(name)
+                self._uploads.drop_unused(name)
 
     async def _load_steps(self, name: str, config: str | None) -> list[str]:
         """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
@@ -231,7 +221,7 @@ class ModelControl:
         async with self._lock(name):
             await self._switch.take_out(name)
             self._loaded_as_steps.discard(name)
-            self._drop_uploads(name)
+            self._uploads.drop_unused(name)
         if not dependents:
             return
         in_use = {step for model in self._core.models() for step in self._steps(model.name)}
@@ -242,21 +232,6 @@ class ModelControl:
     def _steps(self, name: str) -> list[str]:
         """Return the models of the steps of a served ensemble; none for another model."""
         return list(dict.fromkeys(step for model in self._core.served(name) for step in step_models(model.config)))
-
-    def _drop_uploads(self, name: str) -> None:
-        """Delete uploaded files that no serving version needs: a copy of a model may be loaded again from its files.
-
-        If only some versions of a load were refused, versions of it and of the previous load serve side by side.
-        """
-        paths = [model.path for model in self._core.served(name) if model.path is not None]
-        kept = []
-        for upload in self._uploads.pop(name, []):
-            if any(path.is_relative_to(upload.name) for path in paths):
-                kept.append(upload)
-            else:
-                upload.cleanup()
-        if kept:
-            self._uploads[name] = kept
 
     async def _follow(self, name: str, there: bool) -> None:
         """Load or unload a model whose files in the repository have changed."""
@@ -285,14 +260,6 @@ class ModelControl:
             if isinstance(error, UnmetStepsError):
                 self._refused_ensembles.add(name)
         return refused
-
-    def _takes(self, files: Mapping[str, bytes]) -> bool:
-        if files and not self._options.uploads:
-            raise FailedPreconditionError(
-                "model files in a load request are refused here; put them into the repository, or start the server with "
-                "--model-uploads"
-            )
-        return bool(files)
 
     def _require_explicit(self, done: str) -> None:
         if self._options.mode is not ControlMode.EXPLICIT:
@@ -343,23 +310,3 @@ def _wanted_at_start(repository: ModelRepository, options: ControlOptions) -> li
     if not names and options.mode is ControlMode.NONE:
         find_models(repository.paths[0])  # raises a ModelLoadError that names the problem
     return names
-
-
-def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
-    """Write the files of a request to a temporary repository with one model."""
-    if config is None:
-        raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
-    try:
-        folder = temporary_folder("halfserve-model-")
-        try:
-            model = Path(folder.name) / name
-            model.mkdir()
-            write_upload(model, files)
-        except BaseException:
-            folder.cleanup()
-            raise
-    except OSError as error:
-        logger.warning("%s: the files of a load request cannot be stored: %s", name, error, extra={"model": name})
-        reason = os.strerror(error.errno or errno.EIO)  # the error's own text may list folders of the server
-        raise UnavailableError(f"the files of the load request cannot be stored: {reason}") from None
-    return folder

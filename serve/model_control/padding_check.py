@@ -14,14 +14,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, PROVED_KEY, TOKENS_KEY, padding_settings
 from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.padding.batch_costs import BatchCosts, Measured
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.padding_rule import PaddingRule
+from halfserve.serve.engine.padding.padding_settings import (
+    BUCKETS_KEY,
+    KEY,
+    PROVED_KEY,
+    TOKENS_KEY,
+    PaddingSettings,
+    require_fit,
+)
 from halfserve.serve.engine.precision_guard.column_errors import OutputErrors
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import is_floating
-from halfserve.serve.engine.queueing.batch_costs import BatchCosts, Measured
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
-from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, PaddingTrial, Row
@@ -50,7 +59,7 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
     Raises:
         ModelLoadError: the configuration's padding does not fit the model, or the device was lost.
     """
-    settings = padding_settings(version.config, version.interface)
+    settings = _configured(version)
     if settings is None:
         return None
     began = clock()
@@ -66,6 +75,26 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
     trial.until = began + budget_s
     padding = Padding(settings, [spec.name for spec in version.interface.inputs])
     return MixedLengths(padding, BatchCosts(list(_measured(trial, settings))))
+
+
+def _configured(version: LoadedVersion) -> PaddingSettings | None:
+    """Read the padding that a configuration asks for; None for none.
+
+    Raises:
+        ModelLoadError: the padding does not fit the model.
+    """
+    config, where = version.config, f"model {version.config.name!r}"
+    rule: PaddingRule | None = own_parameter(config, KEY, where)
+    if rule is None:
+        idle = [key for key in (BUCKETS_KEY, TOKENS_KEY) if key in config.parameters]
+        if idle:
+            raise ModelLoadError(f"{where}: parameter {idle[0]!r} has no effect without {KEY!r}; add that, or remove it")
+        return None
+    if not config.max_batch_size:
+        raise ModelLoadError(f"{where}: {KEY} is set, but the model has no batch dimension; remove it")
+    require_fit(rule, version.interface, where)
+    buckets: tuple[int, ...] | None = own_parameter(config, BUCKETS_KEY, where)
+    return PaddingSettings(rule=rule, buckets=buckets or (), max_tokens=own_parameter(config, TOKENS_KEY, where))
 
 
 @dataclass(frozen=True)
@@ -259,7 +288,7 @@ def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measur
         if settings.max_tokens is not None and rows > 1 and rows * length > settings.max_tokens:
             continue
         try:
-            requests = [trial.request(length, seed) for seed in range(rows)]
+            requests = [trial.requests.of_length(length, seed) for seed in range(rows)]
             seconds = min(trial.seconds(requests, length) for _ in range(TIMES))
         except (NotProvedError, OutOfTimeError):
             return  # the length is over the model's limit, or no time is left

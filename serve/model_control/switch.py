@@ -7,13 +7,13 @@ import logging
 import time
 
 from halfserve.serve.engine.config.model_config import DeclaredConfig
-from halfserve.serve.engine.ensembles.ensemble import Ensemble
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Switch:
         self._core.notify()
         try:
             model = await self._made(files)
-            if isinstance(model.composition, Ensemble):
+            if isinstance(model.composition, EnsembleComposition):
                 model.composition.connect(self._core)
         except ModelLoadError as error:
             self._refuse(repository, name, [files.version], error)

@@ -28,7 +28,7 @@ from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.repository.model_repository import named_file
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.resource_limits import available_bytes
-from halfserve.serve.engine.sequences.loading import first_step
+from halfserve.serve.engine.sequences.sequence_loading import first_step
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 logger = logging.getLogger(__name__)

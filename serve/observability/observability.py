@@ -12,24 +12,12 @@ from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.observability.access_log import AccessLogger
+from halfserve.serve.observability.log_settings import LogFilter, LogSettings, Value
+from halfserve.serve.observability.observe_options import OTLP, AccessLog, ObserveOptions, check_can_trace, destination, file_of
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
-from halfserve.serve.observability.settings import (
-    OTLP,
-    TENSORS,
-    TIMESTAMPS,
-    AccessLog,
-    LogFilter,
-    LogSettings,
-    ObserveOptions,
-    TraceControl,
-    Value,
-    check_can_trace,
-    destination,
-    file_of,
-    settings_at_start,
-)
 from halfserve.serve.observability.span_export import Exporter, make_exporter
+from halfserve.serve.observability.trace_settings import TENSORS, TIMESTAMPS, TraceControl, settings_at_start
 from halfserve.serve.observability.tracing import Tracer, TraceRecord
 
 logger = logging.getLogger(__name__)

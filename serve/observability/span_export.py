@@ -15,8 +15,8 @@ from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from halfserve.serve.observability.observe_options import OTLP, file_of, is_tritons
 from halfserve.serve.observability.outbox import ArrayFile, LineFile
-from halfserve.serve.observability.settings import OTLP, file_of, is_tritons
 from halfserve.serve.observability.tracing import Span, SpanPlace, TraceRecord, spans_of, whole_batches
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.observability.observed_request import ObservedRequest, TraceContext, loggable
 from halfserve.serve.observability.outbox import Outbox
-from halfserve.serve.observability.settings import TraceControl
+from halfserve.serve.observability.trace_settings import TraceControl
 
 INTERNAL, SERVER = "INTERNAL", "SERVER"
 BATCH_STAGES = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.protocol.inference import RESERVED, Cancel, Reply, Watch, WatchableInference
+from halfserve.serve.protocol.inference import RESERVED, Cancel, ManyReplies, Reply, Watch, WatchableInference
 
 CASE_SENSITIVE = "(?-i)"  # Triton's spelling at a pattern's start; Python's syntax allows it only with a group
 # The transport's own headers, which Triton does not show as metadata either, and parameters that this server would obey.
@@ -63,10 +63,18 @@ class ForwardingInference:
         self._inference = inference
         self._parameters = parameters
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         """See `Inference.infer`."""
         # protobuf merges concatenated messages
-        return self._inference.infer(b"".join((data, self._parameters)), time_left_s, reply, watch)
+        return self._inference.infer(b"".join((data, self._parameters)), time_left_s, reply, watch, many=many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         self._inference.failed(data, error)

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
@@ -20,7 +19,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import NO_PARAMETERS, Done, InferRequest, Parameter, RawInputs, RawLayout
+from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, Parameter, RawInputs, RawLayout
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
@@ -61,21 +60,7 @@ class ManyReplies(Protocol):
 
 
 # Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
-Elsewhere = Callable[[bytes, float | None, Reply], Cancel | None]
-
-
-class TakenRequest:
-    """The request that is being taken now, so that the layers between a stream and `Inference` need not pass it on.
-
-    Attributes:
-        many: takes the request's responses; None for a request that gets a single response.
-    """
-
-    def __init__(self) -> None:
-        self.many: ManyReplies | None = None
-
-
-TAKEN: Final = TakenRequest()
+ForwardRequest = Callable[[bytes, float | None, Reply, ManyReplies | None], Cancel | None]
 
 
 class OutcomeListener(Protocol):
@@ -88,7 +73,10 @@ class OutcomeListener(Protocol):
 class InferenceEntry(Protocol):
     """Takes serialized requests."""
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel: ...  # see `Inference.infer`
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
+        """See `Inference.infer`."""
 
 
 class AnyInference(InferenceEntry, OutcomeListener, Protocol):
@@ -98,7 +86,15 @@ class AnyInference(InferenceEntry, OutcomeListener, Protocol):
 class WatchableInference(AnyInference, Protocol):
     """An entry that reports each request before it is queued."""
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         """See `Inference.infer`."""
 
 
@@ -110,21 +106,29 @@ class Inference:
         core: InferenceCore,
         memory: SharedMemory,
         cache: RequestCache | None = None,
-        elsewhere: Elsewhere | None = None,
+        forward: ForwardRequest | None = None,
     ) -> None:
         self._core = core
         self._memory = memory
-        self._elsewhere = elsewhere
+        self._forward = forward
         if cache is None:
             cache = RequestCache()
             core.on_change(cache.forget)
         self._cache = cache
 
-    def with_elsewhere(self, elsewhere: Elsewhere) -> Inference:
+    def with_forwarding(self, forward: ForwardRequest) -> Inference:
         """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
-        return Inference(self._core, self._memory, self._cache, elsewhere)
+        return Inference(self._core, self._memory, self._cache, forward)
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
 
         Args:
@@ -132,6 +136,7 @@ class Inference:
             time_left_s: seconds until the client's deadline; None without one.
             reply: gets the serialized ModelInferResponse, or the error.
             watch: is called before the request is queued.
+            many: takes the responses of a decoupled model; None for a client that takes a single response.
 
         Returns:
             A function that cancels the request.
@@ -153,7 +158,7 @@ class Inference:
             else:
                 cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
-            cancel = self._ask_elsewhere(data, time_left_s, reply, error)
+            cancel = self._forwarded(data, time_left_s, reply, many, error)
             if cancel is not None:
                 return cancel
             self._core.figures.refuse(error)
@@ -163,22 +168,14 @@ class Inference:
         if cached.slices:
             use = RegionUse(self._memory, cached.slices)
             reply = _Releasing(use, reply)
-        deferred: DeferredResponse | None = None
-        answer: Done
-        if cached.takes_long:
-            deferred = DeferredResponse(
-                partial(self.response, cached, request_id, self._memory.latest), reply, self._core.wait_for
-            )
-            answer = deferred.done
-        else:
-            answer = _Answering(self, cached, request_id, reply)
+        answering = _Answering(self, cached, request_id, self._memory.latest, reply)
         queued = InferRequest(
             inputs,
             cached.outputs,
             cached.rows,
             cached.bucket,
             None if time_left_s is None else _deadline(time_left_s),
-            answer,
+            answering,
             turn.level,
             None if turn.delay_after_s is None else _deadline(turn.delay_after_s),
             None if turn.drop_after_s is None else _deadline(turn.drop_after_s),
@@ -187,21 +184,26 @@ class Inference:
             request_id,
             parameters,
         )
-        if cached.model.is_decoupled and TAKEN.many is not None:
-            TAKEN.many.begin(wants_empty_final=bool(cached.parameters.get(EMPTY_FINAL)))
-            queued.respond = _Responding(self, cached, request_id, TAKEN.many)
+        if many is not None and cached.model.is_decoupled:
+            many.begin(wants_empty_final=bool(cached.parameters.get(EMPTY_FINAL)))
+            queued.respond = _Responding(self, cached, request_id, many)
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
-        return _Cancellation(cached.model.scheduler, queued, deferred, use)
+        return _Cancellation(cached.model.scheduler, queued, answering, use)
 
-    def _ask_elsewhere(
-        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, error: InferenceError
+    def _forwarded(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        many: ManyReplies | None,
+        error: InferenceError,
     ) -> Cancel | None:
         """Forward a request that this server refuses with `error`; None if no other server can answer it."""
-        if self._elsewhere is None or not isinstance(error, NotFoundError | UnavailableError):
+        if self._forward is None or not isinstance(error, NotFoundError | UnavailableError):
             return None
-        return self._elsewhere(bytes(data), time_left_s, reply)
+        return self._forward(bytes(data), time_left_s, reply, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Do nothing: only observed inference records failures."""
@@ -227,13 +229,12 @@ class Inference:
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
     ) -> Tensors:
-        for place in cached.slices:  # since the request was cached, the region may have been unregistered
-            self._memory.check(place)
-        if cached.input_slices is None:
+        if not cached.slices:
             return RawInputs(layout, data, offsets)
-        read = partial(self._memory.read_into, since=self._memory.latest)
-        readers = tuple([None if place is None else partial(read, place) for place in cached.input_slices])
-        return RawInputs(layout, data, offsets, readers)
+        binding = cached.binding
+        if not binding.is_bound:
+            self._memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
+        return RawInputs(layout, data, offsets, binding.outside)
 
     def _checked(self, request: ModelInferRequest) -> tuple[CachedRequest, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
@@ -256,6 +257,10 @@ class Inference:
         )
         return cached, decoded.inputs
 
+    def deferred(self, write: Callable[[Tensors | InferenceError], bytes | InferenceError], reply: Reply) -> DeferredResponse:
+        """Return a response that `write` serializes, on a thread if it is large."""
+        return DeferredResponse(write, reply, self._core.wait_for)
+
     def response(
         self, cached: CachedRequest, request_id: bytes, since: int, result: Tensors | InferenceError
     ) -> bytes | InferenceError:
@@ -273,18 +278,36 @@ class Inference:
 
 
 class _Answering:
-    """Serializes the response once the outputs are there. A class, because making one is faster than `functools.partial`."""
+    """Serializes the response once the outputs are there, on a thread if that takes long.
 
-    __slots__ = ("_cached", "_inference", "_reply", "_request_id")
+    A class, because making one is faster than `functools.partial`.
+    """
 
-    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, reply: Reply) -> None:
+    __slots__ = ("_cached", "_deferred", "_inference", "_reply", "_request_id", "_since")
+
+    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, since: int, reply: Reply) -> None:
+        """`since`: see `SharedMemory.check`."""
         self._inference = inference
         self._cached = cached
         self._request_id = request_id
+        self._since = since
         self._reply = reply
+        self._deferred: DeferredResponse | None = None
 
     def __call__(self, result: Tensors | InferenceError) -> None:
-        self._reply(self._inference.response(self._cached, self._request_id, 0, result))
+        if type(result) is not Answer or result.batch.is_large or self._cached.takes_long:
+            self._deferred = self._inference.deferred(self._written, self._reply)
+            self._deferred.done(result)
+        else:
+            self._reply(self._written(result))
+
+    def gone(self) -> None:
+        """Drop the response."""
+        if self._deferred is not None:
+            self._deferred.gone()
+
+    def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
+        return self._inference.response(self._cached, self._request_id, self._since, result)
 
 
 class _Responding:
@@ -322,21 +345,18 @@ class _Cancellation:
     Made once the request is queued; from then on its regions are in use.
     """
 
-    __slots__ = ("_deferred", "_request", "_scheduler", "_use")
+    __slots__ = ("_answering", "_request", "_scheduler", "_use")
 
-    def __init__(
-        self, scheduler: Scheduler, request: InferRequest, deferred: DeferredResponse | None, use: RegionUse | None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, request: InferRequest, answering: _Answering, use: RegionUse | None) -> None:
         self._scheduler = scheduler
         self._request = request
-        self._deferred = deferred
+        self._answering = answering
         self._use = use
         if use is not None:
             use.begin()
 
     def __call__(self) -> None:
-        if self._deferred is not None:
-            self._deferred.gone()
+        self._answering.gone()
         if self._use is not None:
             self._use.end()
         self._scheduler.cancel(self._request)
@@ -455,13 +475,15 @@ class ObservedInference:
         self._caller = Caller(peer, headers, token, is_rest=is_rest)
         self.has_parent = self._caller.parent is not None  # whether the client sent a trace context
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
         """See `Inference.infer`."""
         observer = self._observer
         observer.until -= 1
         if observer.until and (observer.tracer is None or not self.has_parent):
-            return self._inference.infer(data, time_left_s, reply)
-        return self.chosen().infer(data, time_left_s, reply)
+            return self._inference.infer(data, time_left_s, reply, many=many)
+        return self.chosen().infer(data, time_left_s, reply, many=many)
 
     def chosen(self) -> ChosenInference:
         """The entry for one counted request that may be observed."""
@@ -485,11 +507,13 @@ class ChosenInference(ObservedRequest):
         super().__init__(observer, caller)
         self._inference = inference
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
         """See `Inference.infer`."""
         self.expect(len(data), reply)
         try:
-            self.cancel = self._inference.infer(data, time_left_s, self.answered, self)
+            self.cancel = self._inference.infer(data, time_left_s, self.answered, self, many=many)
         except Exception as error:
             self.refused(error)
             raise

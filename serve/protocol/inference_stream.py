@@ -13,7 +13,7 @@ from functools import partial
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.protocol.inference import TAKEN, AnyInference, Cancel
+from halfserve.serve.protocol.inference import AnyInference, Cancel
 from halfserve.serve.protocol.messages import check_fields, parse, split_request
 from halfserve.serve.protocol.status import status_of
 
@@ -103,13 +103,10 @@ class InferenceStream:
         slot = _Slot(self, data)
         self._slots.append(slot)
         self.held_bytes += len(data)
-        TAKEN.many = slot
         try:
-            slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data))
+            slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data), many=slot)
         except Exception as error:  # noqa: BLE001  (any failure is this request's, not the stream's)
             self._fail(slot, data, error)
-        finally:
-            TAKEN.many = None
 
     def cancel(self) -> None:
         """Cancel all requests and send nothing more."""

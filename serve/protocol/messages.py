@@ -7,7 +7,7 @@ https://protobuf.dev/programming-guides/encoding/
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -193,7 +193,7 @@ def _fields(data: bytes, position: int, end: int) -> Iterator[tuple[int, int, in
         yield tag, start, position
 
 
-def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes]) -> bytes:
+def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: Sequence[bytes | memoryview]) -> bytes:
     """Join a response from its serialized parts.
 
     Args:
@@ -202,7 +202,7 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes
         outputs: a message with the entries of the outputs.
         raw: the bytes of each output.
     """
-    parts = [head, put_id(request_id), outputs]
+    parts: list[bytes | memoryview] = [head, put_id(request_id), outputs]
     for tensor in raw:
         parts += (raw_tag(len(tensor)), tensor)
     return b"".join(parts)

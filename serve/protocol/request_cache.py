@@ -16,9 +16,9 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Answer, Parameter, RawLayout
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag, sequence_id
-from halfserve.serve.protocol.raw_tensors import raw_view, to_raw
+from halfserve.serve.protocol.raw_tensors import raw_view
 from halfserve.serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
-from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
+from halfserve.serve.protocol.shared_memory import Binding, RegionSlice, SharedMemory, put_slice
 
 # Limit for all clients together; further requests are parsed.
 MAX_CACHED: Final = 1024
@@ -46,12 +46,14 @@ class CachedRequest:
     shared_bytes: int = field(init=False)  # total size of the inputs in shared memory
     takes_long: bool = field(init=False)  # whether responses may be slow to serialize: outputs are special or text
     responses: ResponseTemplates = field(init=False)
+    binding: Binding = field(init=False)  # of the slices
 
     def __post_init__(self) -> None:
         texts = any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
         object.__setattr__(self, "shared_bytes", sum(place.byte_size for place in self.input_slices or () if place is not None))
         object.__setattr__(self, "takes_long", bool(self.special) or texts)
         object.__setattr__(self, "responses", ResponseTemplates(self.model, self.rows, self.special))
+        object.__setattr__(self, "binding", Binding())
 
     def with_sequence(self, value: bytes) -> Mapping[str, Parameter]:
         """Return the parameters with another sequence id, given as a serialized InferParameter.
@@ -208,12 +210,12 @@ class ResponseTemplates:
         if isinstance(outputs, Answer) and not self._special:
             template = self._template_of(outputs)
             if template is not None:
-                parts = [template.head, put_id(request_id)] if request_id else [template.head]
+                parts: list[bytes | memoryview] = [template.head, put_id(request_id)] if request_id else [template.head]
                 for tag, name, row_bytes in template.outputs:
                     parts.append(tag)
                     parts.append(outputs.raw(name, row_bytes))
                 return b"".join(parts)
-        raw: list[bytes] = []
+        raw: list[bytes | memoryview] = []
         key: list[tuple[tuple[int, ...], int]] = []
         for name, array in outputs.items():
             tensor, datatype, shared = self._model.outputs[name].to_client(array), self._model.outputs[name].datatype, 0
@@ -222,7 +224,7 @@ class ResponseTemplates:
                 labels, batched = self._model.labels_of(name), self._model.max_batch_size > 0
                 tensor, datatype = classify(tensor, special.classes, labels, batched=batched), BYTES
             if special is None or special.place is None:
-                raw.append(to_raw(tensor, datatype))
+                raw.append(raw_view(tensor, datatype))
             else:
                 view = raw_view(tensor, datatype)
                 memory.write(special.place, view, since=since)

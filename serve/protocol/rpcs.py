@@ -21,8 +21,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.model_statistics import Duration
 from halfserve.serve.engine.tensors import TensorSpec
+from halfserve.serve.observability.log_settings import Value
 from halfserve.serve.observability.observability import Observability
-from halfserve.serve.observability.settings import Value, file_of, is_tritons
+from halfserve.serve.observability.observe_options import file_of, is_tritons
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
 

@@ -18,7 +18,7 @@ from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
 from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.observability.observability import Observability
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.protocol.inference import Inference, WatchableInference
 from halfserve.serve.protocol.rpcs import (
@@ -31,7 +31,7 @@ from halfserve.serve.protocol.rpcs import (
     reflection_methods,
 )
 from halfserve.serve.protocol.shared_memory import SharedMemory
-from halfserve.serve.protocol.shared_memory_regions import has_cuda
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode, has_cuda
 from halfserve.serve.protocol.status import status_name
 
 SERVICE = "inference.GRPCInferenceService"
@@ -91,6 +91,7 @@ class Service:
         *,
         server_version: str,
         shared_memory: bool = False,
+        shared_memory_mode: SharedMemoryMode = SharedMemoryMode.SAFE,
         observe: ObserveOptions | None = None,
         forwarded: ForwardedHeaders | None = None,
         beside: Service | None = None,
@@ -108,7 +109,7 @@ class Service:
         self.forwarded = forwarded or ForwardedHeaders()
         if beside is None:
             self.observability = Observability(observe or ObserveOptions(), core, status_name)
-            self.memory = SharedMemory(enabled=shared_memory)
+            self.memory = SharedMemory(enabled=shared_memory, mode=shared_memory_mode)
         else:
             self.observability, self.memory = beside.observability, beside.memory
         self.inference = Inference(core, self.memory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -22,14 +23,22 @@ from halfserve.serve.engine.errors import (
     RegionInUseError,
     UnsupportedError,
 )
+from halfserve.serve.engine.requests import Outside, RawInput
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.protocol.open_files import most_regions
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
-from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, open_cuda_region, open_system_region
+from halfserve.serve.protocol.shared_memory_regions import (
+    CudaRegion,
+    SharedMemoryMode,
+    SystemRegion,
+    open_cuda_region,
+    open_system_region,
+)
 
 OFF: Final = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
 MAX_BYTES: Final = 2**31 - 1  # most bytes of one request's inputs, as in one message
 WINDOW_BYTES: Final = 2**16  # bytes that are read ahead in a BYTES tensor
+MAX_BOUND: Final = 1024  # most bindings of all clients together
 
 
 class Region(Protocol):
@@ -39,6 +48,8 @@ class Region(Protocol):
     def name(self) -> str: ...
     @property
     def byte_size(self) -> int: ...
+    @property
+    def mapping(self) -> memoryview | None: ...  # all its bytes, where the server computes on them without a copy
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Copy bytes of the region to `target`.
@@ -67,6 +78,26 @@ class RegionSlice:
     byte_size: int  # size of the tensor, or of the room for it
 
 
+class Binding:
+    """The inputs of equal requests, as found in the registered regions by the first of them; see `SharedMemory.bind`.
+
+    Attributes:
+        is_bound: whether no region was unregistered since, so that `outside` holds.
+        outside: mapped array or reader of each input, None for an input whose bytes are in the request; None if all are.
+    """
+
+    __slots__ = ("is_bound", "outside")
+
+    def __init__(self) -> None:
+        self.is_bound = False
+        self.outside: Outside | None = None
+
+    def release(self) -> None:
+        """Let go of the regions, so that their files can be closed."""
+        self.is_bound = False
+        self.outside = None
+
+
 class SharedMemory:
     """The registered regions.
 
@@ -75,14 +106,16 @@ class SharedMemory:
         uses: number of unanswered requests that use a region, by the region's name; see `RegionUse`.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, mode: SharedMemoryMode = SharedMemoryMode.SAFE) -> None:
         self.enabled = enabled
+        self._mode = mode
         # Number of the latest registration, counted from 1. A request notes it when it arrives: a region that is registered
         # later under the same name may be another client's.
         self.latest = 0
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
         self.uses: dict[str, int] = {}
+        self._bindings: list[Binding] = []
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a region of system memory.
@@ -99,7 +132,7 @@ class SharedMemory:
             raise FailedPreconditionError(
                 f"{count} shared memory regions are registered, which is the limit; unregister unused ones, or send the bytes"
             )
-        self._add(open_system_region(name, key, offset, byte_size))
+        self._add(open_system_region(name, key, offset, byte_size, self._mode))
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:
         """Open a region on a CUDA device.
@@ -125,6 +158,7 @@ class SharedMemory:
                 continue
             del self._regions[region.name]
             del self._numbers[region.name]
+            self._release()
         if used:
             regions = "region" if len(used) == 1 else "regions"
             raise RegionInUseError(
@@ -142,6 +176,46 @@ class SharedMemory:
         if name and not found:
             raise _unknown(name)
         return found
+
+    def bind(
+        self,
+        binding: Binding,
+        slices: Sequence[RegionSlice],
+        inputs: Sequence[RawInput],
+        input_slices: Sequence[RegionSlice | None] | None,
+    ) -> None:
+        """Check a request's slices, and keep where its inputs are until a region is unregistered.
+
+        Args:
+            binding: gets the result.
+            slices: slices of all inputs and outputs.
+            inputs: the inputs, of checked sizes.
+            input_slices: slice of each input, None for an input whose bytes are in the request; None if all are.
+
+        Raises:
+            InferenceError: see `check`.
+        """
+        for place in slices:
+            self.check(place)
+        if len(self._bindings) >= MAX_BOUND:
+            self._release()
+        if input_slices is not None:
+            pairs = zip(input_slices, inputs, strict=True)
+            binding.outside = tuple([None if place is None else self._source(place, entry) for place, entry in pairs])
+        binding.is_bound = True
+        self._bindings.append(binding)
+
+    def _source(self, place: RegionSlice, entry: RawInput) -> Array | partial[None]:
+        """Return an input's array in a mapped region, or the function that reads its bytes."""
+        region = self.check(place)
+        if region.mapping is None:
+            return partial(region.read_into, place.offset)
+        return np.frombuffer(region.mapping, entry.dtype, entry.elements, place.offset).reshape(entry.shape)
+
+    def _release(self) -> None:
+        for binding in self._bindings:
+            binding.release()
+        self._bindings.clear()
 
     def read(self, place: RegionSlice, *, since: int | None = None) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Copy a tensor's bytes; thread-safe.

@@ -1,14 +1,16 @@
 """Memory regions that a client registers: a part of a file in /dev/shm, or memory on a CUDA device.
 
-Files are read and written, not mapped: a client that truncates a mapped file would kill the server with SIGBUS, and a read from
-tmpfs costs no more than the copy into the batch. Device memory is copied through the host, where batches are assembled.
+Files are read and written, not mapped, unless the operator trusts the clients: a client that truncates a mapped file kills the
+server with SIGBUS. Device memory is copied through the host, where batches are assembled.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 from dataclasses import dataclass
+from enum import StrEnum
 
 from halfserve.serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDeviceMemory, cuda_driver
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
@@ -17,19 +19,89 @@ FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: sh
 MAX_NAME_BYTES = 255  # most bytes of a file's name
 
 
+class SharedMemoryMode(StrEnum):
+    """Access to system regions.
+
+    Attributes:
+        SAFE: the server reads and writes the file, so that no client can end the server.
+        TRUSTED: the server maps the file and computes on the mapping. A client that truncates the file ends the server with
+            SIGBUS, and so does an output for which tmpfs has no memory left.
+    """
+
+    SAFE = "safe"
+    TRUSTED = "trusted"
+
+
+class _ShrunkError(Exception):
+    """The file has become smaller than the region."""
+
+
 class SharedFile:
-    """A file descriptor that is closed once unreferenced.
+    """A region of a file that is read and written. The descriptor is closed once unreferenced.
 
     A thread may still read while the region is unregistered: the descriptor's number must not be reused meanwhile.
     """
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "start")
 
-    def __init__(self, descriptor: int) -> None:
+    mapping: None = None
+
+    def __init__(self, descriptor: int, start: int) -> None:
+        """`start`: the region's offset in the file, in bytes."""
         self.descriptor = descriptor
+        self.start = start
 
     def __del__(self) -> None:
         os.close(self.descriptor)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Copy bytes from the region's `offset` to `target`."""
+        at = 0
+        while at < target.nbytes:  # the loop is needed because preadv reads at most 2 GiB
+            count = os.preadv(self.descriptor, [target[at:]], self.start + offset + at)
+            if not count:
+                raise _ShrunkError
+            at += count
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Copy bytes to the region's `offset`.
+
+        Raises:
+            OSError: tmpfs has no memory left.
+        """
+        start, at = self.start + offset, 0
+        if start + len(view) > os.fstat(self.descriptor).st_size:  # a write would extend it
+            raise _ShrunkError
+        while at < len(view):  # writes are short when memory runs out
+            at += os.pwrite(self.descriptor, view[at:], start + at)
+
+
+class MappedFile:
+    """A region of a file that is mapped. The mapping lasts as long as its views, such as the inputs of a running batch.
+
+    Attributes:
+        mapping: all bytes of the region, writable.
+    """
+
+    __slots__ = ("mapping",)
+
+    def __init__(self, descriptor: int, start: int, byte_size: int) -> None:
+        """Map `byte_size` bytes from the file's offset `start`. The descriptor is not used afterwards.
+
+        Raises:
+            OSError: the system refuses the mapping.
+        """
+        before = start % mmap.ALLOCATIONGRANULARITY
+        whole = mmap.mmap(descriptor, before + byte_size, offset=start - before)
+        self.mapping = memoryview(whole)[before:]
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Copy bytes from the region's `offset` to `target`."""
+        target[:] = self.mapping[offset : offset + len(target)]
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Copy bytes to the region's `offset`."""
+        self.mapping[offset : offset + len(view)] = view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +112,12 @@ class SystemRegion:
     key: str  # name of the shared memory object
     offset: int  # start of the region in the file, in bytes
     byte_size: int  # size of the region
-    file: SharedFile  # the open file
+    content: SharedFile | MappedFile  # the region's bytes
+
+    @property
+    def mapping(self) -> memoryview | None:
+        """All bytes of the region, writable; None in the safe mode."""
+        return self.content.mapping
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Copy bytes of the region to `target`.
@@ -48,12 +125,10 @@ class SystemRegion:
         Raises:
             InvalidArgumentError: the client has shrunk the file.
         """
-        at = 0
-        while at < target.nbytes:  # the loop is needed because preadv reads at most 2 GiB
-            count = os.preadv(self.file.descriptor, [target[at:]], self.offset + offset + at)
-            if not count:
-                raise self._shrunk()
-            at += count
+        try:
+            self.content.read_into(offset, target)
+        except _ShrunkError:
+            raise self._shrunk() from None
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Copy bytes into the region.
@@ -61,23 +136,21 @@ class SystemRegion:
         Raises:
             InvalidArgumentError: the client has shrunk the file, or tmpfs has no memory left for it.
         """
-        view, at = memoryview(data), 0
-        if self.offset + offset + len(view) > os.fstat(self.file.descriptor).st_size:  # a write would extend it
-            raise self._shrunk()
-        while at < len(view):  # writes are short when memory runs out
-            try:
-                at += os.pwrite(self.file.descriptor, view[at:], self.offset + offset + at)
-            except OSError as error:
-                raise InvalidArgumentError(
-                    f"an output of {len(view)} bytes cannot be written to shared memory region {self.name!r}: "
-                    f"{error.strerror}; make room for shared memory, or have the output sent"
-                ) from None
+        try:
+            self.content.write(offset, memoryview(data))
+        except _ShrunkError:
+            raise self._shrunk() from None
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"an output of {len(data)} bytes cannot be written to shared memory region {self.name!r}: "
+                f"{error.strerror}; make room for shared memory, or have the output sent"
+            ) from None
 
     def _shrunk(self) -> InvalidArgumentError:
         return InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
 
 
-def open_system_region(name: str, key: str, offset: int, byte_size: int) -> SystemRegion:
+def open_system_region(name: str, key: str, offset: int, byte_size: int, mode: SharedMemoryMode) -> SystemRegion:
     """Raises:
     InvalidArgumentError: the key is invalid, or the file is missing or smaller than the region.
     """
@@ -88,7 +161,8 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int) -> Syst
             "memory object, and at least one byte of it"
         )
     try:
-        file = SharedFile(os.open(f"{FOLDER}/{file_name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = SharedFile(os.open(f"{FOLDER}/{file_name}", flags), offset)
     except OSError as error:
         raise InvalidArgumentError(
             f"the shared memory object of region {name!r} cannot be opened: {error.strerror}; create it first"
@@ -101,7 +175,13 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int) -> Syst
         raise InvalidArgumentError(
             f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
         )
-    return SystemRegion(name=name, key=key, offset=offset, byte_size=byte_size, file=file)
+    try:
+        content = file if mode is SharedMemoryMode.SAFE else MappedFile(file.descriptor, offset, byte_size)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"region {name!r} of {byte_size} bytes cannot be mapped: {error.strerror}; register less"
+        ) from None
+    return SystemRegion(name=name, key=key, offset=offset, byte_size=byte_size, content=content)
 
 
 def _is_file_name(text: str) -> bool:
@@ -117,6 +197,7 @@ class CudaRegion:
     device_id: int  # number of the CUDA device
     byte_size: int  # size of the region
     memory: SharedDeviceMemory  # the opened device memory
+    mapping: None = None  # the host cannot address the memory
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Copy bytes of the region to `target`.

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError, RateLimitedError
-from halfserve.serve.protocol.inference import Cancel, Reply, Watch, WatchableInference
+from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch, WatchableInference
 from halfserve.serve.protocol.messages import parse_request
-from halfserve.serve.security.options import ClientLimits
+from halfserve.serve.security.security_options import ClientLimits
 
 MAX_REMEMBERED = 10_000  # most clients whose allowance is remembered while they are not connected
 CONCURRENCY_RETRY_S = 0.1  # suggested wait: when a request in progress will end is unknown
@@ -138,7 +138,15 @@ class GatedInference:
         self._may_share = may_share
         self._count = count
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         """Check and limit a request, then call `Inference.infer`.
 
         Raises:
@@ -158,8 +166,8 @@ class GatedInference:
             self._count(error)
             raise
         if share is None:
-            return self._inference.infer(data, time_left_s, reply, watch)
-        return _CountedRequest(share, reply).begin(self._inference, data, time_left_s, watch)
+            return self._inference.infer(data, time_left_s, reply, watch, many=many)
+        return _CountedRequest(share, reply).begin(self._inference, data, time_left_s, watch, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         self._inference.failed(data, error)
@@ -180,10 +188,15 @@ class _CountedRequest:
         self._cancel: Cancel | None = None
 
     def begin(
-        self, inference: WatchableInference, data: bytes | memoryview, time_left_s: float | None, watch: Watch | None
+        self,
+        inference: WatchableInference,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        watch: Watch | None,
+        many: ManyReplies | None,
     ) -> Cancel:
         try:
-            self._cancel = inference.infer(data, time_left_s, self._answered, watch)
+            self._cancel = inference.infer(data, time_left_s, self._answered, watch, many=many)
         except BaseException:
             self._leave()
             raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from halfserve.serve.security.options import SecurityError
+from halfserve.serve.security.security_options import SecurityError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

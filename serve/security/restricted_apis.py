@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from halfserve.serve.engine.errors import PermissionDeniedError
-from halfserve.serve.security.options import RestrictedGroup
 from halfserve.serve.security.roles import SERVICE
+from halfserve.serve.security.security_options import RestrictedGroup
 
 GRPC_PREFIX = "triton-grpc-protocol-"  # Triton's prefix of a gRPC header's name, before the key
 MODEL = r"/v2/models/(?!stats\Z)[^/]+(/versions/[^/]+)?"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from halfserve.serve.security.options import SecurityError
+from halfserve.serve.security.security_options import SecurityError
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_PATTERN = 255  # the length of the longest model name

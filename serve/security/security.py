@@ -17,8 +17,8 @@ from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.security.client_limits import ClientAllowances
 from halfserve.serve.security.file_reload import ClockWatch, FileWatch
 from halfserve.serve.security.gate import Gate
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.restricted_apis import RestrictedApis
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.security.tokens import Tokens
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from halfserve.serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
-from halfserve.serve.security.options import SecurityError, TlsOptions
+from halfserve.serve.security.security_options import SecurityError, TlsOptions
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from halfserve.serve.engine.errors import PermissionDeniedError, UnauthenticatedError
 from halfserve.serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
-from halfserve.serve.security.options import SecurityError
 from halfserve.serve.security.roles import NO_MODELS, ModelRights, Role, model_rights
+from halfserve.serve.security.security_options import SecurityError
 
 logger = logging.getLogger(__name__)
 

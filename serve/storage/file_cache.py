@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from halfserve.files.object_storage import ObjectStore, StorageError, StoredObject
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.storage.options import ObjectStorage
+from halfserve.serve.storage.storage_options import ObjectStorage
 
 if TYPE_CHECKING:
     from filelock import FileLock

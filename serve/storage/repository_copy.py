@@ -17,7 +17,7 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig, read_conf
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, versions_to_serve
 from halfserve.serve.storage.file_cache import FileCache, readable
-from halfserve.serve.storage.options import ObjectStorage
+from halfserve.serve.storage.storage_options import ObjectStorage
 
 logger = logging.getLogger(__name__)
 

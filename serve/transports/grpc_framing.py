@@ -150,7 +150,7 @@ class PartialMessage:
         self.came = PREFIX_BYTES  # bytes received, the prefix included
 
     @classmethod
-    def begun(cls, piece: bytes | memoryview, max_bytes: int) -> PartialMessage | None:
+    def starting_with(cls, piece: bytes | memoryview, max_bytes: int) -> PartialMessage | None:
         """The message that begins with `piece`; None unless it is uncompressed and at most `max_bytes` long."""
         if len(piece) < PREFIX_BYTES:
             return None

@@ -108,7 +108,7 @@ class Listener:
         self._tasks: set[asyncio.Task[object]] = set()
         self._sockets: list[socket.socket] = []
         self._leaving: set[socket.socket] = set()
-        self._told = LogThrottle(logger.warning)
+        self._log = LogThrottle(logger.warning)
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -203,7 +203,7 @@ class Listener:
         return connection
 
     def _drop(self, connection: asyncio.BaseProtocol, task: asyncio.Task[object]) -> None:
-        self._told.say("a connection that has not finished TLS was closed for another one: %d are open", self._limit.open)
+        self._log.say("a connection that has not finished TLS was closed for another one: %d are open", self._limit.open)
         task.cancel()
         self.left(connection)
 
@@ -221,7 +221,7 @@ class Listener:
     def _refuse(self, accepted: socket.socket) -> None:
         is_own = len(self._open) >= self._most
         reason = f"this port takes {self._most}" if is_own else self._limit.reason
-        self._told.say("a connection was refused: %d are open, and %s", len(self._open) if is_own else self._limit.open, reason)
+        self._log.say("a connection was refused: %d are open, and %s", len(self._open) if is_own else self._limit.open, reason)
         if self._refusal and self._tls is None:
             with contextlib.suppress(OSError):
                 accepted.setblocking(False)
@@ -239,7 +239,7 @@ class Listener:
 
     def _rest(self, listening: socket.socket, error: OSError) -> None:
         """Pause accepting: without free files or memory an immediate retry would spin."""
-        self._told.say("connections cannot be accepted: %s; trying again in %g s", error.strerror, REST_S)
+        self._log.say("connections cannot be accepted: %s; trying again in %g s", error.strerror, REST_S)
         self._loop.remove_reader(listening)
         self._loop.call_later(REST_S, self._resume, listening)
 

@@ -14,12 +14,12 @@ import torch
 import typer
 
 from benchmarks import cuda, cuda_faults
-from benchmarks.converters.cases import cases
 from benchmarks.converters.prediction import Errors
 from benchmarks.cuda_device.networks import Network
 from benchmarks.cuda_device.predictions import compared
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError
+from tests.export.conversions.cases import cases
 from tests.serve.cuda_emulator.library import make_device
 
 pytestmark = pytest.mark.long

@@ -13,12 +13,12 @@ from onnx import numpy_helper, parser
 pytest.importorskip("openvino")
 
 from benchmarks import half_hardware
-from benchmarks.converters.cases import Case
 from benchmarks.converters.prediction import Agreement, Errors, error_of
 from benchmarks.half_device.comparison import compared
 from halfserve.export.half_types import BF16
 from halfserve.serve.backends.openvino import processor
 from halfserve.serve.backends.openvino.processor import computed_halves
+from tests.export.conversions.cases import Case
 
 with_bfloat16 = pytest.mark.skipif("bf16" not in computed_halves(), reason="needs a processor with bfloat16 arithmetic")
 # Operators whose constants the runtime rounds: a simulation that does not round them predicts less than half of their errors.

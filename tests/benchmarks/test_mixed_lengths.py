@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks.mixed_lengths import lengths_of, main
+from benchmarks.mixed_lengths import compared, lengths_of
 from tests.serve.padded_models import save_masked_mean
 
 
@@ -23,16 +23,16 @@ def test_mixes_are_within_their_bounds_and_repeat() -> None:
 
 
 @pytest.mark.long
-def test_both_ways_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(save_masked_mean(tmp_path / "models" / "mean"), mixes="short,7", in_flight="4", rounds=1, seconds=0.5)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:2] for line in lines] == [["lengths", "in"], ["short", "4"], ["7", "4"]]
-    assert all(float(rate) > 0 for line in lines[1:] for rate in line[2:4])
+def test_both_ways_are_measured(tmp_path: Path) -> None:
+    model = save_masked_mean(tmp_path / "models" / "mean")
+    (found,) = compared(model, ["short"], [4], rounds=1, seconds=0.5, device="cpu")
+    assert (found.mix, found.in_flight) == ("short", 4)
+    assert all(rate > 0 for rates in found.rates.values() for rate in rates)
 
 
 def test_a_model_without_padding_is_refused(tmp_path: Path) -> None:
     save_masked_mean(tmp_path / "models" / "mean", parameters={})
     with pytest.raises(typer.BadParameter, match="has no parameter 'halfserve.padding'; export it again, or add it"):
-        main(tmp_path / "models" / "mean")
+        next(compared(tmp_path / "models" / "mean", ["7"], [4], rounds=1, seconds=0.5, device="cpu"))
     with pytest.raises(typer.BadParameter, match="has no config.pbtxt; expected a model's folder of a repository"):
-        main(tmp_path / "models")
+        next(compared(tmp_path / "models", ["7"], [4], rounds=1, seconds=0.5, device="cpu"))

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from benchmarks import checkpoints, convert, real_models
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
-from tests.benchmarks.converters.test_models import pictures
+from tests.benchmarks.test_converters import pictures
 
 pytestmark = pytest.mark.long
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import reloads
-from benchmarks.reloading.median import median_of
-from benchmarks.reloading.versions import NAME, Versions
-from benchmarks.reloading.windows import Windows, compare, measure
+from benchmarks.reload_windows import Windows, compare, measure, median_of
+from benchmarks.reloads import NAME, Versions
 from benchmarks.serving_models import mlp
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadResult, LoadSpec, LoadStatistics
 

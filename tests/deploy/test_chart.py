@@ -11,7 +11,7 @@ import pytest
 import typer
 import yaml
 
-from halfserve.serve.cli import serve
+from halfserve.serve.serve_command import serve
 from tests.deploy.manifests import (
     DEPLOY,
     EXAMPLES,

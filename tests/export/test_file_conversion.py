@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.conversion_options import ConversionOptions
 from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.errors import ExportError
-from halfserve.export.file_conversion import ConversionOptions, SearchFailed, Verification, convert, convert_verified
+from halfserve.export.file_conversion import SearchFailed, Verification, convert, convert_verified
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.repository import recorded_samples
 from halfserve.export.verification.samples import Array, SampleSet

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.transports.grpcio_server import GrpcioServer
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from halfserve.serve.transports.transport import Transport
@@ -44,13 +45,14 @@ class RunningServer:
         make_transport: MakeTransport,
         *,
         shared_memory: bool,
+        shared_memory_mode: SharedMemoryMode = SharedMemoryMode.SAFE,
         observe: ObserveOptions | None = None,
         forwarded: ForwardedHeaders | None = None,
     ) -> None:
         self._loop = loop
         self._make_models = make_models
         self._make_transport = make_transport
-        self._shared_memory = shared_memory
+        self._shared_memory, self._shared_memory_mode = shared_memory, shared_memory_mode
         self._observe = observe
         self._forwarded = forwarded
         self.address = ""
@@ -77,6 +79,7 @@ class RunningServer:
             self.core,
             server_version="0.0.test",
             shared_memory=self._shared_memory,
+            shared_memory_mode=self._shared_memory_mode,
             observe=self._observe,
             forwarded=self._forwarded,
         )
@@ -99,6 +102,7 @@ def running_server(
     make_transport: MakeTransport = Nghttp2Server,
     *,
     shared_memory: bool = False,
+    shared_memory_mode: SharedMemoryMode = SharedMemoryMode.SAFE,
     observe: ObserveOptions | None = None,
     forwarded: ForwardedHeaders | None = None,
     make_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
@@ -107,7 +111,15 @@ def running_server(
     loop = make_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
-    server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory, observe=observe, forwarded=forwarded)
+    server = RunningServer(
+        loop,
+        make_models,
+        make_transport,
+        shared_memory=shared_memory,
+        shared_memory_mode=shared_memory_mode,
+        observe=observe,
+        forwarded=forwarded,
+    )
     try:
         server.run(server.start())
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
 

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from halfserve.cli import main
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.startup_report import StartupReport, print_text
 from tests.models import mlp_weights, save_mlp, save_model
 from tests.serve.engine.ensembles.configurations import ensemble, step

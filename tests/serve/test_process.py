@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.serve import process
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.process import DUE_COLLECTIONS, NEW_OBJECTS, collect_when_idle, infrequent_collection
 from halfserve.serve.server import ServerOptions, serve

@@ -19,10 +19,10 @@ from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.protocol.service import INFER_PATH
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp, save_model, save_table
 from tests.serve.conftest import load_repository
@@ -247,6 +247,7 @@ def test_the_option_bounds_the_memory_and_the_metrics_say_what_it_holds(mlp: Pat
     assert 0 < int(lines["halfserve_response_cache_evictions_total"]) < 1501
 
 
+@pytest.mark.long
 def test_a_cache_smaller_than_a_mib_holds_as_much_as_asked(mlp: Path) -> None:
     with serving(mlp, "--response-cache-mib", str(2048 / 2**20), "--cpu") as (_, ready):
         with triton.InferenceServerClient(f"127.0.0.1:{ready['grpc_port']}") as client:

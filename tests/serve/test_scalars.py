@@ -11,7 +11,7 @@ import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.models import IR_VERSION, OPSET
 from tests.serve.model_control.controlled import controlled_server, lines
 

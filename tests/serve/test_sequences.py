@@ -15,8 +15,8 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.observability.exposition import exposition
 from tests.serve.conftest import load_repository
 from tests.serve.engine.sequences.scene import SUM, save_sum, sum_model

@@ -28,9 +28,9 @@ from typer.testing import CliRunner
 from halfserve import Client, ClientError, RetryPolicy, cli
 from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.connection import Tls, parse_address
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.client.channel_settings import Tls, parse_address
+from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, print_text
 from halfserve.serve.transports.listening import Address
@@ -68,7 +68,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("switch", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_server_says_which_build_runs(mlp: Path, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, switch)
     expected = (
@@ -167,7 +167,7 @@ def test_connections_leave_files_for_models(repository: Path, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
-@pytest.mark.parametrize("kind", ["gone", "full"])
+@pytest.mark.parametrize("kind", ["gone", pytest.param("full", marks=pytest.mark.long)])
 def test_serves_although_the_report_cannot_be_written(repository: Path, kind: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -223,7 +223,7 @@ def ask(port: int) -> np.ndarray[Any, Any]:
         return np.asarray(client.infer("mlp", [x]).as_numpy("y"))
 
 
-@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("name", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_bare_file_is_served_until_a_signal(mlp: Path, name: signal.Signals) -> None:
     with serving(mlp, "--max-batch-size", "5") as (process, ready):
         assert ready["models"] == [
@@ -270,7 +270,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
 def test_torch_is_not_imported(mlp: Path) -> None:
     program = (
         "import sys; import halfserve.serve.cli, halfserve.serve.server; from pathlib import Path; "
-        "import halfserve.serve.backends.onnx_runtime.backend as b; "
+        "import halfserve.serve.backends.onnx_runtime.onnx_backend as b; "
         "from halfserve.serve.engine.backend import DevicePlacement; "
         "from halfserve.protos.model_config_pb2 import ModelConfig; "
         "runtime, path = b.OnnxRuntime(), Path(sys.argv[1]); "
@@ -299,10 +299,10 @@ def test_a_limit_of_too_few_open_files_is_one_line(mlp: Path, files: int, superv
 
 
 def test_a_port_in_use_is_one_line(mlp: Path) -> None:
-    with serving(mlp) as (_, ready):
-        code, text = refused(mlp, *FLOAT32, "--grpc-port", str(ready["grpc_port"]))
-        assert ask(ready["grpc_port"]).shape == (1, 10)
-    expected = f"cannot listen on 127.0.0.1:{ready['grpc_port']}: {os.strerror(98)}"
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        code, text = refused(mlp, *FLOAT32, "--grpc-port", str(port))
+    expected = f"cannot listen on 127.0.0.1:{port}: {os.strerror(98)}"
     assert (code, text.count("\n")) == (1, 1)
     assert expected in text
 
@@ -329,7 +329,11 @@ def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
     ("key", "text"),
     [
         ("public.pem", "certificate.json: is not signed, expected a signature by the private key of --certificate-key"),
-        ("private.pem", "private.pem: holds no public key; write one with: openssl pkey -in private.pem -pubout"),
+        pytest.param(
+            "private.pem",
+            "private.pem: holds no public key; write one with: openssl pkey -in private.pem -pubout",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_certificate_key_is_asked_of_certificates(key: str, text: str, tmp_path: Path) -> None:
@@ -345,8 +349,8 @@ def test_a_certificate_key_is_asked_of_certificates(key: str, text: str, tmp_pat
     ("path", "text"),
     [
         ("/no/such/place", "/no/such/place: not found; expected a model repository folder or an .onnx file"),
-        (Path(__file__).parents[2] / "README.md", "README.md: is not a readable ONNX file"),
-        (Path(__file__).parent, "no models in it; expected <model>/<version>/model.onnx"),
+        pytest.param(Path(__file__).parents[2] / "README.md", "README.md: is not a readable ONNX file", marks=pytest.mark.long),
+        pytest.param(Path(__file__).parent, "no models in it; expected <model>/<version>/model.onnx", marks=pytest.mark.long),
     ],
 )
 def test_a_path_without_models_says_what_to_do(path: str | Path, text: str) -> None:

@@ -27,5 +27,5 @@ class TritonPythonModel:
         if values["READY"].flat[0]:
             before = 0 if values["START"].flat[0] else self._sums.get(key, 0)
             self._sums[key] = before + values["INPUT"]
-        given = self._sums.get(key, values["INPUT"])  # of a slot that is not ready, any
+        given = self._sums.get(key, values["INPUT"])  # a slot that is not ready gets any answer
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", given.astype(values["INPUT"].dtype))])

@@ -98,7 +98,7 @@ class CrashVerdictCache:
                 part.unlink(missing_ok=True)
 
 
-class Trial(Protocol):
+class LoadTrial(Protocol):
     """A model and the conditions under which a runtime is to load it."""
 
     @property
@@ -130,7 +130,7 @@ class CrashTrial:
         return tuple(OptimizationLevel)
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
-        """See `Trial`."""
+        """See `LoadTrial`."""
         return {
             "path": "" if isinstance(source, bytes) else str(Path(source).absolute()),
             "bytes": len(source),
@@ -165,7 +165,7 @@ class CrashProbe:
         self._process: ProbeProcess | None = None
         self._idle: threading.Timer | None = None
 
-    def expect(self, trial: Trial) -> None:
+    def expect(self, trial: LoadTrial) -> None:
         """Start the child, because `safe_level` will be called soon."""
         if self._verdicts.find(trial.key) is None:
             with self._lock, suppress(OSError):  # `safe_level` reports the error
@@ -198,7 +198,7 @@ class CrashProbe:
             )
         return verdict.level
 
-    def verdict(self, trial: Trial, source: str | bytes) -> CrashVerdict | None:
+    def verdict(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict | None:
         """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning.
 
         Args:
@@ -223,14 +223,14 @@ class CrashProbe:
         with self._lock:
             self._end()
 
-    def _tried(self, trial: Trial, source: str | bytes) -> CrashVerdict:
+    def _tried(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict:
         with self._lock:
             try:
                 return self._first_survived(trial, source)
             finally:
                 self._rest()
 
-    def _first_survived(self, trial: Trial, source: str | bytes) -> CrashVerdict:
+    def _first_survived(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict:
         crashes: dict[str, str] = {}
         model = source if isinstance(source, bytes) else b""
         for level in trial.levels:

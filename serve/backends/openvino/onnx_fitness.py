@@ -23,8 +23,8 @@ WRONG = frozenset(
         *("Resize", "RoiAlign", "SpaceToDepth", "TopK"),
     }
 )
-# Operators whose result for only infinities is wrong. Integers have none: the masks of transformers contain PyTorch's `any`,
-# which is exported as a maximum of integers.
+# Operators whose result for only infinities is wrong. Integers have no infinities, so that masks of transformers are computed
+# right: PyTorch's `any` is exported as a maximum of integers.
 WRONG_OF_INFINITIES = frozenset({"ReduceMax", "ReduceMin"})
 INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
 # Operators without a right answer to compare with.

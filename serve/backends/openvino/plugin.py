@@ -19,7 +19,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from halfserve.serve.backends.openvino.settings import OpenVinoSettings
+from halfserve.serve.backends.openvino.openvino_settings import OpenVinoSettings
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.resource_limits import fewer_cores

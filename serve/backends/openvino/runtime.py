@@ -21,8 +21,8 @@ from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationL
 from halfserve.serve.backends.onnx_runtime.upcast import BF16_AS_FP16, FP16_AS_BF16, UPCAST
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
 from halfserve.serve.backends.openvino.ir_file import read_ir_interface
+from halfserve.serve.backends.openvino.openvino_settings import OpenVinoSettings, read_openvino_settings
 from halfserve.serve.backends.openvino.plugin import Compilation, compiled_with, in_words, properties
-from halfserve.serve.backends.openvino.settings import OpenVinoSettings, read_openvino_settings
 from halfserve.serve.engine.backend import ONNX, OPENVINO_BACKEND, CpuPrecision, DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
@@ -45,7 +45,7 @@ class OpenVinoTrial:
         return (OptimizationLevel.ALL,)
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:  # noqa: ARG002  (there is one)
-        """See `Trial`."""
+        """See `LoadTrial`."""
         return {
             "openvino": properties(self.settings, 1),
             "extension": self.settings.extension or "",

@@ -13,11 +13,10 @@ from google.protobuf import json_format
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.python.backend import PythonBackend, PythonModel, Runner
 from halfserve.serve.backends.python.environment import interpreter_for
-from halfserve.serve.backends.python.process import ChildFailedError, ChildProcess, OnEvent
+from halfserve.serve.backends.python.model_runners import ChildFailedError, ChildProcess, ModelThread, OnEvent, Runner
+from halfserve.serve.backends.python.python_backend import PythonBackend, PythonModel
 from halfserve.serve.backends.python.services import CopyServices, Services
-from halfserve.serve.backends.python.thread import ModelThread
 from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterface
 from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
@@ -68,7 +67,7 @@ class PythonRuntime:
             return declared
         given = _for_completion(declared, name)
         copy = CopyServices(self._services, f"{name}/{path.parent.name}")
-        copy.is_loading = True
+        copy.calls.is_loading = True
         child = ChildProcess(name, interpreter_for(declared.message, path), copy.handle, copy.stop)
         copy.answer = child.answer
         try:

@@ -12,8 +12,8 @@ import socket
 import threading
 from typing import Any
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
 from halfserve.serve.backends.python_child.server_access import EventAccess, Reply, connect
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
 

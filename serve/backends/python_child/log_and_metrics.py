@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
 from halfserve.serve.backends.python_child.server_access import done, server
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 
 
 class LogLevel(IntEnum):

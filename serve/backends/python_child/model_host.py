@@ -17,16 +17,16 @@ from types import ModuleType
 from typing import Any
 
 from halfserve.serve.backends.python_child import triton_python_backend_utils
-from halfserve.serve.backends.python_child.errors import TritonModelException
-from halfserve.serve.backends.python_child.model_config import ModelConfig
-from halfserve.serve.backends.python_child.requests import (
+from halfserve.serve.backends.python_child.server_access import server
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_model_config import ModelConfig
+from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
+from halfserve.serve.backends.python_child.triton_responses import (
     COMPLETE_FINAL,
-    InferenceRequest,
     InferenceResponse,
     ResponseSender,
     error_of,
 )
-from halfserve.serve.backends.python_child.server_access import server
 
 # Triton's second module is written in C. Models import it for the classes, which its first one has too.
 UTILS = ("triton_python_backend_utils", "c_python_backend_utils")
@@ -49,9 +49,9 @@ class ModelFailedError(Exception):
 
 def failed(during: str, error: BaseException) -> ModelFailedError:
     """The failure of a step such as "initialize", with its traceback from model.py on."""
-    told = error_of(error).message()
+    text = error_of(error).message()
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return ModelFailedError(told if isinstance(error, TritonModelException) else f"{during}: {told}", trace)
+    return ModelFailedError(text if isinstance(error, TritonModelException) else f"{during}: {text}", trace)
 
 
 def import_model(path: Path) -> ModuleType:
@@ -89,10 +89,10 @@ def import_model(path: Path) -> ModuleType:
 
 def _send_failure(senders: list[ResponseSender], failure: ModelFailedError) -> None:
     """End the open requests of a decoupled model with an error."""
-    told = InferenceResponse(error=error_of(TritonModelException(str(failure))))
+    response = InferenceResponse(error=error_of(TritonModelException(str(failure))))
     for sender in senders:
         if not sender.is_closed:
-            sender.send(told, COMPLETE_FINAL)
+            sender.send(response, COMPLETE_FINAL)
 
 
 def _check_response(request: InferenceRequest, response: Any) -> None:
@@ -112,7 +112,7 @@ def _check_response(request: InferenceRequest, response: Any) -> None:
 
 
 def _ended_by_failure(requests: list[InferenceRequest]) -> list[int]:
-    """Close the senders of a failed batch; returns the places of those that have sent their response before."""
+    """Close the response senders of a failed batch; returns the places of requests that were answered before it failed."""
     sent = []
     for place, request in enumerate(requests):
         if request.asked_sender is not None:

@@ -60,7 +60,8 @@ def _kill_children() -> bool:
     killed = False
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            _, _, fields = path.read_text(errors="replace").rpartition(")")  # which ends the program's name
+            # The program's name stands before the last ")", and may have spaces.
+            _, _, fields = path.read_text(errors="replace").rpartition(")")
             if fields.split()[1] == own:
                 killed |= _kill(int(path.parent.name))
     return killed

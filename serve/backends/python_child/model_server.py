@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from halfserve.serve.backends.python_child.model_host import ModelHost, failed
-from halfserve.serve.backends.python_child.requests import InferenceRequest
 from halfserve.serve.backends.python_child.server_access import ServerAccess
-from halfserve.serve.backends.python_child.tensors import Tensor
+from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
+from halfserve.serve.backends.python_child.triton_tensors import Tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
 
 
@@ -60,8 +60,8 @@ class ModelServer:
             raise failed("execute", error) from error
         if any(request.is_rescheduled for request in received):
             self._access.call("sync", {}, [])  # so that responses which they have sent come before this reply
-        told = [
-            response.to_message() if response is not None else {"again": 1} if request.is_rescheduled else None
+        replies = [
+            response.to_message() if response is not None else {"rescheduled": 1} if request.is_rescheduled else None
             for request, response in zip(received, responses, strict=True)
         ]
-        return {"responses": told}, outputs
+        return {"responses": replies}, outputs

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
 FILE_PREFIX = "file:"
@@ -34,7 +34,7 @@ class ServerAccess(Protocol):
         """Have the server do something, without a reply."""
 
     def tell_later(self, kind: str, arguments: Mapping[str, Any]) -> None:
-        """The same from a finalizer (`__del__`), which may run while this thread sends another message."""
+        """Have the server do something, like `tell`, from a finalizer (`__del__`), which may run while its thread sends."""
 
     def await_finalizers(self) -> None:
         """Make `tell_later` work from now on."""

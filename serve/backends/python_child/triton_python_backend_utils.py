@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from halfserve.serve.backends.python_child.errors import TritonError, TritonModelException
 from halfserve.serve.backends.python_child.log_and_metrics import Logger, Metric, MetricFamily, MetricKind
-from halfserve.serve.backends.python_child.model_config import (
+from halfserve.serve.backends.python_child.server_access import is_model_ready, load_model, unload_model
+from halfserve.serve.backends.python_child.triton_errors import TritonError, TritonModelException
+from halfserve.serve.backends.python_child.triton_model_config import (
     ModelConfig,
     get_input_config_by_name,
     get_output_config_by_name,
     using_decoupled_model_transaction_policy,
 )
-from halfserve.serve.backends.python_child.requests import (
-    COMPLETE_FINAL,
+from halfserve.serve.backends.python_child.triton_requests import (
     RELEASE_ALL,
     RELEASE_RESCHEDULE,
     InferenceRequest,
-    InferenceResponse,
     InferenceTrace,
     MemoryType,
     PreferredMemory,
-    ResponseIterator,
 )
-from halfserve.serve.backends.python_child.requests import ResponseSender as InferenceResponseSender
-from halfserve.serve.backends.python_child.server_access import is_model_ready, load_model, unload_model
-from halfserve.serve.backends.python_child.tensors import (
+from halfserve.serve.backends.python_child.triton_responses import COMPLETE_FINAL, InferenceResponse, ResponseIterator
+from halfserve.serve.backends.python_child.triton_responses import ResponseSender as InferenceResponseSender
+from halfserve.serve.backends.python_child.triton_tensors import (
     CONFIG_NAMES as TRITON_STRING_TO_NUMPY,
 )
-from halfserve.serve.backends.python_child.tensors import (
+from halfserve.serve.backends.python_child.triton_tensors import (
     Tensor,
     deserialize_bytes_tensor,
     numpy_to_triton_type,

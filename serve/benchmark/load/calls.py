@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from ngh2 import DataReceived, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
-from halfserve.serve.benchmark.load.connection import ConnectionLostError, Http2Connection
+from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, Http2Connection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
 PREFIX_BYTES = 5  # prefix of a gRPC message: a compression flag, then the length in four bytes, big-endian

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from halfserve.serve.benchmark.load.calls import OK, ConnectionCalls, ConnectionPool, InFlightRequest, framed
-from halfserve.serve.benchmark.load.connection import ConnectionLostError
+from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadEndpoint, LoadSpec, LoadStatistics
 
 NANOSECONDS = 1_000_000_000

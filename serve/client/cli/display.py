@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from halfserve.protos.datatypes import DATATYPES
-from halfserve.serve.client.messages import InferAnswer
-from halfserve.serve.client.tensors import Array
+from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.infer_messages import InferAnswer
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -16,6 +16,8 @@ import typer
 
 from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.option_groups import takes_option_groups
+from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.cli.connection_options import AsJson, Connection
 from halfserve.serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
 from halfserve.serve.client.cli.inputs import (
     STDIN,
@@ -25,12 +27,10 @@ from halfserve.serve.client.cli.inputs import (
     read_inputs,
     tensors_of_json,
 )
-from halfserve.serve.client.cli.options import AsJson, Connection
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ClientError, InvalidRequest
-from halfserve.serve.client.inference import RequestOptions
-from halfserve.serve.client.messages import InferAnswer
-from halfserve.serve.client.tensors import Array
+from halfserve.serve.client.infer_exchange import RequestOptions
+from halfserve.serve.client.infer_messages import InferAnswer
 
 if TYPE_CHECKING:
     from halfserve.protos.inference_pb2 import ModelMetadataResponse

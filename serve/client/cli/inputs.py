@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halfserve.serve.client.array_conversion import Array, as_input, converted, datatype_named, fits
 from halfserve.serve.client.errors import InvalidRequest
-from halfserve.serve.client.tensors import Array, as_input, converted, datatype_named, fits
 
 if TYPE_CHECKING:
     from halfserve.protos.datatypes import Datatype

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos.inference_pb2 import ModelStatistics
+from halfserve.serve.client.cli.connection_options import AsJson, Connection
 from halfserve.serve.client.cli.display import (
     PipedConsole,
     computation_of,
@@ -27,7 +28,6 @@ from halfserve.serve.client.cli.display import (
     tensors_json,
 )
 from halfserve.serve.client.cli.inputs import InputArgumentError
-from halfserve.serve.client.cli.options import AsJson, Connection
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ModelNotFound
 

@@ -16,11 +16,11 @@ import grpc
 
 from halfserve.protos.cluster_pb2 import Directory
 from halfserve.protos.shared_memory_parameters import REGION
+from halfserve.serve.client.channel_settings import ChannelSettings, Headers, Tls, bearer, check_encrypted, parse_address
 from halfserve.serve.client.cluster.directory import DirectoryWatch
-from halfserve.serve.client.cluster.members import Member, Members
-from halfserve.serve.client.connection import ChannelSettings, Headers, Tls, bearer, check_encrypted, parse_address
+from halfserve.serve.client.cluster.members import MemberConnection, Members
 from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
-from halfserve.serve.client.messages import SEQUENCE_ID, is_stateful
+from halfserve.serve.client.infer_messages import SEQUENCE_ID, is_stateful
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -185,7 +185,7 @@ class Method:
         self._field = MODEL_FIELDS.get(self.name)
         self.is_inference = self.name == "ModelInfer"
 
-    def rpc(self, member: Member) -> Any:
+    def rpc(self, member: MemberConnection) -> Any:
         """The callable of this RPC on the member's channel."""
         found = member.rpcs.get(self._path)
         if found is None:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
-from halfserve.serve.client.connection import Headers
+from halfserve.serve.client.channel_settings import Headers
 from halfserve.serve.client.errors import Cancelled, Repeat, ServerUnavailable, Unsupported, from_rpc_error
 
 WATCH = "/halfserve.Cluster/Watch"

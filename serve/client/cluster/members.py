@@ -16,7 +16,7 @@ MAX_SEQUENCES = 10_000  # sequences whose member a client remembers; above, the 
 AVOIDED_S = (0.25, 4.0)  # first and longest time for which a failed member is avoided; doubled with each failure in a row
 
 
-class Member:
+class MemberConnection:
     """Client-side state of one member.
 
     Attributes:
@@ -59,13 +59,13 @@ class Members:
         self._open_channel = open_channel
         self._close_channel = close_channel
         self._lock = threading.Lock()
-        self._members: dict[str, Member] = {}
-        self._leaving: set[Member] = set()  # no longer listed, but with unanswered calls
-        self._serving: Sequence[Member] = ()
-        self._of_model: dict[str, list[Member]] = {}
-        self._suspects: set[Member] = set()  # members whose last call failed
-        self._sharing: Member | None = None
-        self._of_sequence: dict[tuple[str, bytes], Member] = {}
+        self._members: dict[str, MemberConnection] = {}
+        self._leaving: set[MemberConnection] = set()  # no longer listed, but with unanswered calls
+        self._serving: Sequence[MemberConnection] = ()
+        self._of_model: dict[str, list[MemberConnection]] = {}
+        self._suspects: set[MemberConnection] = set()  # members whose last call failed
+        self._sharing: MemberConnection | None = None
+        self._of_sequence: dict[tuple[str, bytes], MemberConnection] = {}
 
     @property
     def is_sharing(self) -> bool:
@@ -76,10 +76,10 @@ class Members:
         """Switch to the members of a new directory."""
         with self._lock:
             known, self._members = self._members, {}
-            serving: list[Member] = []
-            of_model: dict[str, list[Member]] = {}
+            serving: list[MemberConnection] = []
+            of_model: dict[str, list[MemberConnection]] = {}
             for entry in directory.members:
-                member = known.pop(entry.id) if entry.id in known else Member(entry.grpc_address)
+                member = known.pop(entry.id) if entry.id in known else MemberConnection(entry.grpc_address)
                 self._members[entry.id] = member
                 if entry.state == cluster_pb2.Member.SERVING:
                     serving.append(member)
@@ -92,7 +92,7 @@ class Members:
                 self._leaving.add(member)
                 self._close_if_done(member)
 
-    def pick(self, model: str, *, shared: bool = False) -> Member:
+    def pick(self, model: str, *, shared: bool = False) -> MemberConnection:
         """Choose the member for a call, which must be passed to `settle` afterwards.
 
         A model that no listed member serves may just have been loaded; then any member is chosen, and its answer decides.
@@ -116,7 +116,7 @@ class Members:
             member.outstanding += 1
             return member
 
-    def pick_for_sequence(self, model: str, sequence: bytes, *, starts: bool, ends: bool) -> Member:
+    def pick_for_sequence(self, model: str, sequence: bytes, *, starts: bool, ends: bool) -> MemberConnection:
         """Choose the member for one step of a sequence, whose state only the member of its first step has.
 
         Args:
@@ -143,7 +143,7 @@ class Members:
                     del self._of_sequence[next(iter(self._of_sequence))]
         return member
 
-    def settle(self, member: Member, failure: ClientError | None = None) -> None:
+    def settle(self, member: MemberConnection, failure: ClientError | None = None) -> None:
         """Record that a call has ended. A member that refused it or was unreachable is avoided for a moment."""
         with self._lock:
             member.outstanding -= 1
@@ -168,7 +168,7 @@ class Members:
             self._leaving.clear()
             return [member.channel for member in members if member.channel is not None]
 
-    def _less_loaded(self, members: Sequence[Member]) -> Member:
+    def _less_loaded(self, members: Sequence[MemberConnection]) -> MemberConnection:
         if self._suspects:
             now_s = time.monotonic()
             members = [member for member in members if self._is_usable(member, now_s)] or members
@@ -180,11 +180,11 @@ class Members:
         first, second = members[one], members[other + (other >= one)]
         return first if first.outstanding <= second.outstanding else second
 
-    def _is_usable(self, member: Member, now_s: float) -> bool:
+    def _is_usable(self, member: MemberConnection, now_s: float) -> bool:
         # One call at a time tests a suspect: as it has the fewest outstanding calls, it would otherwise get all of them.
         return member not in self._suspects or (member.avoided_until_s <= now_s and not member.outstanding)
 
-    def _with_shared_memory(self, serving: Sequence[Member], model: str) -> Member:
+    def _with_shared_memory(self, serving: Sequence[MemberConnection], model: str) -> MemberConnection:
         if self._sharing is None or self._sharing not in serving:
             here = [member for member in serving if member.is_here]
             if not here:
@@ -195,7 +195,7 @@ class Members:
             self._sharing = self._less_loaded(here)
         return self._sharing
 
-    def _avoid(self, member: Member, hint_s: float | None) -> None:
+    def _avoid(self, member: MemberConnection, hint_s: float | None) -> None:
         now_s = time.monotonic()
         if member.avoided_until_s > now_s:
             return  # several calls that failed together count once
@@ -205,7 +205,7 @@ class Members:
         if member.is_listed:
             self._suspects.add(member)
 
-    def _close_if_done(self, member: Member) -> None:
+    def _close_if_done(self, member: MemberConnection) -> None:
         if member in self._leaving and not member.outstanding:
             self._leaving.remove(member)
             if member.channel is not None:

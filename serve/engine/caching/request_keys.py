@@ -84,7 +84,7 @@ def takes_long(request: InferRequest) -> bool:
 def settled(inputs: Tensors) -> Tensors:
     """Return inputs that no longer change: shared memory is read once, because a client may change it after the key is made."""
     if isinstance(inputs, LateInputs) or (isinstance(inputs, RawInputs) and not inputs.all_sent):
-        return {name: inputs[name] for name in inputs}
+        return {name: inputs[name].copy() for name in inputs}  # the array may be the shared memory itself
     return inputs
 
 

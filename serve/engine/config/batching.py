@@ -10,7 +10,6 @@ from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.config.sequence_batching import batching_of
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.pace import BatchLimits
 
 
@@ -120,22 +119,6 @@ def _level(policy: ModelQueuePolicy) -> LevelPolicy:
         allow_override=policy.allow_timeout_override,
         max_waiting=policy.max_queue_size or None,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchingOptions:
-    """Batching options of all models together.
-
-    Attributes:
-        compute_slots: most batches computed at once on the CPU, over all models, shared fairly (see `compute_slots`). 0: no
-            bound; the operating system shares the CPU, and can preempt a long batch for a short one. A bound helps if models
-            have different numbers of instances, or weights.
-    """
-
-    compute_slots: int = 0
-
-    def slots(self) -> ComputeSlots | None:
-        return ComputeSlots(self.compute_slots) if self.compute_slots else None
 
 
 def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:

@@ -19,8 +19,8 @@ from google.protobuf.message import Message
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ENSEMBLE, ONNX, PYTHON, CpuPrecision, ModelKind
-from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule, rising_lengths, whole
 
 PREFIX = "halfserve."
 MEASURED = "halfserve.measured"  # speed of the model in each precision that was tried, in words
@@ -256,7 +256,7 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         parse=switch, default="off", values="`on`, `off`", meaning="Pad a batch to the next preferred size."
     ),
     "halfserve.padding": OwnParameter(
-        parse=padding_rule,
+        parse=parse_padding_rule,
         default="none",
         values="`INPUT[AXIS]=VALUE ... -> OUTPUT[AXIS] ...`",
         meaning=(

@@ -33,7 +33,7 @@ ReadState = Callable[[str, str], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Control:
+class ControlInput:
     """An input that tells the model the place of a row in its sequence.
 
     Attributes:
@@ -78,7 +78,7 @@ class SequencePlan:
         is_iterative: whether each request is a sequence, which lasts as long as the model asks for it again.
     """
 
-    controls: tuple[Control, ...]
+    controls: tuple[ControlInput, ...]
     states: tuple[State, ...]
     slots: int
     idle_s: float
@@ -88,12 +88,7 @@ class SequencePlan:
     enough_rows: int = 1
     is_iterative: bool = False
 
-    @property
-    def hidden_inputs(self) -> frozenset[str]:
-        """Inputs that clients do not send."""
-        return frozenset(entry.spec.name for entry in self.controls) | {state.input.name for state in self.states}
-
-    def control(self, kind: int) -> Control | None:
+    def control(self, kind: int) -> ControlInput | None:
         return next((control for control in self.controls if control.kind == kind), None)
 
 
@@ -221,7 +216,7 @@ def _require_once(found: Sequence[Any], where: str, name: Callable[[Any], str]) 
         raise ModelLoadError(f"{where} has {name(twice)} twice, expected each once; remove one")
 
 
-def _control(entry: Any, inputs: dict[str, TensorSpec], where: str, *, batched: bool) -> Control:
+def _control(entry: Any, inputs: dict[str, TensorSpec], where: str, *, batched: bool) -> ControlInput:
     spec = _found(entry.name, inputs, f"{where} control_input", "input")
     where = f"{where} control_input {entry.name!r}"
     if len(entry.control) != 1:
@@ -248,7 +243,7 @@ def _control(entry: Any, inputs: dict[str, TensorSpec], where: str, *, batched: 
     if math.prod(own) != 1:
         expected = [ANY_SIZE, 1] if batched else [1]
         raise ModelLoadError(f"{where} has shape {list(spec.shape)} in the model, expected {expected}: one element a row")
-    return Control(kind=control.kind, spec=spec, values=values)
+    return ControlInput(kind=control.kind, spec=spec, values=values)
 
 
 def _state(

@@ -58,7 +58,7 @@ class WantedOutput:
         return array
 
 
-class Plan:
+class ExecutionPlan:
     """The steps to compute for one selection of outputs.
 
     Attributes:
@@ -132,18 +132,18 @@ class Binding:
         self.models = tuple(models)
         self._sources = sources_of(graph, models, batched=max_batch_size > 0)
         self.steps = tuple(self._bound(index, max_batch_size) for index in range(len(graph.steps)))
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], ExecutionPlan] = {}
         self._in_flight = 0
         self._is_retired = False
         self._idle: asyncio.Event | None = None
         for model in set(self.models):
             model.holders.append(self)
 
-    def plan(self, outputs: tuple[str, ...]) -> Plan:
+    def plan(self, outputs: tuple[str, ...]) -> ExecutionPlan:
         """Return the plan for these outputs of the ensemble."""
         plan = self._plans.get(outputs)
         if plan is None:
-            plan = Plan(self._graph, [self._wanted(name) for name in outputs], self.steps)
+            plan = ExecutionPlan(self._graph, [self._wanted(name) for name in outputs], self.steps)
             if len(self._plans) < MAX_PLANS:
                 self._plans[outputs] = plan
         return plan

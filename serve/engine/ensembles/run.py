@@ -11,12 +11,12 @@ from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
-from halfserve.serve.engine.ensembles.binding import Binding, Plan
+from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
-from halfserve.serve.engine.queueing.step_memory import COUNTED_BYTES, RunSizes, bytes_of
+from halfserve.serve.engine.queueing.step_memory import RunMemory, RunSizes, bytes_of
 from halfserve.serve.engine.queueing.waiting_line import is_late
 from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, RemarkedAnswer
 from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
@@ -94,9 +94,7 @@ class StepCall:
 class EnsembleRun:
     """A request of an ensemble from its first step to its answer. Lives on the event loop."""
 
-    __slots__ = (
-        "_binding", "_calls", "_claim", "_ended", "_first_ns", "_held", "_most", "_plan", "_request", "_sizes", "_statistics",
-    )  # fmt: skip
+    __slots__ = ("_binding", "_calls", "_ended", "_first_ns", "_memory", "_plan", "_request", "_statistics")
 
     def __init__(
         self, request: InferRequest, binding: Binding, sizes: RunSizes, statistics: Statistics, ended: Callable[[], None]
@@ -104,18 +102,18 @@ class EnsembleRun:
         """`sizes`: sizes of the ensemble's runs; `ended`: called once, when the run ends in any way."""
         self._request = request
         self._binding = binding
-        self._sizes = sizes
-        self._claim = self._held = self._most = 0  # bytes of the tensors between the steps
+        # As a step of another run, or a model's call, its caller holds memory or an instance meanwhile: it must not wait.
+        self._memory = RunMemory(sizes, is_within=bool(request.callers) or request.is_step)
         self._statistics = statistics
         self._ended = ended
-        self._plan: Plan = binding.plan(request.outputs)
+        self._plan: ExecutionPlan = binding.plan(request.outputs)
         self._calls: dict[StepCall, None] = {}  # calls that may get further answers
         self._first_ns: int | None = None  # time at which the first of many responses was there
 
     @property
     def expected_bytes(self) -> int:
         """See `WaitingRun`."""
-        return self._sizes.claim
+        return self._memory.expected_bytes
 
     def start(self) -> None:
         """Send the requests of the steps that wait for no other, now or once there is memory for the tensors between the steps.
@@ -125,12 +123,11 @@ class EnsembleRun:
         """
         self._request.line = self
         self._binding.begin()
-        sizes = self._sizes
-        if not sizes.expected or sizes.memory.has_room(sizes.claim) or self._is_within:
+        if self._memory.has_room():
             self._start()
             return
         try:
-            sizes.memory.wait(self)
+            self._memory.wait(self)
         except InferenceError as error:
             self._end()
             self._statistics.failed(self._request.arrived_ns, error)
@@ -147,14 +144,8 @@ class EnsembleRun:
         except InferenceError as error:
             self._request.finish(error)
 
-    @property
-    def _is_within(self) -> bool:
-        """Whether the run is a step of another run, or a model's call: its caller holds memory or an instance meanwhile."""
-        return bool(self._request.callers) or self._request.is_step
-
     def _start(self) -> None:
-        if self._sizes.expected:
-            self._change_claim()
+        self._memory.claim_expected()
         plan = self._plan
         branch = Branch([NOTHING] * len(plan.waits), plan.waits.copy(), plan.count)
         try:
@@ -186,7 +177,7 @@ class EnsembleRun:
             return
         request, call.request = call.request, None  # the request refers to the call
         if request is not None and request.respond is not None:
-            self._let_go(call.branch)
+            self._release(call.branch)
             if not self._calls:
                 self._finish_many()
             return
@@ -209,7 +200,7 @@ class EnsembleRun:
         if final:  # done before the following steps, so that the ensemble's last answer is marked as the last
             del self._calls[call]
             call.request = None
-            self._let_go(call.branch)
+            self._release(call.branch)
         try:
             self._advance(call, call.branch.fork(), result, request.rows)
         except InferenceError as error:
@@ -236,9 +227,7 @@ class EnsembleRun:
         row_bytes = plan.row_bytes[index]
         size = bytes_of(answer) if row_bytes is None or type(answer) is not Answer else rows * row_bytes
         branch.held += size
-        self._held += size
-        if self._held >= COUNTED_BYTES:
-            self._hold()
+        self._memory.hold(size)
         for follower in plan.followers[index]:
             branch.waits[follower] -= 1
             if not branch.waits[follower]:
@@ -249,14 +238,14 @@ class EnsembleRun:
         given = self._request.parameters
         if not given or not given.get(SEQUENCE_ID):
             return outputs
-        told = {SEQUENCE_ID: given[SEQUENCE_ID]} | {flag: given.get(flag, False) for flag in (SEQUENCE_START, SEQUENCE_END)}
+        sequence = {SEQUENCE_ID: given[SEQUENCE_ID]} | {flag: given.get(flag, False) for flag in (SEQUENCE_START, SEQUENCE_END)}
         own = outputs.parameters if isinstance(outputs, RemarkedAnswer) else NO_PARAMETERS
-        return RemarkedAnswer(outputs, told | {**own})
+        return RemarkedAnswer(outputs, sequence | {**own})
 
     def _respond(self, outputs: Tensors, branch: Branch) -> None:
         """Send one of many responses."""
         request = self._request
-        self._let_go(branch)
+        self._release(branch)
         if self._first_ns is None:
             self._first_ns = monotonic_ns()
         is_last = not self._calls
@@ -265,27 +254,10 @@ class EnsembleRun:
         if is_last and request.line is self:
             self._finish_many()
 
-    def _let_go(self, branch: Branch) -> None:
+    def _release(self, branch: Branch) -> None:
         """Count the answers of a branch as no longer held."""
-        self._most = max(self._most, self._held)
-        self._held -= branch.held
+        self._memory.release(branch.held)
         branch.held = 0
-
-    def _hold(self) -> None:
-        """Claim memory for the bytes that are held.
-
-        Raises:
-            UnavailableError: all runs together hold too much.
-        """
-        self._sizes.grown(self._held)
-        self._change_claim()
-        if not self._is_within:
-            self._sizes.memory.require_within(self._claim)
-
-    def _change_claim(self) -> None:
-        before, self._claim = self._claim, self._sizes.claim
-        if self._claim != before:
-            self._sizes.memory.change(self._claim - before)
 
     def _call(self, index: int, branch: Branch, before: StepCall | None) -> None:
         step = self._binding.steps[index]
@@ -319,9 +291,8 @@ class EnsembleRun:
         self._succeed(BatchTimes(started=arrived, assembled=arrived, computed=self._first_ns or now, split=now), NOTHING)
 
     def _succeed(self, times: BatchTimes, outputs: Tensors) -> None:
-        request, most = self._request, max(self._most, self._held)
-        if self._sizes.expected or most >= COUNTED_BYTES:
-            self._sizes.ended(most)
+        request = self._request
+        self._memory.record()
         self._end()
         self._statistics.batch_done(times, [request.arrived_ns], request.rows)
         request.finish(outputs)
@@ -341,9 +312,7 @@ class EnsembleRun:
                 call.step.model.scheduler.cancel(call.request)
                 call.request = None
         self._request.line = None
-        if self._sizes.expected or self._claim:
-            self._sizes.memory.leave(self, self._claim)
-            self._claim = 0
+        self._memory.leave(self)
         self._binding.end()
         self._ended()
 

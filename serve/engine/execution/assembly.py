@@ -11,7 +11,7 @@ import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
-from halfserve.serve.engine.queueing.padding import Padding
+from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.requests import InferRequest, RawInputs
 from halfserve.serve.engine.tensors import Array
 
@@ -76,46 +76,6 @@ def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtyp
         buffer[total : total + added * row_bytes].reshape(added, row_bytes)[:] = buffer[total - row_bytes : total]
     shape = (rows + added, *entry.shape[1:]) if len(sources) > 1 or added else entry.shape
     return buffer[: total + added * row_bytes].view(entry.dtype).reshape(shape).astype(dtype, copy=False)
-
-
-def assemble_padded(
-    requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], rows: int, length: int, padding: Padding
-) -> Array:
-    """Join one padded input of a batch of requests of different lengths, in one copy.
-
-    Args:
-        requests: requests of one family of buckets, in order.
-        name: name of the input.
-        dtype: dtype that the backend takes.
-        rows: rows of the batch; rows beyond the requests' repeat the last one.
-        length: length to which the requests are padded.
-        padding: gives the axes and the value.
-
-    Returns:
-        All rows. The memory may be reused by this thread's next batch.
-
-    Raises:
-        InferenceError: bytes in shared memory cannot be read.
-    """
-    padded = padding.inputs[name]
-    arrays = [request.inputs[name] for request in requests]
-    shape = [rows, *arrays[0].shape[1:]]
-    for axis in padded.axes:
-        shape[axis] = length
-    batch = _empty(name, tuple(shape), dtype)
-    start = 0
-    for array in arrays:
-        end = start + array.shape[0]
-        place = [slice(start, end)] + [slice(None)] * (array.ndim - 1)
-        if array.shape[padded.axes[0]] != length:
-            batch[start:end] = padded.value
-            for axis in padded.axes:
-                place[axis] = slice(array.shape[axis])
-        batch[tuple(place)] = array
-        start = end
-    if start < rows:
-        batch[start:] = batch[start - 1]
-    return batch
 
 
 def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -184,12 +144,28 @@ def pad_rows(array: Array, rows: int) -> Array:
 def padded_inputs(
     backend: Backend, requests: Sequence[InferRequest], rows: int, length: int, padding: Padding
 ) -> dict[str, Array]:
-    """Join all inputs of a batch of requests of different lengths; see `assemble_padded`."""
+    """Join all inputs of a batch of requests of different lengths, each in one copy.
+
+    Args:
+        backend: the model, which gives the dtypes.
+        requests: requests of one family of buckets, in order.
+        rows: rows of the batch; rows beyond the requests' repeat the last one.
+        length: length to which the requests are padded.
+        padding: gives the padded axes and their values.
+
+    Returns:
+        All rows of each input. The memory may be reused by this thread's next batch.
+
+    Raises:
+        InferenceError: bytes in shared memory cannot be read.
+    """
     inputs: dict[str, Array] = {}
     for name in requests[0].inputs:
         dtype = backend.compute_dtype(name)
         if name in padding.inputs:
-            inputs[name] = assemble_padded(requests, name, dtype, rows, length, padding)
+            arrays = [request.inputs[name] for request in requests]
+            batch = inputs[name] = _empty(name, tuple(padding.shape(name, arrays[0].shape, rows, length)), dtype)
+            padding.fill(batch, name, arrays)
         else:
             inputs[name] = assemble(requests, name, dtype, rows)
     return inputs

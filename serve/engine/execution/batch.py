@@ -16,15 +16,15 @@ from halfserve.serve.engine.errors import (
     InstanceLostError,
     is_device_lost,
 )
-from halfserve.serve.engine.execution.assembly import assemble, pad_rows, padded_inputs
+from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.queueing.pace import padded_rows
-from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.ragged import Ragged
-from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RemarkedAnswer
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
@@ -142,6 +142,65 @@ def run_batch(
     return _isolate(together, requests, invariance, one_is_bad=False)
 
 
+def run_one(
+    backend: Backend,
+    request: InferRequest,
+    guard: PrecisionGuard | None,
+    memory: MemoryLimit,
+    invariance: BatchInvariance | None,
+) -> list[Answered | Failed]:
+    """Run a request alone, without padding: what `run_batch` does with it, in one piece.
+
+    Raises:
+        InstanceLostError: this copy of the model is broken; the request has no answer.
+    """
+    requests, rows = [request], request.rows
+    try:
+        started = time.monotonic_ns()
+        inputs = _inputs_of_one(backend, request)
+        assembled = time.monotonic_ns()
+        if memory.rows is not None or rows > memory.fitted:
+            outputs = memory.run(backend, inputs, rows)
+        else:
+            try:
+                outputs = backend.run(inputs)
+            except Exception as error:  # noqa: BLE001  (raised again unless memory ran out)
+                outputs = memory.run_again(backend, inputs, rows, error)
+        computed = time.monotonic_ns()
+        has_rows = True
+        for array in outputs.values():
+            if not array.ndim or len(array) != rows:
+                has_rows = False
+        if not has_rows and invariance is not None:
+            invariance.look(outputs, rows)
+            if not invariance.is_safe:
+                return run_batch(backend, requests, guard, memory=memory, invariance=invariance)
+        verdict = None if guard is None else guard.after(requests, inputs, outputs)
+        if verdict is not None:
+            outputs = verdict.outputs
+        if has_rows and verdict is None:
+            answers: list[Tensors] = [Answer(BatchOutputs(outputs), request.outputs, 0, rows)]
+        else:
+            answers = _take_apart(outputs, requests, rows)
+        times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+        return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
+    except Exception as error:  # noqa: BLE001  (any failure is the request's result)
+        return [_failed(request, error)]
+
+
+def _inputs_of_one(backend: Backend, request: InferRequest) -> Tensors:
+    """Return the inputs of a request that is computed alone; see `assemble`."""
+    given = request.inputs
+    views = given.small_arrays(SCRATCH_BYTES) if type(given) is RawInputs else None
+    if views is None:
+        return {name: assemble([request], name, backend.compute_dtype(name), request.rows) for name in given}
+    for name, view in views.items():
+        dtype, is_aligned = backend.compute_dtype(name), view.flags.aligned
+        if view.dtype is not dtype or not is_aligned:  # runtimes may not take unaligned pointers
+            views[name] = view.astype(dtype, copy=not is_aligned)
+    return views
+
+
 def _isolate(
     together: Callable[[list[InferRequest]], list[Answered | Failed]],
     requests: list[InferRequest],
@@ -156,20 +215,31 @@ def _isolate(
         try:
             return together(requests)
         except Exception as error:
+            if len(requests) == 1:
+                return [_failed(requests[0], error)]
             if is_device_lost(error):
                 raise InstanceLostError(str(error)) from error
-            if len(requests) == 1:
-                _forget_frames(error)
-                if isinstance(error, InferenceError):
-                    return [Failed(requests[0], error)]
-                known = BackendError(f"the model failed on this request: {error}")
-                known.__cause__ = error
-                return [Failed(requests[0], known)]
     middle = len(requests) // 2
     left = _isolate(together, requests[:middle], invariance, one_is_bad=False)
     # If the left half succeeds, the right half fails as a whole: bisect it without running it.
     left_is_good = not any(isinstance(result, Failed) for result in left)
     return left + _isolate(together, requests[middle:], invariance, one_is_bad=left_is_good)
+
+
+def _failed(request: InferRequest, error: Exception) -> Failed:
+    """Return the result of a request that ended with `error` when it was computed alone.
+
+    Raises:
+        InstanceLostError: the device is lost, which is not the request's fault.
+    """
+    if is_device_lost(error):
+        raise InstanceLostError(str(error)) from error
+    _forget_frames(error)
+    if isinstance(error, InferenceError):
+        return Failed(request, error)
+    known = BackendError(f"the model failed on this request: {error}")
+    known.__cause__ = error
+    return Failed(request, known)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -16,14 +16,14 @@ from typing import Final
 from halfserve.serve.engine.backend import CALLING_PROVIDERS, Backend, RequestBackend
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch, run_one
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
-from halfserve.serve.engine.execution.request_batch import Begun, Rescheduled, run_requests
+from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
+from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
-from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.queueing.waiting_line import is_late
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
@@ -63,7 +63,7 @@ class LateRequests:
     requests: list[InferRequest]
 
 
-Results = Sequence[Answered | Failed | Begun | Rescheduled | LostRequests | LateRequests]
+Results = Sequence[Answered | Failed | PendingAnswers | Rescheduled | LostRequests | LateRequests]
 Finished = Callable[[Results], None]
 
 
@@ -159,6 +159,7 @@ class Instance:
         self._copy = _Copy(backend)
         self._number = number
         self._how = how
+        self._is_plain = not how.padded_sizes and how.padding is None and how.ragged is None  # a lone request stays as it is
         self._worker = Worker(f"instance-{number}")
         self._left_behind = False  # whether the thread was abandoned, so that a new one is needed before the next job
         self._jobs: deque[_Job] = deque()  # the running job comes first
@@ -264,16 +265,20 @@ class Instance:
         try:
             if isinstance(copy.backend, RequestBackend):
                 return run_requests(copy.backend, requests), None
-            results = run_batch(
-                copy.backend,
-                requests,
-                how.guard,
-                memory=self.memory,
-                padded_sizes=how.padded_sizes,
-                invariance=how.invariance,
-                padding=how.padding,
-                ragged=how.ragged,
-            )
+            invariance = how.invariance
+            if len(requests) == 1 and self._is_plain and (invariance is None or invariance.is_safe):
+                results = run_one(copy.backend, requests[0], how.guard, self.memory, invariance)
+            else:
+                results = run_batch(
+                    copy.backend,
+                    requests,
+                    how.guard,
+                    memory=self.memory,
+                    padded_sizes=how.padded_sizes,
+                    invariance=invariance,
+                    padding=how.padding,
+                    ragged=how.ragged,
+                )
         except InstanceLostError as error:
             copy.is_broken = True
             what = "model's process" if isinstance(copy.backend, RequestBackend) else "device"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from halfserve.serve.engine.backend import Again, LaterAnswer, RequestBackend
+from halfserve.serve.engine.backend import LaterAnswer, RequestBackend, Reschedule
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.model_statistics import BatchTimes
@@ -14,7 +14,7 @@ from halfserve.serve.engine.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingAnswers:
     """Requests whose responses come later.
 
     Attributes:
@@ -33,7 +33,9 @@ class Rescheduled:
     requests: list[InferRequest]
 
 
-def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[Answered | Failed | Begun | Rescheduled]:
+def run_requests(
+    backend: RequestBackend, requests: list[InferRequest]
+) -> list[Answered | Failed | PendingAnswers | Rescheduled]:
     """Have a backend answer requests.
 
     Raises:
@@ -42,7 +44,7 @@ def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[
     started = time.monotonic_ns()
     given = backend.compute(requests)
     computed = time.monotonic_ns()
-    results: list[Answered | Failed | Begun | Rescheduled] = []
+    results: list[Answered | Failed | PendingAnswers | Rescheduled] = []
     answered: list[InferRequest] = []
     answers: list[Tensors] = []
     later: list[tuple[InferRequest, LaterAnswer]] = []
@@ -52,7 +54,7 @@ def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[
             continue
         if isinstance(answer, LaterAnswer):
             later.append((request, answer))
-        elif isinstance(answer, Again):
+        elif isinstance(answer, Reschedule):
             again.append(request)
         elif isinstance(answer, InferenceError):
             results.append(Failed(request, answer))
@@ -65,5 +67,5 @@ def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[
     if again:
         results.append(Rescheduled(again))
     if later or not results:
-        results.append(Begun(later, times))
+        results.append(PendingAnswers(later, times))
     return results

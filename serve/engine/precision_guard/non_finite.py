@@ -11,7 +11,8 @@ from halfserve.protos.datatypes import Datatype
 from halfserve.serve.engine.tensors import Array
 
 Check = Callable[[Array], bool]
-WORD = np.dtype(np.uint16)
+WORD, SIGNED_WORD = np.dtype(np.uint16), np.dtype(np.int16)
+SIGN = 0x8000
 WITHOUT_SIGN = np.array(0x7FFF, np.uint16)
 # A 16-bit number is not finite if its exponent is all ones: its bits without the sign are then at least these.
 EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
@@ -21,6 +22,8 @@ BYTES_ELEMENTS = 512
 FLAGS_ELEMENTS = 8192
 # Up to this size BLAS's dot product is faster than a numpy reduction; beyond, BLAS would wake its threads.
 VDOT_ELEMENTS = 4096
+# From this size on, a copy without the signs costs more than a second pass: its memory is mapped and unmapped each time.
+TWO_PASSES_ELEMENTS = 65_536
 # A large array with non-finite values usually has some among the first.
 PEEK_ELEMENTS = 2048
 _largest, _and = np.maximum.reduce, np.bitwise_and
@@ -87,6 +90,9 @@ def _sixteen_bits(name: str) -> Check:
             if suspects_are_bad or not suspect:
                 return suspect
         # numpy's half-precision arithmetic converts element by element; on the bits it is vectorized.
+        if array.size >= TWO_PASSES_ELEMENTS:  # positive numbers are the largest as signed words, negative ones as unsigned
+            positive, negative = _largest(array.view(SIGNED_WORD), None), _largest(array.view(WORD), None)
+            return bool(positive >= exponent or negative >= SIGN | exponent)
         return array.size > 0 and bool(_largest(_and(array.view(WORD), WITHOUT_SIGN), None) >= exponent)
 
     return check

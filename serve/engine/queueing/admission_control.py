@@ -13,8 +13,9 @@ from typing import Final
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
 from halfserve.serve.engine.model_statistics import Statistics
-from halfserve.serve.engine.queueing.batch_queue import BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import OFF, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 
 # Fractions of a request's time. CARE is the largest margin for batches that take longer than expected. SPARE is the margin for
@@ -135,7 +136,7 @@ class AdmissionControl:
         pace, bucket = self._pace, request.bucket
         start = self.free_s(now)
         most = pace.most_rows(bucket)
-        full, before = divmod(self._queue.rows_before(bucket), most)
+        full, before = divmod(self._queue.waiting.rows_of(bucket), most)
         before_s = full * pace.likely_s(bucket, most) + self._others_s(bucket)
         if before_s:
             start += before_s * self._share_before(request.priority) / self._instances
@@ -198,7 +199,7 @@ class AdmissionControl:
 
     def _others_s(self, bucket: Hashable) -> float:
         pace, seconds = self._pace, 0.0
-        for line in self._queue.lines():
+        for line in self._queue.waiting.filled():
             if line.bucket != bucket:
                 most = pace.most_rows(line.bucket)
                 full, rest = divmod(line.rows, most)
@@ -206,7 +207,7 @@ class AdmissionControl:
         return seconds
 
     def _share_before(self, level: int) -> float:
-        return self._queue.waiting_before(level) / max(1, len(self._queue))
+        return self._queue.waiting.count_before(level) / max(1, len(self._queue))
 
 
 def late_error(request: InferRequest, now: float) -> DeadlineExceededError:

@@ -6,20 +6,14 @@ The most common case, one priority and one bucket at a time, costs least.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
-from typing import Final
+from collections.abc import Collection, Hashable
 
+from halfserve.serve.engine.padding.mixed_lengths import Candidate, MixedLengths
 from halfserve.serve.engine.queueing.batch_growth import BatchGrowth
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.queueing.waiting_line import WaitingLine
+from halfserve.serve.engine.queueing.waiting_requests import WaitingRequests
 from halfserve.serve.engine.requests import InferRequest
-
-_NO_BUCKET: Final = object()
-
-
-class FullError(Exception):
-    """The queue, or one priority in it, has reached its bound; the text gives the bound."""
 
 
 class Batch:
@@ -45,6 +39,7 @@ class BatchQueue:
     """Takes requests one at a time and hands them out in batches.
 
     Attributes:
+        waiting: the requests.
         limits: bounds of the queue and its batches.
         pace: predicts how long batches take, which decides when they leave; None leaves that to the limits alone.
     """
@@ -59,20 +54,15 @@ class BatchQueue:
         self._full_rows = limits.max_rows  # rows of a batch that no further request fits
         # With preferred sizes, there is nothing to learn.
         self._growth = BatchGrowth(limits.max_rows) if limits.max_rows > 1 and not limits.preferred_rows else None
-        self._max_waiting, self._max_bytes = limits.max_waiting, limits.max_waiting_bytes
         self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # whether a batch may wait for more
         # Another shape ends the delay, unless mixed lengths may share the batch, or a latency target decides how long waiting
         # pays.
-        self._flushes = limits.max_delay_s > 0 and limits.latency_target_s is None and mixed is None
-        self._count_levels = limits.levels > 1
-        self._by_level: dict[int, int] = {}  # number of waiting requests
-        # A line that was the only one when its last request left is kept for the next request.
-        self._lines: dict[Hashable, WaitingLine] = {}
-        self._line = WaitingLine(_NO_BUCKET)  # line of the latest request
-        self._waiting = self._bytes = 0
+        self.waiting = WaitingRequests(
+            limits, flushes=limits.max_delay_s > 0 and limits.latency_target_s is None and mixed is None
+        )
 
     def __len__(self) -> int:
-        return self._waiting
+        return self.waiting.count
 
     def offer(self, request: InferRequest) -> None:
         """Queue a request that has just arrived.
@@ -85,19 +75,7 @@ class BatchQueue:
             raise ValueError(f"{request.rows} rows do not fit a batch of at most {self._max_rows}")
         if not 0 <= request.priority < self._levels:
             raise ValueError(f"priority {request.priority} is none of 0 to {self._levels - 1}")
-        if self._waiting >= self._max_waiting:
-            raise FullError(f"{self._max_waiting} requests wait")
-        held = self._bytes + request.size
-        if held > self._max_bytes and self._waiting:  # a single request is limited by the transport
-            raise FullError(f"requests of {self._bytes / 2**20:.0f} MiB wait, of at most {self._max_bytes / 2**20:.0f} MiB")
-        if self._count_levels:
-            self._enter_level(request.priority)
-        line = self._line
-        if request.bucket is not line.bucket:
-            line = self._line_of(request.bucket)
-        line.add(request)
-        self._waiting += 1
-        self._bytes = held
+        self.waiting.add(request)
 
     def part(self) -> None:
         """Form batches of single requests from now on."""
@@ -118,7 +96,7 @@ class BatchQueue:
             hurry: whether to end all waiting, because no more requests will arrive.
             begins: time at which the batch will be computed, if that is later.
         """
-        if not self._waiting:
+        if not self.waiting.count:
             return None
         line = self._ready(now, hurry=hurry)
         if line is None:
@@ -129,14 +107,25 @@ class BatchQueue:
             finish += self._must_take_s(line, most, self.pace)
         if self._mixed is not None:
             most = self._mixed.most_rows(line.bucket, most)
-            if len(self._lines) > 1:
-                lines = self._mixed.group(line, self._lines.values(), self._bound, now, now if begins is None else begins)
+            if len(self.waiting.lines) > 1:
+                lines = self._sharing(line, self._mixed, now, now if begins is None else begins)
                 if len(lines) > 1:
                     return self._take_mixed(lines, now, finish)
         requests, late, rows = line.take(now, most, finish)
-        self._left(requests, late)
-        self._drop_empty(line)
+        self.waiting.left(requests, late)
+        self.waiting.drop_empty(line)
         return Batch(line.bucket, requests, late, rows)
+
+    def _sharing(self, line: WaitingLine, mixed: MixedLengths, now: float, begins: float) -> list[WaitingLine]:
+        """Return the lines that form the next batch with `line`, the most urgent one, in rising length of their requests."""
+        level = line.urgency(now)[0] // 2
+        others = [
+            Candidate(other.bucket, other.rows, other.soonest_deadline)
+            for other in self.waiting.lines.values()
+            if other is not line and other.rows and other.urgency(now)[0] // 2 == level
+        ]
+        buckets = mixed.group(Candidate(line.bucket, line.rows, line.soonest_deadline), others, self._bound, begins)
+        return [self.waiting.lines[bucket] for bucket in buckets]
 
     def _take_mixed(self, lines: list[WaitingLine], now: float, finish: float) -> Batch:
         """Take a batch of all requests in these lines; the last line has the longest requests."""
@@ -149,64 +138,30 @@ class BatchQueue:
             requests += taken
             late += behind
             rows += count
-            self._drop_empty(line)
-        self._left(requests, late)
+            self.waiting.drop_empty(line)
+        self.waiting.left(requests, late)
         return Batch(bucket, requests, late, rows)
 
     def is_ready(self, now: float, *, hurry: bool = False) -> bool:
         """Return whether `take` would return a batch."""
-        return self._waiting > 0 and self._ready(now, hurry=hurry) is not None
+        return self.waiting.count > 0 and self._ready(now, hurry=hurry) is not None
 
     def has_full_batch(self, now: float) -> bool:
         """Return whether `take` would return a batch that further requests would not enlarge."""
-        line = self._ready(now, hurry=False) if self._waiting else None
+        line = self._ready(now, hurry=False) if self.waiting.count else None
         if line is None:
             return False
         full = self._most_useful_rows(line.bucket)
         return line.rows >= (full if self.pace is None else min(full, self.pace.most_rows(line.bucket)))
 
-    def take_late(self, now: float) -> list[InferRequest]:
-        """Remove every request whose time has run out, to make room."""
-        late: list[InferRequest] = []
-        for line in list(self._lines.values()):
-            if (soonest := line.soonest) is not None and soonest <= now:
-                late += line.take_late(now)
-                self._drop_empty(line)
-        self._left(late)
-        return late
-
     def next_due(self, now: float) -> float | None:
         """Return when to call `take` next if no request arrives, in seconds; None if none waits."""
-        if not self._waiting:
+        if not self.waiting.count:
             return None
-        return min(self._due(line, now) for line in self._lines.values() if line.rows)
-
-    def remove(self, request: InferRequest) -> bool:
-        """Remove a cancelled request; False if it is no longer here."""
-        line = self._lines.get(request.bucket)
-        if line is None or not line.remove(request):
-            return False
-        self._left([request])
-        self._drop_empty(line)
-        return True
-
-    def lines(self) -> Iterator[WaitingLine]:
-        """Return the lines that hold requests."""
-        return (line for line in self._lines.values() if line.rows)
-
-    def waiting_before(self, level: int) -> int:
-        """Return the number of waiting requests that are as urgent as `level`, or more."""
-        return (
-            sum([count for other, count in self._by_level.items() if other <= level]) if self._count_levels else self._waiting
-        )
-
-    def rows_before(self, bucket: Hashable) -> int:
-        """Return the number of waiting rows of a bucket."""
-        line = self._lines.get(bucket)
-        return 0 if line is None else line.rows
+        return min(self._due(line, now) for line in self.waiting.lines.values() if line.rows)
 
     def _ready(self, now: float, *, hurry: bool) -> WaitingLine | None:
-        ready: Collection[WaitingLine] = self._lines.values()
+        ready: Collection[WaitingLine] = self.waiting.lines.values()
         if self._holds and not hurry:
             ready = [line for line in ready if self._is_ready(line, now)]
         if len(ready) > 1:
@@ -249,47 +204,8 @@ class BatchQueue:
 
     def _must_take_s(self, line: WaitingLine, most_rows: int, pace: Pace) -> float:
         """Return the seconds that a request must have left to be worth computing."""
-        if self._waiting == 1:
+        if self.waiting.count == 1:
             return 0.0  # it delays no other request, and shows the present cost of a batch
-        if line.rows > most_rows or len(self._lines) > 1:
+        if line.rows > most_rows or len(self.waiting.lines) > 1:
             return pace.mostly_s(line.bucket, min(line.rows, most_rows))  # others can be answered in its place
         return pace.likely_s(line.bucket, line.rows)
-
-    def _line_of(self, bucket: Hashable) -> WaitingLine:
-        line = self._lines.get(bucket)
-        if line is None:
-            if not self._waiting:
-                self._lines.clear()
-            line = self._lines[bucket] = WaitingLine(bucket)
-        if self._flushes and line is not self._line:
-            # As in Triton, another shape ends the delay of the waiting requests. Free copies compute them at once.
-            for other in self._lines.values():
-                other.is_due = other is not line and other.rows > 0
-        self._line = line
-        return line
-
-    def _drop_empty(self, line: WaitingLine) -> None:
-        if not line.rows and len(self._lines) > 1:
-            del self._lines[line.bucket]
-            if self._line is line:
-                self._line = WaitingLine(_NO_BUCKET)
-
-    def _enter_level(self, level: int) -> None:
-        limits, waiting = self.limits, self._by_level.get(level, 0)
-        bound = limits.max_waiting_by_level.get(level, limits.max_waiting_of_others)
-        if bound is not None and waiting >= bound:
-            raise FullError(f"{bound} requests of priority {level + 1} wait")  # clients count priorities from 1
-        self._by_level[level] = waiting + 1
-
-    def _leave_level(self, level: int) -> None:
-        self._by_level[level] -= 1
-        if not self._by_level[level]:
-            del self._by_level[level]  # there may be as many levels as requests
-
-    def _left(self, *left: list[InferRequest]) -> None:
-        for requests in left:
-            self._waiting -= len(requests)
-            for request in requests:
-                self._bytes -= request.size
-                if self._count_levels:
-                    self._leave_level(request.priority)

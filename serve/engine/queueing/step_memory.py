@@ -17,7 +17,7 @@ EXCESS_PART: Final = 2  # part (1/2) of the limit by which larger tensors than e
 FORGET_PART: Final = 8  # part (1/8) of the difference by which a smaller run lowers the expectation
 COUNTED_BYTES: Final = 16_384  # least bytes of a run that is counted; the queues limit smaller ones
 UNKNOWN: Final = -1
-TOLD_BYTES: Final = 2**18  # smaller changes of all claims are not reported to the server's memory budget
+REPORTED_BYTES: Final = 2**18  # smaller changes of all claims are not reported to the server's memory budget
 RETRY_S: Final = 1.0
 FULL: Final = (
     "the server holds as many tensors between the steps of ensembles as it may (--max-buffered-mib); retry with back-off"
@@ -58,7 +58,7 @@ class StepMemory:
         self.claimed = 0
         self._limit: int | None = None
         self._share: BudgetShare | None = None
-        self._told = 0
+        self._reported = 0
         self._line: dict[WaitingRun, None] = {}
         self._is_filling = False
 
@@ -98,8 +98,8 @@ class StepMemory:
     def change(self, more: int) -> None:
         """Add `more` bytes, which may be negative, to the claims of all runs."""
         self.claimed += more
-        if self._share is not None and abs(self.claimed - self._told) >= TOLD_BYTES:
-            self._told = self.claimed
+        if self._share is not None and abs(self.claimed - self._reported) >= REPORTED_BYTES:
+            self._reported = self.claimed
             self._share.resize(self.claimed)
         if more < 0 and self._line:
             self._fill()
@@ -156,6 +156,72 @@ class RunSizes:
         """Record the most bytes that an ended run has held."""
         rest = held if self.expected == UNKNOWN else self.expected - (self.expected - held) // FORGET_PART
         self.expected = rest if rest >= COUNTED_BYTES else 0
+
+
+class RunMemory:
+    """The tensors that one run holds between its steps, and its claim of memory for them."""
+
+    __slots__ = ("_claim", "_held", "_is_within", "_most", "_sizes")
+
+    def __init__(self, sizes: RunSizes, *, is_within: bool) -> None:
+        """`is_within`: whether the run belongs to another one, so that it neither waits nor fails for want of memory."""
+        self._sizes = sizes
+        self._is_within = is_within
+        self._claim = self._held = self._most = 0  # bytes
+
+    @property
+    def expected_bytes(self) -> int:
+        """See `WaitingRun`."""
+        return self._sizes.claim
+
+    def has_room(self) -> bool:
+        """Return whether the run may begin now."""
+        sizes = self._sizes
+        return not sizes.expected or sizes.memory.has_room(sizes.claim) or self._is_within
+
+    def wait(self, run: WaitingRun) -> None:
+        """See `StepMemory.wait`."""
+        self._sizes.memory.wait(run)
+
+    def claim_expected(self) -> None:
+        """Claim the bytes that the run is expected to hold."""
+        if self._sizes.expected:
+            self._change_claim()
+
+    def hold(self, size: int) -> None:
+        """Count `size` more bytes that the run holds.
+
+        Raises:
+            UnavailableError: all runs together hold too much.
+        """
+        self._held += size
+        if self._held >= COUNTED_BYTES:
+            self._sizes.grown(self._held)
+            self._change_claim()
+            if not self._is_within:
+                self._sizes.memory.require_within(self._claim)
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes as no longer held."""
+        self._most = max(self._most, self._held)
+        self._held -= size
+
+    def record(self) -> None:
+        """Learn from the run, which has succeeded."""
+        most = max(self._most, self._held)
+        if self._sizes.expected or most >= COUNTED_BYTES:
+            self._sizes.ended(most)
+
+    def leave(self, run: WaitingRun) -> None:
+        """Give up the claim of the run, which has ended, or its place in the line."""
+        if self._sizes.expected or self._claim:
+            self._sizes.memory.leave(run, self._claim)
+            self._claim = 0
+
+    def _change_claim(self) -> None:
+        before, self._claim = self._claim, self._sizes.claim
+        if self._claim != before:
+            self._sizes.memory.change(self._claim - before)
 
 
 def bytes_of(answer: Tensors) -> int:

@@ -9,7 +9,8 @@ from halfserve.serve.engine.backend import ENSEMBLE, ModelInterface
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, read_config
 from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
-from halfserve.serve.engine.ensembles.ensemble import Ensemble
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
+from halfserve.serve.engine.ensembles.ensemble_scheduler import EnsembleScheduler
 from halfserve.serve.engine.ensembles.graph import dependency_order, ensemble_specs, read_graph, step_models
 from halfserve.serve.engine.errors import ModelLoadError, UnmetStepsError
 from halfserve.serve.engine.model import Model
@@ -18,7 +19,7 @@ from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, Mode
 
 
 def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
-    """Make the model of an ensemble, which is not yet connected to the models of its steps (`Ensemble.connect`).
+    """Make the model of an ensemble, which is not yet connected to the models of its steps (`EnsembleComposition.connect`).
 
     May be called on any thread.
 
@@ -47,8 +48,9 @@ def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
         labels=read_labels(files.config),
         path=files.model,
     )
-    ensemble = Ensemble(graph, config, source, model.statistics, files.version)
-    model.scheduler = model.composition = ensemble
+    composition = EnsembleComposition(graph, config, source, files.version)
+    model.composition = composition
+    model.scheduler = EnsembleScheduler(composition, model.statistics)
     return model
 
 

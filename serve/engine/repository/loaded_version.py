@@ -20,15 +20,15 @@ from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular, read
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
-from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.repository.picture_inputs import read_pictures
-from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
+from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests

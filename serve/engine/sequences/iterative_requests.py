@@ -41,7 +41,7 @@ class IterativeRequests:
         self._scheduler = scheduler
         self._controls = ControlTensors(plan) if plan.controls else None
         self._ids = count(1)
-        batcher.on_reschedule(self._go_on)
+        batcher.on_reschedule(self._prepare_next_execution)
 
     def submit(self, request: InferRequest) -> None:
         """See `Scheduler`.
@@ -74,7 +74,7 @@ class IterativeRequests:
             return given
         return str(next(self._ids)) if takes_text else next(self._ids)
 
-    def _go_on(self, request: InferRequest) -> None:
+    def _prepare_next_execution(self, request: InferRequest) -> None:
         """Prepare a request that its model wants again."""
         request.parameters = {**request.parameters, SEQUENCE_START: False}
         inputs = request.inputs

@@ -1,4 +1,4 @@
-"""Reads a request's sequence parameters, and adds the server's inputs to the client's."""
+"""Reads a request's sequence parameters, adds controls and states to its inputs, and takes the next states from its outputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from halfserve.serve.engine.config.sequence_batching import CORRID, END, READY, START, Control, SequencePlan
-from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.config.sequence_batching import CORRID, END, READY, START, ControlInput, SequencePlan
+from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.sequence import SequenceId
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
 
 SEQUENCE_ID: Final = "sequence_id"
 SEQUENCE_START: Final = "sequence_start"
@@ -87,7 +87,7 @@ class ControlTensors:
             given, taken = ("a string", "a number") if isinstance(key, str) else ("a number", "a string")
             raise InvalidArgumentError(f"{SEQUENCE_ID} is {given}, expected {taken}: model {model!r} reads it as such")
 
-    def _id(self, control: Control, key: SequenceId) -> Array:
+    def _id(self, control: ControlInput, key: SequenceId) -> Array:
         if isinstance(key, str):
             return _row(control, key.encode(), self._plan)
         size = 8 * (control.spec.datatype.itemsize or 8)
@@ -95,7 +95,48 @@ class ControlTensors:
         return _row(control, bits.view(control.spec.datatype.array_dtype), self._plan)
 
 
-def _row(control: Control, value: object, plan: SequencePlan) -> Array:
+class StateTensors:
+    """The states of a model's sequences: the inputs that take them, and the outputs that carry the next ones.
+
+    Attributes:
+        sizes_vary: whether states of several sequences may not fit into one batch, because their sizes differ.
+    """
+
+    def __init__(self, plan: SequencePlan) -> None:
+        self._states = plan.states
+        self._batched = plan.batched
+        self._outputs = tuple(state.output.name for state in plan.states)
+        self._initial = tuple(state.initial for state in plan.states)
+        self.sizes_vary = any(ANY_SIZE in state.input.shape[1 if plan.batched else 0 :] for state in plan.states)
+
+    def before(self, states: tuple[Array, ...] | None) -> tuple[Array, ...]:
+        """Return the states before a request, in the order of the plan; `states`: None for a new sequence."""
+        return self._initial if states is None else states
+
+    def inputs(self, states: tuple[Array, ...]) -> dict[str, Array]:
+        """Return the inputs that take these states."""
+        return {state.input.name: array for state, array in zip(self._states, states, strict=True)}
+
+    def added_to(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the outputs that a client wants, and those with states."""
+        return wanted + tuple([name for name in self._outputs if name not in wanted])
+
+    def after(self, outputs: Tensors) -> tuple[Array, ...]:
+        """Copy a request's states from its outputs, because a view would keep the outputs of the whole batch in memory.
+
+        Raises:
+            BackendError: a state has another shape than the configuration's.
+        """
+        states = []
+        for name, state in zip(self._outputs, self._states, strict=True):
+            array = outputs[name][-1:] if self._batched else outputs[name]
+            if array.ndim != len(state.input.shape) or (self._batched and len(array) != 1):
+                raise BackendError(f"the state {name!r} has shape {list(array.shape)}, expected {list(state.input.shape)}")
+            states.append(array.copy())
+        return tuple(states)
+
+
+def _row(control: ControlInput, value: object, plan: SequencePlan) -> Array:
     own = control.spec.shape[1:] if plan.batched else control.spec.shape
     shape = tuple(1 for _ in own)
     return np.full((1, *shape) if plan.batched else shape, value, control.spec.datatype.array_dtype)

@@ -16,15 +16,15 @@ from typing import Annotated, Any
 import typer
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.channel_settings import Tls
+from halfserve.serve.client.cli.connection_options import read_token, reading_options
 from halfserve.serve.client.cli.inputs import InputArgumentError
-from halfserve.serve.client.cli.options import read_token, reading_options
-from halfserve.serve.client.connection import Tls
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterArgumentError, ClusterArguments, ClusterError, bounds_of
 from halfserve.serve.fleet.launch.proxy import ProxyError
 from halfserve.serve.fleet.launch.proxy import proxy as run_proxy
 from halfserve.serve.protocol.service import SERVICE
-from halfserve.serve.security.options import TlsOptions
+from halfserve.serve.security.security_options import TlsOptions
 
 EXIT_CODES: dict[type[Exception], int] = {
     ClusterArgumentError: 2,

@@ -18,12 +18,12 @@ from typing import Any
 import typer
 
 from halfserve.protos.cluster_pb2 import Directory, Member
+from halfserve.serve.client.channel_settings import CLUSTER, Tls
 from halfserve.serve.client.cluster.channel import watch_cluster
-from halfserve.serve.client.connection import CLUSTER, Tls
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.fleet.agent.worker_process import in_words
 from halfserve.serve.fleet.launch import haproxy
-from halfserve.serve.security.options import SecurityError, TlsOptions
+from halfserve.serve.security.security_options import SecurityError, TlsOptions
 from halfserve.serve.security.tls import read_tls_files
 from halfserve.serve.transports.listening import Address, BindError, address_of, close, listen
 

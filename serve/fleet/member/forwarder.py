@@ -24,7 +24,7 @@ from halfserve.protos.inference_pb2 import ModelConfigRequest, ModelConfigRespon
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, answered_error
-from halfserve.serve.protocol.inference import TAKEN, Cancel, Inference, ManyReplies, Reply
+from halfserve.serve.protocol.inference import Cancel, Inference, ManyReplies, Reply
 from halfserve.serve.protocol.inference_stream import IS_FINAL, STATUS
 from halfserve.serve.protocol.messages import parse_request
 from halfserve.serve.protocol.request_cache import SEQUENCE_ID
@@ -87,7 +87,7 @@ class Forwarder:
         """The inference entry point for requests with these headers."""
         if _is_last(headers):
             return service.inference
-        return service.inference.with_elsewhere(partial(self._infer, service, headers))
+        return service.inference.with_forwarding(partial(self._infer, service, headers))
 
     async def call(self, name: str, path: str, request: Message, answer: type[M], headers: Headers) -> M | None:
         """Call a method of a member that serves a model; None if there is no such member, or the call must not be forwarded.
@@ -109,7 +109,15 @@ class Forwarder:
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
-    def _infer(self, service: Service, headers: Headers, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel | None:
+    def _infer(
+        self,
+        service: Service,
+        headers: Headers,
+        data: bytes,
+        time_left_s: float | None,
+        reply: Reply,
+        many: ManyReplies | None,
+    ) -> Cancel | None:
         """Forward a request for a model that is not served here; returns None if it is, or if no other member serves it."""
         try:
             request = parse_request(data)
@@ -121,10 +129,10 @@ class Forwarder:
         self.forwarded += 1
         # All requests of a sequence go to the same member while it serves the model.
         sequence = request.parameters[SEQUENCE_ID].SerializeToString() if SEQUENCE_ID in request.parameters else None
-        if TAKEN.many is None:
+        if many is None:
             ask: Ask = partial(_ask_once, data, time_left_s)
         else:  # the request came over a stream
-            ask = StreamedRequest(data, name, time_left_s, TAKEN.many, self._is_decoupled).ask
+            ask = StreamedRequest(data, name, time_left_s, many, self._is_decoupled).ask
         call = partial(self._call, name, ask, headers, sequence)
         task = asyncio.get_running_loop().create_task(_answer(call, reply))
         self._core.wait_for(task)

@@ -16,7 +16,7 @@ from halfserve.serve.http.error_forms import Fault, InputError
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_count, shown, truncates
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
-from halfserve.serve.http.tasks.text_models import CLASSIFICATION, labels_of
+from halfserve.serve.http.tasks.tokenized_models import CLASSIFICATION, labels_of
 
 RESULT_BYTES = 48  # JSON of one result, without the label
 

@@ -29,7 +29,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     whole_field,
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows
-from halfserve.serve.http.tasks.text_models import EMBEDDINGS
+from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS
 
 DIMENSIONS = "halfserve.embedding_dimensions"
 IDS_SETTING = "halfserve.token_ids"

@@ -29,7 +29,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     whole_field,
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows, sigmoid
-from halfserve.serve.http.tasks.text_models import RERANK
+from halfserve.serve.http.tasks.tokenized_models import RERANK
 
 RESULT_BYTES = 64  # JSON of one result, without the document
 

@@ -17,24 +17,24 @@ from halfserve.serve.engine.errors import BackendError, InferenceError, NotFound
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.error_forms import InputError
-from halfserve.serve.http.inference import inference_entry, record_refusal
-from halfserve.serve.http.options import HttpLimits
+from halfserve.serve.http.http_options import HttpLimits
+from halfserve.serve.http.infer_route import inference_entry, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
 from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
-from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, task_of
+from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
 from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
-MakeWork = Callable[[TextModel], TokenizerWork[TokenRow]]
+MakeWork = Callable[[TokenizedModel], TokenizerWork[TokenRow]]
 
 
 class TextEndpoint:
     """Answers text requests from the models of one service."""
 
-    def __init__(self, service: Service, bodies: BodyReader, limits: HttpLimits, models: TextModels) -> None:
+    def __init__(self, service: Service, bodies: BodyReader, limits: HttpLimits, models: TokenizedModels) -> None:
         self.core: InferenceCore = service.core
         self.server_version = service.server_version
         self.models = models
@@ -142,8 +142,8 @@ class TextEndpoint:
         return await self.vectors(request, model, lambda loaded: loaded.of_texts(texts, param, truncate=truncate))
 
     async def tokenized(
-        self, request: Request, model: Model, make_work: Callable[[TextModel], TokenizerWork[R]]
-    ) -> tuple[TextModel, list[R]]:
+        self, request: Request, model: Model, make_work: Callable[[TokenizedModel], TokenizerWork[R]]
+    ) -> tuple[TokenizedModel, list[R]]:
         """A model's tokenizer, and the tokens of a request's texts.
 
         Raises:

@@ -18,7 +18,7 @@ from halfserve.serve.transports.nghttp2.flow_control import WRITE_BYTES
 from halfserve.serve.transports.nghttp2.frame_reader import DiscardingReader, FrameReader
 from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
 from halfserve.serve.transports.nghttp2.session import FREE_CALLS, NOTICE, GrpcSession, Route
-from halfserve.serve.transports.read_scheduler import ReadScheduler
+from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
 
 LAST_WORD_S = 1.0  # for a client that broke the protocol to read why its connection ends
 
@@ -39,6 +39,9 @@ class ConnectionServer(Protocol):
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Have `connection.flush` called at the end of this loop iteration."""
+
+    def flush_last(self, connection: GrpcConnection) -> None:
+        """Call `connection.flush` now: the response is to the connection's last call in flight, and no other will join it."""
 
     def sent(self, connection: GrpcConnection) -> None: ...  # a connection that takes no new calls may have written data
 
@@ -91,6 +94,8 @@ class GrpcConnection(GrpcSession):
     def get_buffer(self, sizehint: int) -> bytearray | memoryview:  # noqa: ARG002  (the signature is asyncio's)
         """The buffer to read the socket into; its bytes are used before any other socket is read."""
         received = self._owner.received
+        if not self._scheduler.has_begun_turn:
+            return received
         size = self._scheduler.receive_bytes(self, len(received))
         return received if size == len(received) else memoryview(received)[:size]
 
@@ -100,7 +105,7 @@ class GrpcConnection(GrpcSession):
     def data_received(self, data: bytes | memoryview) -> None:
         """Read bytes, hand them to their calls, and write immediate responses."""
         self.heard_s = self.loop.time()
-        if self._scheduler.must_wait(self, len(data)):
+        if len(data) > SMALL_BYTES and self._scheduler.must_wait(self, len(data)):
             self._reader.keep(data)
             self._pace(has_more=True)
             return
@@ -151,7 +156,7 @@ class GrpcConnection(GrpcSession):
         transport = self._transport
         if transport is None or self._has_left:
             return
-        repeated, send_buffer = self._fast_path, self._send_buffer
+        repeated, send_buffer, http2 = self._fast_path, self._send_buffer, self._http2
         while repeated.closed:
             self._stream_gone(repeated.closed.pop())
         explains = bool(repeated.explained) and not send_buffer.paused and self._explain()
@@ -163,16 +168,30 @@ class GrpcConnection(GrpcSession):
                 repeated.unsent.clear()
                 transport.write(unsent)
         try:
-            wrote = send_buffer.write(transport) or explains
-            if repeated.relieve(paused=send_buffer.paused):
-                wrote |= send_buffer.write(transport)
-            if wrote:  # streams close when their last frame has left
-                self._take_events()
-            is_over = not (self._http2.want_read or self._http2.want_write or repeated.unsent)
+            listens = send_buffer.ending or send_buffer.waiting
+            if explains or listens or not repeated.is_open or http2.want_write or http2.queued_body_size():
+                self._write_http2(transport, explains=explains)
+            else:  # libnghttp2 has nothing to send
+                repeated.has_fed = False
+                repeated.is_open = repeated.spare > 0
+            is_over = not (http2.want_read or http2.want_write or repeated.unsent)
         except NGH2Error:
             self._give_up()
             return
         self._look_at_rest(transport, is_over=is_over)
+
+    def _write_http2(self, transport: asyncio.Transport, *, explains: bool) -> None:
+        """Write what libnghttp2 has to send; `explains`: some of it has been written already.
+
+        Raises:
+            NGH2Error: the connection cannot go on.
+        """
+        send_buffer = self._send_buffer
+        wrote = send_buffer.write(transport) or explains
+        if self._fast_path.relieve(paused=send_buffer.paused):
+            wrote |= send_buffer.write(transport)
+        if wrote:  # streams close when their last frame has left
+            self._take_events()
 
     def _look_at_rest(self, transport: asyncio.Transport, *, is_over: bool) -> None:
         """Count unsent bytes and calls in flight, and close the connection if it is over."""
@@ -233,13 +252,13 @@ class GrpcConnection(GrpcSession):
         if self._transport is not None:
             self._transport.abort()
 
-    def _press(self) -> None:
+    def _shed_calls(self) -> None:
         """Give up the latest calls, or the connection if its client does not read its responses."""
         patience_s = self.share.patience_s(self.limits.short_stall_s)
         if self._transport is not None and self._send_buffer.is_unread_since(self.loop.time() - patience_s):
             self._end_unread(self._transport)
         else:
-            super()._press()
+            super()._shed_calls()
 
     def _end_unread(self, transport: asyncio.Transport) -> None:
         """End the connection without its unread responses, and free their memory at once."""
@@ -270,7 +289,10 @@ class GrpcConnection(GrpcSession):
     def _flush_soon(self) -> None:
         self.unflushed += 1
         if self.unflushed == 1 and not self._receiving:
-            self._owner.flush_soon(self)
+            if self._calls:
+                self._owner.flush_soon(self)
+            else:
+                self._owner.flush_last(self)
 
     def _explain(self) -> bool:
         """Answer the calls that libnghttp2 is about to reset; True, as it has written.

@@ -1,9 +1,8 @@
-"""Fair shares between clients: limits of a connection, message quotas, and busy polling of the event loop."""
+"""Fair shares between clients: limits of a connection, and message quotas."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +25,6 @@ MIB: Final = 2**20
 HOPELESS_HEADERS: Final = 2
 MESSAGES_A_TURN: Final = 256  # limit per connection and loop iteration
 COUNTS_AS_ONE_BYTES: Final = 2**16  # a larger message counts as several
-BUSY_POLL_S = 250e-6
-MAX_WORTH: Final = 8  # upper bound of the score, so that a few failures in a row stop polling
-FAILURE: Final = 2  # successes that one failure cancels
-TRY_EVERY: Final = 64  # responses between trials while polling does not pay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,44 +121,3 @@ class MessageQuota:
         self._left = MESSAGES_A_TURN
         while self._left and self._waiting:
             self._waiting.popleft()()
-
-
-class BusyPoll:
-    """Keeps the event loop polling for BUSY_POLL_S after a response, where that pays. Lives on the event loop.
-
-    Waking a thread that sleeps in epoll takes longer on a virtual machine than answering a request. A pending callback makes
-    the loop poll its sockets without sleeping. With many requests in flight it sleeps, and later arrivals share a batch.
-    """
-
-    __slots__ = ("_call_soon", "_clock", "_passed_by", "_polls", "_until", "_worth")
-
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._call_soon = call_soon
-        self._clock = clock
-        self._until = 0.0
-        self._polls = False
-        self._worth = 0
-        self._passed_by = 0
-
-    def answered(self, *, alone: bool) -> None:
-        """A response was written, `alone` or together with others."""
-        if not alone:
-            self._until = 0.0
-            return
-        if self._polls:
-            self._until = self._clock() + BUSY_POLL_S
-            self._worth = min(self._worth + 1, MAX_WORTH)
-            return
-        self._passed_by += 1
-        if self._worth or self._passed_by >= TRY_EVERY:
-            self._passed_by = 0
-            self._polls = True
-            self._until = self._clock() + BUSY_POLL_S
-            self._call_soon(self._look)
-
-    def _look(self) -> None:
-        if self._clock() < self._until:
-            self._call_soon(self._look)
-        else:
-            self._polls = False
-            self._worth = max(0, self._worth - FAILURE)

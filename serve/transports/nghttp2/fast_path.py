@@ -83,8 +83,8 @@ class FastPath:
     """The fast path of one connection."""
 
     __slots__ = (
-        "_frame_bytes", "_has_fed", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained",
-        "granted", "http2_latest", "is_open", "is_over", "latest", "requests", "spare", "templates", "unsent",
+        "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained", "granted", "has_fed",
+        "http2_latest", "is_open", "is_over", "latest", "requests", "spare", "templates", "unsent",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +108,7 @@ class FastPath:
         # Calls begin and are answered here while this is open: not while libnghttp2 has unsent data or unacknowledged settings.
         self.is_open = False
         self.is_over = False  # closed for good
-        self._has_fed = False  # libnghttp2 has got frames from here since the latest flush
+        self.has_fed = False  # libnghttp2 has got frames from here since the latest flush
 
     # Receiving
 
@@ -240,12 +240,12 @@ class FastPath:
     @property
     def has_news(self) -> bool:
         """Whether a flush may have something to do, besides what libnghttp2 has read."""
-        return bool(self._has_fed or not self.is_open or self.unsent or self.closed or self.explained or self._is_due)
+        return bool(self.has_fed or not self.is_open or self.unsent or self.closed or self.explained or self._is_due)
 
     def relieve(self, *, paused: bool) -> bool:
         """Give libnghttp2 send window that it lacks; whether it can send more now."""
         is_short = self._http2.queued_body_size() > 0
-        self._has_fed = False
+        self.has_fed = False
         self.is_open = self.spare > 0 and not is_short and not paused
         if paused or not is_short or not self.spare:
             return False
@@ -314,7 +314,7 @@ class FastPath:
     def _is_due(self) -> bool:
         """Whether the connection's receive window should be reopened."""
         owed, windows = self.requests.owed, self._windows
-        return owed > 0 and (owed > windows.acknowledge_at or windows.withhold)
+        return owed > 0 and (owed > windows.acknowledge_at or windows.unacknowledged > 0)
 
     def _pay(self) -> None:
         """Reopen the connection's receive window by the received bytes."""
@@ -330,7 +330,7 @@ class FastPath:
     def _feed(self, frames: bytes) -> None:
         """Give libnghttp2 frames as if the client had sent them; their effects on calls are already done."""
         try:
-            self._has_fed = True
+            self.has_fed = True
             self._http2.receive_data(frames)
             events = self._http2.events()
         except NGH2Error:  # the connection has ended

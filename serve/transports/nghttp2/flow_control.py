@@ -36,7 +36,13 @@ NO_ERROR: Final = 0x00
 
 
 class ReceiveWindows:
-    """Receive windows of one connection, and its bytes held in memory."""
+    """Receive windows of one connection, and its bytes held in memory.
+
+    Attributes:
+        unacknowledged: bytes taken and not acknowledged: they withhold a part of the connection's window.
+        acknowledge_at: number of received bytes at which the connection's window is reopened.
+        answering: bytes held until a stream is answered, where they are worth counting.
+    """
 
     def __init__(self, acknowledge: Acknowledge, widen: Widen, limits: TransportLimits, share: MemoryShare) -> None:
         """`acknowledge` reopens a stream's window by a number of bytes, at least 1; `widen` sets the size of the
@@ -49,11 +55,12 @@ class ReceiveWindows:
         self._most = self._max_held + REFUSED_WINDOWS * limits.stream_window_bytes
         self._window = self._usual = DEFAULT_WINDOW_BYTES
         self._widest = min(limits.connection_window_bytes + 2 * self._most, MAX_WINDOW_BYTES)
-        self._withheld: dict[int, int] = {}  # stream -> bytes taken and not yet acknowledged
-        self._unacknowledged = 0  # the sum of these
+        self._withheld: dict[int, int] = {}  # stream -> bytes taken and not acknowledged
+        self.unacknowledged = 0
+        self.acknowledge_at = self._usual // 4
         self._unfinished: dict[int, int] = {}  # stream -> bytes held of its unfinished message, the oldest first
         self._held = 0  # the sum of these
-        self.answering: dict[int, int] = {}  # bytes held until a stream is answered, where they are worth counting
+        self.answering: dict[int, int] = {}
 
     @property
     def unfinished(self) -> list[int]:
@@ -69,23 +76,13 @@ class ReceiveWindows:
         """Whether the client should send nothing but its oldest message."""
         return self._share.is_held_up
 
-    @property
-    def acknowledge_at(self) -> int:
-        """Received bytes at which the connection's window is reopened."""
-        return self._usual // 4
-
-    @property
-    def withhold(self) -> bool:
-        """Whether a part of the connection's window is withheld."""
-        return self._unacknowledged > 0
-
     def took(self, stream: int, size: int, free: int) -> None:
         """Count `size` bytes received on a stream and acknowledge `free` of them."""
         if free:
             self._acknowledge(free, stream)
         if free != size:
             self._withheld[stream] = self._withheld.get(stream, 0) + size - free
-            self._unacknowledged += size - free
+            self.unacknowledged += size - free
             self._keep_open()
 
     @property
@@ -96,6 +93,7 @@ class ReceiveWindows:
     def open(self, window: int) -> None:
         """Set the connection's usual window to `window` bytes."""
         was_usual, self._usual = self._window == self._usual, window
+        self.acknowledge_at = window // 4
         if was_usual and self._window != window:
             self._fit(window)
 
@@ -109,8 +107,8 @@ class ReceiveWindows:
             return stream != next(iter(self._unfinished)) or not self._share.goes_on()
         if self._unfinished.pop(stream, 0):
             self._share.step_back()
-            self._let_go_on(stream)  # its next message needs the withheld window
-            self.let_oldest_go_on()
+            self._resume(stream)  # its next message needs the withheld window
+            self.resume_oldest()
         return False
 
     def answer_later(self, stream: int, size: int, *, is_last: bool) -> None:
@@ -121,7 +119,7 @@ class ReceiveWindows:
         self.answering[stream] = size
         if held:
             self._share.step_back()
-            self.let_oldest_go_on()
+            self.resume_oldest()
 
     def give_back(self, stream: int, size: int) -> bool:
         """Acknowledge up to `size` withheld bytes of a stream; False if none are withheld."""
@@ -141,7 +139,7 @@ class ReceiveWindows:
         if held:
             self._count(-held)
             self._share.step_back()
-            self.let_oldest_go_on()
+            self.resume_oldest()
 
     def closed(self, stream: int) -> None:
         """Release a closed stream; its withheld bytes still count against the connection's window."""
@@ -150,31 +148,31 @@ class ReceiveWindows:
         if withheld:
             self._release(withheld, stream)
 
-    def let_oldest_go_on(self) -> None:
+    def resume_oldest(self) -> None:
         """Let the oldest unfinished message continue if it is this connection's turn."""
         oldest = next(iter(self._unfinished), None)
         if oldest is None:
             self._share.step_back()
         elif self._share.goes_on():
-            self._let_go_on(oldest)
+            self._resume(oldest)
             self._keep_open()
 
     def _keep_open(self) -> None:
         """Widen the connection's window before withheld bytes close it, unless all messages must pause."""
-        if self._unacknowledged > NEAR_HALF * self._window and not self._share.is_held_up:
-            self._fit(min(WIDER * self._unacknowledged, self._widest))
+        if self.unacknowledged > NEAR_HALF * self._window and not self._share.is_held_up:
+            self._fit(min(WIDER * self.unacknowledged, self._widest))
 
     def _count(self, more: int) -> None:
         self._held += more
         self._share.add(more)
 
-    def _let_go_on(self, stream: int) -> None:
+    def _resume(self, stream: int) -> None:
         self.give_back(stream, self._withheld.get(stream, 0))
 
     def _release(self, size: int, stream: int) -> None:
-        self._unacknowledged -= size
+        self.unacknowledged -= size
         self._acknowledge(size, stream)
-        if not self._unacknowledged and self._window != self._usual:
+        if not self.unacknowledged and self._window != self._usual:
             self._fit(self._usual)
 
     def _fit(self, window: int) -> None:
@@ -186,8 +184,8 @@ class SendBuffer:
     """Writes at the pace of the client, and counts what has not left."""
 
     __slots__ = (
-        "_ending", "_http2", "_last_words", "_max_unsent", "_share", "_to_read", "_unread_since_s", "_waiting", "paused",
-        "unsent",
+        "_http2", "_last_words", "_max_unsent", "_share", "_to_read", "_unread_since_s", "ending", "paused", "unsent",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -203,8 +201,8 @@ class SendBuffer:
         self.unsent = 0  # bytes of responses that have not left; small responses are included after the next `count`
         self._unread_since_s: float | None = None  # start of the current measurement of reading progress
         self._to_read = 0  # bytes left to read before the next measurement
-        self._ending: set[int] = set()  # answered before the client ended: reset after the response
-        self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls with a slow client
+        self.ending: set[int] = set()  # answered before the client ended: reset after the response
+        self.waiting: dict[int, Callable[[], None]] = {}  # streaming calls with a slow client
         self.paused = False  # the socket's buffer is full
 
     def write(self, transport: asyncio.Transport) -> bool:
@@ -218,9 +216,9 @@ class SendBuffer:
             while not self.paused and (data := self._http2.data_to_send(WRITE_BYTES)):
                 transport.write(data if self._http2.want_read else self._last_words(data))
                 wrote = True
-            if self.paused or not self._ending or not self._reset_ended():
+            if self.paused or not self.ending or not self._reset_ended():
                 break
-        if self._waiting:
+        if self.waiting:
             self._wake()
         return wrote
 
@@ -265,30 +263,30 @@ class SendBuffer:
 
     def when_read(self, stream: int, then: Callable[[], None]) -> None:
         """Call `then` once, when a slow client has caught up."""
-        self._waiting[stream] = then
+        self.waiting[stream] = then
 
     def reset_when_out(self, stream: int) -> None:
         """Reset a stream once its response has left, because the client was still sending."""
-        self._ending.add(stream)
+        self.ending.add(stream)
 
     def closed(self, stream: int) -> None:
-        self._ending.discard(stream)
-        if self._waiting:
-            self._waiting.pop(stream, None)
+        self.ending.discard(stream)
+        if self.waiting:
+            self.waiting.pop(stream, None)
 
     def clear(self) -> None:
         """Drop the callbacks of a closed connection."""
-        self._waiting.clear()
+        self.waiting.clear()
 
     def _reset_ended(self) -> bool:
         """Reset streams whose response has left; libnghttp2 would drop a queued response."""
-        out = [stream for stream in self._ending if not self._http2.queued_body_size(stream)]
+        out = [stream for stream in self.ending if not self._http2.queued_body_size(stream)]
         for stream in out:
-            self._ending.discard(stream)
+            self.ending.discard(stream)
             with contextlib.suppress(NGH2Error):
                 self._http2.reset_stream(stream, NO_ERROR)
         return bool(out)
 
     def _wake(self) -> None:
-        for stream in [s for s in self._waiting if self._http2.queued_body_size(s) <= self._max_unsent // 2]:
-            self._waiting.pop(stream)()
+        for stream in [s for s in self.waiting if self._http2.queued_body_size(s) <= self._max_unsent // 2]:
+            self.waiting.pop(stream)()

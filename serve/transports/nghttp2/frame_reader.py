@@ -84,7 +84,7 @@ class FrameReader:
             data, self._rest = self._rest + data, b""
         data = bytes(data) if len(data) < LARGE_BYTES else memoryview(data)
         self._has_more = False
-        at = self._frames(data, self._go_on(data, handler) if self._left else 0, handler)
+        at = self._frames(data, self._continue_frame(data, handler) if self._left else 0, handler)
         self._rest = bytes(data[at:]) if at < len(data) else b""
         return self._has_more
 
@@ -230,7 +230,7 @@ class FrameReader:
             self._stream = 0
             handler.feed(data)
 
-    def _go_on(self, data: Bytes, handler: FrameHandler) -> int:
+    def _continue_frame(self, data: Bytes, handler: FrameHandler) -> int:
         """Pass on more of a frame that arrives in pieces; returns the number of bytes used."""
         piece = data[: self._left]
         self._left -= len(piece)

@@ -130,7 +130,7 @@ class PendingRequests:
         if growing is None:
             # While memory is short libnghttp2 assembles it, whose windows pace the client.
             room = 0 if self._share.is_short else self._max_reserved - self._reserved
-            growing = PartialMessage.begun(piece, min(self._max_growing, room))
+            growing = PartialMessage.starting_with(piece, min(self._max_growing, room))
             if growing is None:
                 return None
             self.growing[stream] = growing

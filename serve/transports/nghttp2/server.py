@@ -7,9 +7,10 @@ import contextlib
 import logging
 import socket as sockets
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 from ngh2.exceptions import NGH2Error
 
@@ -20,7 +21,7 @@ from halfserve.serve.transports.listener import ConnectionLimit, Listener, LogTh
 from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.nghttp2.calls import Calls
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
-from halfserve.serve.transports.nghttp2.fairness import BusyPoll, TransportLimits
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
 from halfserve.serve.transports.read_scheduler import read_scheduler
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ RECEIVE_BYTES = 2**18  # per read of a socket
 NOTICE_S = 1.0  # for clients to read GOAWAY
 FLUSH_S = 1.0  # for the last bytes of a closed connection to leave
 STOOD_STILL_S = 1.0  # a timer as late as this: the process was suspended
+BUSY_POLL_S = 250e-6
+MAX_WORTH: Final = 8  # upper bound of the score, so that a few failures in a row stop polling
+FAILURE: Final = 2  # successes that one failure cancels
+TRY_EVERY: Final = 64  # responses between trials while polling does not pay
 
 
 class Nghttp2Server:
@@ -69,7 +74,7 @@ class Nghttp2Server:
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
         self._sweeping: asyncio.TimerHandle | None = None
         self._busy_poll: BusyPoll | None = None  # once it listens
-        self._told_broken, self._told_unread = LogThrottle(logger.info), LogThrottle(logger.warning)
+        self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
@@ -150,16 +155,21 @@ class Nghttp2Server:
         self._changed.set()
 
     def broken(self, error: NGH2Error) -> None:
-        self._told_broken.say("a connection broke HTTP/2: %s", error)
+        self._broken_log.say("a connection broke HTTP/2: %s", error)
 
     def unread(self, size: int) -> None:
-        self._told_unread.say("a connection was closed: its client left %d bytes of answers unread", size)
+        self._unread_log.say("a connection was closed: its client left %d bytes of answers unread", size)
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Flush at the end of this loop iteration, once for all responses."""
         if not self._unflushed:
             connection.loop.call_soon(self._flush)
         self._unflushed.add(connection)
+
+    def flush_last(self, connection: GrpcConnection) -> None:
+        """Flush a connection whose last call in flight is answered: no other response will join this one."""
+        connection.flush()
+        self.flush_soon(connection)  # for the counts of this loop iteration
 
     def sent(self, connection: GrpcConnection) -> None:  # noqa: ARG002  (waiters check all connections)
         self._changed.set()
@@ -179,7 +189,8 @@ class Nghttp2Server:
         connections, self._unflushed = self._unflushed, set()
         responses = sum([connection.unflushed for connection in connections])
         for connection in connections:
-            connection.flush()
+            if connection.unflushed:
+                connection.flush()
         self._changed.set()
         if self._busy_poll is not None:
             self._busy_poll.answered(alone=responses <= 1 == len(connections))
@@ -216,3 +227,44 @@ class Nghttp2Server:
             connection.give_up_stalled(now - limits.stall_s)
             connection.give_up_unread(now)
         self.budget.look_after(now)
+
+
+class BusyPoll:
+    """Keeps the event loop polling for BUSY_POLL_S after a response, where that pays. Lives on the event loop.
+
+    Waking a thread that sleeps in epoll takes longer on a virtual machine than answering a request. A pending callback makes
+    the loop poll its sockets without sleeping. With many requests in flight it sleeps, and later arrivals share a batch.
+    """
+
+    __slots__ = ("_call_soon", "_clock", "_passed_by", "_polls", "_until", "_worth")
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._call_soon = call_soon
+        self._clock = clock
+        self._until = 0.0
+        self._polls = False
+        self._worth = 0
+        self._passed_by = 0
+
+    def answered(self, *, alone: bool) -> None:
+        """A response was written, `alone` or together with others."""
+        if not alone:
+            self._until = 0.0
+            return
+        if self._polls:
+            self._until = self._clock() + BUSY_POLL_S
+            self._worth = min(self._worth + 1, MAX_WORTH)
+            return
+        self._passed_by += 1
+        if self._worth or self._passed_by >= TRY_EVERY:
+            self._passed_by = 0
+            self._polls = True
+            self._until = self._clock() + BUSY_POLL_S
+            self._call_soon(self._look)
+
+    def _look(self) -> None:
+        if self._clock() < self._until:
+            self._call_soon(self._look)
+        else:
+            self._polls = False
+            self._worth = max(0, self._worth - FAILURE)

@@ -80,7 +80,7 @@ class GrpcSession(ABC):
     def __init__(self, route: Route, limits: TransportLimits, budget: MemoryBudget) -> None:
         self._route = route
         self.limits = limits
-        self.share = budget.share(is_known=False, press=self._press, go_on=self._go_on)  # share of the memory budget
+        self.share = budget.share(is_known=False, press=self._shed_calls, go_on=self._resume_oldest)
         self.quota = MessageQuota()
         self._headers: tuple[Header, ...] = ()  # headers of the latest call, mostly repeated by the next
         self._open_call: OpenCall | None = None  # for these headers
@@ -91,7 +91,7 @@ class GrpcSession(ABC):
         self._fast_path = FastPath(self._http2, self._calls, self._windows, limits, self.share)
         self._send_buffer = SendBuffer(self._http2, limits.max_unsent_bytes, self._fast_path.last_words, self.share)
         self._counted_calls = 0  # calls in flight as reported to `share`
-        self._begun = 0  # the latest stream with valid headers
+        self._latest_valid = 0  # the latest stream with valid headers
         self._refused = 0  # calls that `max_refused` counts
         self._closing = False
         self._has_fed = False  # libnghttp2 has read something since the latest bytes came
@@ -138,18 +138,18 @@ class GrpcSession(ABC):
         self.share.add((calls - self._counted_calls) * CALL_BYTES)
         self._counted_calls = calls
         if self.share.is_too_much:
-            self._press()
+            self._shed_calls()
 
-    def _press(self) -> None:
+    def _shed_calls(self) -> None:
         """Give up the latest calls, as far as this connection exceeds its share of an exhausted budget."""
         for call in reversed(list(self._calls.values())):
             if not self.share.excess:
                 return
             call.give_up(_full())
 
-    def _go_on(self) -> None:
+    def _resume_oldest(self) -> None:
         """Continue the message that waited for memory."""
-        self._windows.let_oldest_go_on()
+        self._windows.resume_oldest()
         self._flush_soon()
 
     def _end_all(self) -> None:
@@ -198,7 +198,7 @@ class GrpcSession(ABC):
 
     def explain(self, stream: int) -> None:
         """Answer a call that libnghttp2 will reset for its headers."""
-        if stream <= self._begun:
+        if stream <= self._latest_valid:
             return
         try:
             self._http2.stream_remote_window_size(stream)
@@ -269,12 +269,12 @@ class GrpcSession(ABC):
         """End a streaming call with status OK; `ended`: the client has ended its side."""
         self._end(stream, lambda: self._http2.send_trailers(stream, OK_TRAILERS), ended=ended)
 
-    def fail(self, stream: int, status: Status, *, ended: bool, begun: bool = False) -> None:
-        """End a call with a status; `begun`: its headers have been sent, `ended`: the client has ended its side."""
+    def fail(self, stream: int, status: Status, *, ended: bool, headers_sent: bool = False) -> None:
+        """End a call with a status; `headers_sent`: its response headers have left, `ended`: the client has ended its side."""
         trailers = trailers_of(status)
         if stream in self._fast_path.granted and self._fast_path.fail(stream, trailers, ended=ended):
             self._flush_soon()
-        elif begun:
+        elif headers_sent:
             self._end(stream, lambda: self._http2.send_trailers(stream, trailers), ended=ended)
         else:
             self._end(stream, lambda: self._http2.send_response(stream, RESPONSE + trailers, end_stream=True), ended=ended)
@@ -290,7 +290,7 @@ class GrpcSession(ABC):
 
     def _request(self, event: RequestReceived) -> None:
         stream, headers, open_call = event.stream_id, event.headers, self._open_call
-        self._begun = stream
+        self._latest_valid = stream
         if open_call is None or headers != self._headers:
             too_large = oversize(headers, self.limits.max_header_bytes)
             refused = too_large or refusal(dict(headers))

@@ -36,7 +36,7 @@ class _Stream:
         self._reader = MessageReader(max_message_bytes, encoding, session.limits.max_inflated_bytes)
         self._pieces: deque[bytes] = deque()  # received, not parsed
         self._withheld = 0  # bytes not acknowledged
-        self._ended = self._begun = False
+        self._ended = self._headers_sent = False
 
     @property
     def held_bytes(self) -> int:
@@ -57,8 +57,8 @@ class _Stream:
         """Nothing: a stream may be silent."""
 
     def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._headers_sent:
+            self._headers_sent = True
             self._session.begin(self._stream)
 
 
@@ -166,7 +166,7 @@ class InferStreamCall(_Stream):
     def _one_less(self) -> None:
         """A request was answered, or has ended without a message."""
         self._count()
-        self._go_on()
+        self._read_on()
 
     def _count(self) -> None:
         """Count the bytes of unanswered requests, if they are or were large."""
@@ -175,7 +175,7 @@ class InferStreamCall(_Stream):
             self._counted = held
             self._session.hold(self._stream, STREAM_BYTES + held)
 
-    def _go_on(self) -> None:
+    def _read_on(self) -> None:
         """A response was sent or read: there may be room."""
         if not self._is_read:
             self._read()
@@ -184,7 +184,7 @@ class InferStreamCall(_Stream):
 
     def _is_full(self) -> bool:
         if self._session.is_behind(self._stream):
-            self._session.when_read(self._stream, self._go_on)
+            self._session.when_read(self._stream, self._read_on)
             return True
         return len(self._requests) > MAX_UNANSWERED or (self._counted > 0 and self._session.share.is_short)
 
@@ -199,7 +199,7 @@ class InferStreamCall(_Stream):
 
     def _fail(self, error: Exception) -> None:
         if not self._is_over:
-            self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
+            self._session.fail(self._stream, status_of(error), ended=self._ended, headers_sent=self._headers_sent)
             self._stop()
 
     def _stop(self) -> None:
@@ -289,11 +289,11 @@ class StreamCall(_Stream):
     async def _wait_for_turn(self) -> None:
         quota = self._session.quota
         while not quota.may_read():
-            begun = asyncio.Event()
-            quota.when_next(begun.set)
-            await begun.wait()
+            next_turn = asyncio.Event()
+            quota.when_next(next_turn.set)
+            await next_turn.wait()
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a call failed", exc_info=error)
-        self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
+        self._session.fail(self._stream, status_of(error), ended=self._ended, headers_sent=self._headers_sent)

@@ -18,7 +18,8 @@ from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.export.errors import ExportError
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.sources.opening import open_source
-from halfserve.export.sources.source import Source, SourceOptions
+from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 from tests.amp_core.integrations.plain import LIGHTNING, silence_loggers
 
 pytestmark = LIGHTNING

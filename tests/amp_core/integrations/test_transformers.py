@@ -19,7 +19,7 @@ from halfserve.amp_core.recorder.record import Record
 from halfserve.export.errors import ExportError
 from halfserve.export.half_module.fp32_modules import overflowing_modules
 from halfserve.export.sources.hugging_face import open_hugging_face
-from halfserve.export.sources.source import SourceOptions
+from halfserve.export.sources.source_options import SourceOptions
 from tests.amp_core.integrations.plain import silence_loggers
 from tests.amp_core.integrations.test_accelerate import forget
 from tests.export.hugging_face_folders import classifier_folder

@@ -172,7 +172,7 @@ def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytes
 
 def test_recording_changes_nothing_and_is_kept(tmp_path: Path) -> None:
     train(settings(tmp_path / "plain"))
-    train(settings(tmp_path / "recorded", record_every=3))
+    train(settings(tmp_path / "recorded", record=True, record_every=3))
     assert_same_weights(tmp_path / "plain", tmp_path / "recorded")
     assert (tmp_path / "plain" / "train.jsonl").read_bytes() == (tmp_path / "recorded" / "train.jsonl").read_bytes()
     assert not (tmp_path / "plain" / "record.json").exists()
@@ -188,8 +188,8 @@ from pathlib import Path
 from halfserve.amp_core.training.train import train
 from tests.amp_core.training.runs import settings
 
-for name, every in (("first", 5), ("second", 5), ("unrecorded", 0)):
-    train(settings(Path(sys.argv[1], name), epochs=1, record_every=every))
+for name, record in (("first", True), ("second", True), ("unrecorded", False)):
+    train(settings(Path(sys.argv[1], name), epochs=1, record=record, record_every=5))
 """
 
 
@@ -206,8 +206,8 @@ def test_what_is_imported_for_it_draws_nothing(tmp_path: Path) -> None:
     ("killed_at", "checkpoint_every"), [(12, 5), (14, 6)], ids=["between recorded steps", "with a recorded step"]
 )
 def test_a_resumed_run_has_the_whole_record(tmp_path: Path, killed_at: int, checkpoint_every: int) -> None:
-    train(settings(tmp_path / "whole", record_every=3))
-    run = settings(tmp_path / "resumed", record_every=3, checkpoint_every=checkpoint_every)
+    train(settings(tmp_path / "whole", record=True, record_every=3))
+    run = settings(tmp_path / "resumed", record=True, record_every=3, checkpoint_every=checkpoint_every)
     killed_in(run, killed_at)
     train(run, resume=True)
     assert (tmp_path / "whole" / "record.json").read_bytes() == (tmp_path / "resumed" / "record.json").read_bytes()
@@ -215,14 +215,14 @@ def test_a_resumed_run_has_the_whole_record(tmp_path: Path, killed_at: int, chec
 
 @pytest.mark.parametrize("stale", [None, b"{}"])
 def test_a_run_that_was_stopped_before_its_record_gets_it_when_resumed(tmp_path: Path, stale: bytes | None) -> None:
-    train(settings(tmp_path, record_every=3))
+    train(settings(tmp_path, record=True, record_every=3))
     files = [tmp_path / name for name in ("record.json", "record.png")]
     before = [file.read_bytes() for file in files]
     for file in files:
         file.unlink()
         if stale is not None:
             file.write_bytes(stale)  # of an earlier run in this folder
-    train(settings(tmp_path, record_every=3), resume=True)
+    train(settings(tmp_path, record=True, record_every=3), resume=True)
     assert [file.read_bytes() for file in files] == before
 
 

@@ -261,7 +261,7 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
         ({"workers": -1}, TrainingError, r"workers must be 0 \(batches are made in this process\) or above, got -1"),
         ({"checkpoint_every": -1}, TrainingError, r"checkpoint_every must be 0 \(at the end of each epoch only\) or above"),
         ({"steps_per_epoch": -1}, TrainingError, r"steps_per_epoch must be 0 \(as many as there are\) or above"),
-        ({"record_every": -1}, TrainingError, r"record_every must be 0 \(no record\) or above"),
+        ({"record_every": 0}, TrainingError, "record_every must be at least 1, got 0"),
         ({"data": f"{HERE}:empty_streams", "steps_per_epoch": 2}, DataError, "the data set Stream has no items"),
         ({"data": f"{HERE}:broken"}, DataError, "item 77 of .*: OSError: the disk has a hole"),
         (

@@ -17,10 +17,6 @@ import onnx
 import pytest
 from numpy.typing import ArrayLike
 
-from benchmarks.converters.cases import Value
-from benchmarks.converters.closeness import difference
-from benchmarks.converters.io_types import wrong_io_type
-from benchmarks.converters.runtime import Session, rounded
 from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.verification.simulation import round_every_node
@@ -28,6 +24,10 @@ from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
 from halfserve.serve.backends.openvino.processor import computed_halves
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import ModelLoadError
+from tests.export.conversions.cases import Value
+from tests.export.conversions.closeness import difference
+from tests.export.conversions.io_types import wrong_io_type
+from tests.export.conversions.runtime import Session, rounded
 
 float16: Any = importlib.import_module("onnxconverter_common.float16")  # it has no types
 Convert: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]

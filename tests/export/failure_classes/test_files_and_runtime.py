@@ -10,10 +10,10 @@ import onnx
 import pytest
 from onnx import external_data_helper, numpy_helper
 
-from benchmarks.converters.closeness import difference
-from benchmarks.converters.crash_pool import Crash, CrashPool
-from benchmarks.converters.judge import Case, Verdict, judge
-from benchmarks.converters.runtime import Session
+from tests.export.conversions.closeness import difference
+from tests.export.conversions.crash_pool import Crash, CrashPool
+from tests.export.conversions.judge import Case, Verdict, judge
+from tests.export.conversions.runtime import Session
 from tests.export.failure_classes.converters import naive, named, normal, ours, parse
 
 # Class 12: weights in files beside the model; memory stays bounded and shards stay shards.

@@ -4,8 +4,8 @@ import numpy as np
 import onnx
 import pytest
 
-from benchmarks.converters.closeness import difference
-from benchmarks.converters.runtime import Session
+from tests.export.conversions.closeness import difference
+from tests.export.conversions.runtime import Session
 from tests.export.failure_classes.converters import Converter, both, both_all, both_in_float16, normal, ours, parse
 
 # Class 9: bodies, functions, sequences, optionals, names, old formats, other float types.

@@ -10,12 +10,12 @@ import onnx
 import onnx_ir
 from numpy.typing import ArrayLike
 
-from benchmarks.converters.cases import Case
-from benchmarks.converters.judge import Verdict, judge
-from benchmarks.converters.runtime import Session
 from halfserve.export.half_types import HalfName
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.onnx_fp16.report import ConversionReport
+from tests.export.conversions.cases import Case
+from tests.export.conversions.judge import Verdict, judge
+from tests.export.conversions.runtime import Session
 
 FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 CLEAN = Verdict(ok=True)

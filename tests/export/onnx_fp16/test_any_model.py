@@ -11,10 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.converters.crash_pool import Crash, CrashPool
-from benchmarks.converters.judge import Case, Verdict, cases, judge, judgeable
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from halfserve.export.onnx_fp16.settings import CONVERTED
+from tests.export.conversions.crash_pool import Crash, CrashPool
+from tests.export.conversions.judge import Case, Verdict, cases, judge, judgeable
 from tests.export.onnx_fp16.models import judged, normal, parse, run
 
 # Random graphs: whatever they are, the conversion is clean, the same each time, and done once.

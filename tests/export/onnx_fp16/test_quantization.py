@@ -7,13 +7,13 @@ import numpy as np
 import onnx
 import pytest
 
-from benchmarks.converters.runtime import Session
 from halfserve.export.half_types import FP16
 from halfserve.export.onnx_fp16.planning import decisions as rules
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import addend_reason
 from halfserve.export.onnx_fp16.planning.quantization import BIAS_REASON, CONCAT_REASON, between_reason
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
+from tests.export.conversions.runtime import Session
 from tests.export.onnx_fp16.models import assert_clean_both_ways, halve, judged, normal, parse, reasons
 
 LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"]

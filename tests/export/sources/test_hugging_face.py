@@ -17,7 +17,8 @@ from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.file_conversion import Certified
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
-from halfserve.export.sources.source import Source, SourceOptions
+from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.task import Task
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
@@ -134,7 +135,7 @@ def test_a_folders_own_code_is_run_where_it_is_trusted(tmp_path: Path, monkeypat
 
 
 def _runtime() -> Any:
-    from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime  # noqa: PLC0415
+    from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime  # noqa: PLC0415
 
     return OnnxRuntime()
 

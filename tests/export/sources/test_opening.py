@@ -16,7 +16,7 @@ from torch import nn
 from halfserve.cli import main
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.sources.opening import open_source
-from halfserve.export.sources.source import SourceOptions
+from halfserve.export.sources.source_options import SourceOptions
 from tests.export import models
 
 FACTORY = "tests.export.models:mlp"

@@ -8,7 +8,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.backends.onnx_runtime.session import OpenSession, SessionOpener
 from halfserve.serve.engine.backend import DevicePlacement
 from tests.models import save_model

@@ -7,13 +7,13 @@ import onnx
 import pytest
 from onnx import parser
 
-from benchmarks.converters.cases import Case, Value, cases
-from benchmarks.converters.runtime import Session
 from benchmarks.half_device.openvino_model import OpenVinoModel
 from halfserve.serve.backends.onnx_runtime.upcast import half_types
 from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
+from tests.export.conversions.cases import Case, Value, cases
+from tests.export.conversions.runtime import Session
 
 LEAST_RIGHT = 700  # of the cases that are not left to ONNX Runtime
 

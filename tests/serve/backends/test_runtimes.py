@@ -16,7 +16,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 
 from halfserve import export_onnx, to_half
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.openvino.processor import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import ONNX, OPENVINO, Backend, DevicePlacement, ModelInterface, Trust

@@ -27,7 +27,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.version_loading import VersionLoader
 from tests.serve.backends.torch_programs import BATCH, Mlp, Outputs, Twice, save_program
 from tests.serve.hostile_files import PICKLES, save_hostile_archive
 
@@ -361,7 +361,14 @@ def loaded(path: Path) -> TorchBackend:
     return runtime.load(path, runtime.describe(path), DevicePlacement(use_gpu=False), ModelConfig())
 
 
-@pytest.mark.parametrize("module", [Keeping(), Keeping(HALF), KeepingInAView(), KeepingWithoutGradient(), KeepingStatistics()])
+@pytest.mark.parametrize(
+    "module",
+    [
+        KeepingInAView(),
+        KeepingStatistics(),
+        *(pytest.param(module, marks=pytest.mark.long) for module in (Keeping(), Keeping(HALF), KeepingWithoutGradient())),
+    ],
+)
 def test_a_request_leaves_nothing_for_the_next_one(tmp_path: Path, module: Keeping) -> None:
     dtype = module.get_buffer("kept").dtype
     path = save_program(tmp_path / "m.pt2", module, torch.ones(3, 4, dtype=dtype), dynamic_shapes=BATCH)

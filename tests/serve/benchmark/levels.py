@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.comparison import ComparedLevel, compared
 from halfserve.serve.benchmark.level import Level, Load, ServerTotals
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
-from halfserve.serve.benchmark.report import BenchmarkReport
 
 SERVER = ServerTotals(
     requests=4,

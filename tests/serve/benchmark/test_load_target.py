@@ -20,7 +20,7 @@ from halfserve.serve.benchmark.level import Load, ServerTotals
 from halfserve.serve.benchmark.load.spec import LoadSpec
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings, host_and_port
 from halfserve.serve.benchmark.measurement import Measurement, measure
-from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.channel_settings import Tls
 from halfserve.serve.client.errors import DeadlineExceeded
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.client.cluster.cluster import answered, cluster_of, member

@@ -23,7 +23,7 @@ from halfserve.serve.client.cli.display import (
     provider_of,
 )
 from halfserve.serve.client.cli.models import activity_json, activity_table, snapshot_of
-from halfserve.serve.client.messages import InferAnswer
+from halfserve.serve.client.infer_messages import InferAnswer
 from tests.serve.engine.fakes import MEASURED
 from tests.whole_words import broken_words
 

@@ -27,7 +27,7 @@ from halfserve import (
 )
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import DATATYPES
-from halfserve.serve.client.connection import ChannelSettings
+from halfserve.serve.client.channel_settings import ChannelSettings
 from halfserve.serve.transports.grpcio_server import GrpcioServer
 from tests.models import mlp_weights
 from tests.serve.client.conftest import Connect

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from halfserve import AsyncClient, Cancelled, Client, ClientError, InvalidRequest, SharedRegion, Unsupported
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client import shared_tensors
-from halfserve.serve.client.messages import SharedSlice
+from halfserve.serve.client.infer_messages import SharedSlice
 from halfserve.serve.client.shared_regions import FOLDER
 from halfserve.serve.client.shared_tensors import SlabPool
 from tests.models import save_model

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.tensors import Array
 from tests.serve.backends.support import load_backend

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.execution.assembly import assemble
 from halfserve.serve.engine.execution.batch import Answered, run_batch

@@ -11,8 +11,9 @@ from typing import Any
 
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch
-from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 
 
@@ -153,7 +154,7 @@ class Simulation:
 
     def _cancel(self, request: InferRequest) -> None:
         before = len(self._queue)
-        if self._queue.remove(request):
+        if self._queue.waiting.remove(request):
             assert len(self._queue) == before - 1
             self._end(request, "cancelled")
 

@@ -17,7 +17,7 @@ import onnxruntime as ort
 import pytest
 
 from halfserve.serve.engine.background_threads import PAUSE_S, TURN_S, ShortSwitchInterval, Worker, pause, pausing, sched_batch
-from halfserve.serve.model_control.loading import LoaderThread
+from halfserve.serve.model_control.version_loading import LoaderThread
 from tests.models import save_mlp
 
 
@@ -133,7 +133,7 @@ def test_a_shorter_interval_is_kept() -> None:
 
 @pytest.mark.usefixtures("long_turns")
 def test_the_loader_thread_shortens_the_interval_also_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfserve.serve.model_control.loading.SHORT_SWITCH_INTERVAL", ShortSwitchInterval())
+    monkeypatch.setattr("halfserve.serve.model_control.version_loading.SHORT_SWITCH_INTERVAL", ShortSwitchInterval())
 
     def fail() -> None:
         raise KeyError(turn_s())

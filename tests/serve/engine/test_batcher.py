@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import threading
 import time
 import weakref
 
@@ -22,7 +23,7 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, hold_first, run
+from tests.serve.engine.scene import Answers, QuickBackend, hold_first, run
 
 
 def test_requests_that_arrive_while_a_batch_runs_share_the_next_one() -> None:
@@ -73,6 +74,35 @@ def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not() -> No
         await answers.all(14)
         assert backend.batches == [[1, 2, 3], many, [20], [31], [32]]
         await model.batcher.drain()
+
+    run(scene)
+
+
+def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = QuickBackend()
+        model = held_model(backend, short_s={8: 1e-6})
+        batcher = model.batcher
+        cancelled = answers.request(7)
+        batcher.submit(cancelled)
+        assert batcher.waiting == 1
+        batcher.cancel(cancelled)
+        assert batcher.waiting == 0
+        await asyncio.sleep(0)
+        batcher.submit(answers.request(1))
+        await answers.all(1)
+        for value in (2, 3):
+            batcher.submit(answers.request(value))
+        assert batcher.waiting == 2
+        await answers.all(3)
+        assert backend.batches == [[1], [2, 3]]
+        assert answers.results[7] == []
+        totals = model.statistics.totals
+        assert (totals.success.count, totals.fail.count, totals.batches) == (3, 1, 2)
+        batcher.submit(answers.request(4))
+        await batcher.drain()
+        assert answers.value(4) == 5
+        assert set(backend.threads) == {threading.get_ident()}
 
     run(scene)
 
@@ -370,7 +400,7 @@ def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     scene.delivery.add([LostRequests([request], SORRY)], 1)
     assert scene.delivery.deliver()
     request.cancelled = True
-    assert scene.queue.remove(request)
+    assert scene.queue.waiting.remove(request)
     alive = weakref.ref(request.inputs["x"])
     del request
     gc.collect()

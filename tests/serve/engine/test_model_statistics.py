@@ -21,11 +21,11 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.model_statistics import (
     EDGES_NS,
-    FOLD_REQUESTS,
     STAGES,
     TOGETHER,
     WINDOW_NS,
     BatchTimes,
+    CountedBatches,
     ServerFigures,
     StageHistograms,
     Statistics,
@@ -73,7 +73,7 @@ def test_a_batch_is_recorded_for_its_requests_its_rows_and_its_size() -> None:
     assert abs(statistics.totals.last_inference_ms / 1000 - time.time()) < 60
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 10**9), min_size=1, max_size=4), st.integers(1, 8)), max_size=3 * TOGETHER))
+@given(st.lists(st.tuples(st.lists(st.integers(0, 10**9), min_size=1, max_size=4), st.integers(1, 8)), max_size=200))
 def test_batches_count_the_same_however_many_are_counted_together(batches: list[tuple[list[int], int]]) -> None:
     late, now = Statistics(), Statistics()
     for waits, rows in batches:
@@ -123,7 +123,7 @@ def test_every_request_counts_once_in_each_stage(cases: list[tuple[list[int], in
         assembled = NOW + assembling
         computed = assembled + computing
         times = BatchTimes(started=NOW, assembled=assembled, computed=computed, split=computed + splitting)
-        histograms.add([(times, [NOW - wait for wait in waits], 1)])
+        histograms.add(CountedBatches([(times, [NOW - wait for wait in waits], 1)]))
         for wait in waits:
             spent = (wait, assembling, computing, splitting, wait + assembling + computing + splitting)
             for stage, ns in zip(STAGES, spent, strict=True):
@@ -134,21 +134,21 @@ def test_every_request_counts_once_in_each_stage(cases: list[tuple[list[int], in
         assert histogram.count == len(expected[stage])
 
 
-def test_recorded_batches_are_folded() -> None:
-    histograms = StageHistograms()
+def test_uncounted_batches_do_not_pile_up() -> None:
+    statistics = Statistics()
     times = BatchTimes(started=NOW, assembled=NOW + 1, computed=NOW + 2, split=NOW + 3)
-    for _ in range(FOLD_REQUESTS * 3 // 2):
-        histograms.add([(times, [NOW - 5, NOW - 6], 2)])
-    assert len(histograms._arrivals) < FOLD_REQUESTS
-    assert histograms.read()["total"].count == FOLD_REQUESTS * 3
-    assert histograms.read()["queue"].ns == 11 * FOLD_REQUESTS * 3 // 2
+    for _ in range(2 * TOGETHER):
+        statistics.batch_done(times, [NOW - 5, NOW - 6], 2)
+    assert len(statistics._uncounted) < TOGETHER
+    assert statistics.histograms()["total"].count == 4 * TOGETHER
+    assert statistics.histograms()["queue"].ns == 22 * TOGETHER
 
 
 @given(
     st.lists(
         st.lists(st.integers(1, 10**10), min_size=4, max_size=4).map(sorted),
         min_size=1,
-        max_size=3 * TOGETHER,
+        max_size=200,
     )
 )
 def test_quantiles_are_those_of_the_requests_within_two_percent(batches: list[list[int]]) -> None:

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, Runtime
 from halfserve.serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.requests import InferRequest

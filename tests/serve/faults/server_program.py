@@ -16,11 +16,11 @@ from typing import Any
 
 import uvloop
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.process import leave_threads_behind
 from halfserve.serve.server import ServerOptions, serve
 from halfserve.serve.startup_report import StartupReport

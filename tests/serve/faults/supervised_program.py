@@ -15,7 +15,7 @@ from typing import Any
 
 import uvloop
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.fleet.launch.supervision import become_supervisor

@@ -16,7 +16,7 @@ import pytest
 
 from halfserve import Client, RetryPolicy, Tls
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
-from halfserve.serve.client.connection import ChannelSettings, parse_address
+from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
 from halfserve.serve.fleet.agent.agent import Agent, AgentError, AgentOptions
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import Orders, Report

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget

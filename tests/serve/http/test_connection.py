@@ -12,8 +12,8 @@ from http.client import HTTPConnection
 import h11
 import pytest
 
-from halfserve.serve.http.connection import EVENTS, EventTurns
-from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_connection import EVENTS, EventTurns
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.http.running_http import running_http
 from tests.serve.http.test_inference import wait_until

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.http_server import HttpServer
-from halfserve.serve.http.options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer, application
 from halfserve.serve.protocol.service import Service

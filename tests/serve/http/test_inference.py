@@ -21,11 +21,11 @@ from onnx import TensorProto, helper
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.inference import RestRequest, raw_request, read_request
-from halfserve.serve.http.options import HttpLimits, HttpOptions, memory_of
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions, memory_of
+from halfserve.serve.http.infer_route import RestRequest, raw_request, read_request
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.models import save_model
 from tests.serve.engine.ensembles.scene import StepBackend, model

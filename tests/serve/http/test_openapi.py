@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.http.routes import openapi_document
 from tests.serve.http.running_http import running_http

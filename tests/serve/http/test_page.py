@@ -16,8 +16,8 @@ import pytest
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.model_history import ModelHistory
-from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.conftest import load_repository, vouched

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from tests.models import save_mlp, save_picky
 from tests.serve.conftest import load_repository, vouched

@@ -12,9 +12,9 @@ import pytest
 import tritonclient.http as tc
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.protocol import shared_memory_regions
 from tests.models import mlp_weights, save_mlp
 from tests.serve.cuda_emulator.library import driver_of, library_path

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.control_options import ControlMode, ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlMode, ControlOptions
-from halfserve.serve.storage.options import ObjectStorage
+from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 

@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.server import ServerOptions, serve
 from halfserve.serve.startup_report import StartupReport
 

@@ -17,7 +17,7 @@ from halfserve.serve.engine.repository.model_repository import find_model, find_
 from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
 from halfserve.serve.model_control import checks
 from halfserve.serve.model_control.checks import require_memory
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.models import save_mlp
 from tests.serve.hostile_files import elsewhere, reading_model
 from tests.serve.model_control.controlled import controlled_server, lines, loader
@@ -155,7 +155,7 @@ def test_running_out_of_memory_while_loading_is_said(tmp_path: Path, monkeypatch
     def run_out(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("halfserve.serve.model_control.loading.warm_up", run_out)
+    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", run_out)
     with pytest.raises(ModelLoadError, match="mlp/1/model.onnx: not enough memory to load it; unload another model first"):
         loader().load(files)
 
@@ -186,7 +186,7 @@ def test_a_system_error_refuses_the_version_in_one_line(
     def too_many(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/elsewhere/secret")
 
-    monkeypatch.setattr("halfserve.serve.model_control.loading.warm_up", too_many)
+    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", too_many)
     with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
         assert lines(server) == [("mlp", "1", "UNAVAILABLE", "mlp/1/model.onnx: cannot be loaded: Too many open files")]
     assert caplog.messages == [f"{tmp_path}/mlp/1/model.onnx: cannot be loaded: Too many open files"]
@@ -200,7 +200,7 @@ def test_an_unexpected_error_refuses_the_version_and_is_logged(
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("halfserve.serve.model_control.loading.warm_up", break_down)
+    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", break_down)
     reason = "mlp/1/model.onnx: ZeroDivisionError while it was loaded; the server's log says more"
     with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
         assert lines(server) == [("mlp", "1", "UNAVAILABLE", reason)]

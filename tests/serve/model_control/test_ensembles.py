@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.serve.engine.ensembles.configurations import ensemble, step
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
 from tests.serve.model_control.controlled import controlled_server, lines, wait_for

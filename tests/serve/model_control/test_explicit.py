@@ -20,7 +20,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.config.model_config import config_from_json
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.model_control.options import ALL, ControlMode
+from halfserve.serve.model_control.control_options import ALL, ControlMode
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, control, controlled_server, lines
 from tests.serve.running_server import TRANSPORTS, RunningServer

@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
-from halfserve.serve.http.options import HttpOptions
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.http.http_options import HttpOptions
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.models import save_mlp
 from tests.serve.hostile_files import PICKLES, READERS, Payload, reading_model, save_hostile_archive
 from tests.serve.http.running_http import running_http

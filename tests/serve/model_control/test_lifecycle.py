@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import Model
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.transports.grpc_framing import frame
 from tests.models import save_mlp
 from tests.serve.engine.fakes import HeldBackend, held_model

@@ -16,15 +16,15 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import Worker, pause
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control import switch
-from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.control_options import ControlMode, ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.options import ControlMode, ControlOptions
+from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import lines
 from tests.serve.running_server import running_server
@@ -142,8 +142,8 @@ def test_a_hung_load_is_given_up_even_without_a_new_thread(monkeypatch: pytest.M
 
     async def main() -> int:
         thread = LoaderThread("slow")
-        monkeypatch.setattr("halfserve.serve.model_control.loading.Worker", Scarce)
-        monkeypatch.setattr("halfserve.serve.model_control.loading.AGAIN_S", 0.01)
+        monkeypatch.setattr("halfserve.serve.model_control.version_loading.Worker", Scarce)
+        monkeypatch.setattr("halfserve.serve.model_control.version_loading.AGAIN_S", 0.01)
         try:
             hanging = asyncio.ensure_future(thread.run(lambda: release.wait(20), limit_s=0.05))
             behind = asyncio.ensure_future(thread.run(lambda: 7))

@@ -17,9 +17,9 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.model_control.options import ControlMode
-from halfserve.serve.storage.options import ObjectStorage
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 from tests.models import save_mlp, save_table
 from tests.s3_server import S3Server, s3_server
 from tests.serve.conftest import load_repository

@@ -17,7 +17,7 @@ import tritonclient.grpc.aio as triton_aio
 from onnx import NodeProto, TensorProto, helper
 
 from halfserve.protos.certificates import SCHEMA, certificate_sha256, named_entry
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
@@ -203,9 +203,9 @@ def test_requests_above_every_bucket_keep_their_length(tmp_path: Path) -> None:
     version = loaded(tmp_path)
     assert version.mixed is not None
     padding = version.mixed.padding
-    places = [padding.place(((length,), (length,))) for length in (12, 20, 30)]
-    assert [place and place.padded for place in places] == [16, 20, 30]
-    assert len({place.family for place in places if place is not None}) == 3, "longer ones are not padded to each other"
+    found = [padding.length_of(((length,), (length,))) for length in (12, 20, 30)]
+    assert [one and one.padded for one in found] == [16, 20, 30]
+    assert len({one.family for one in found if one is not None}) == 3, "longer ones are not padded to each other"
 
 
 class Slow(BackendView):

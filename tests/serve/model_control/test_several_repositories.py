@@ -10,7 +10,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.models import save_mlp
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
 from tests.serve.model_control.controlled import ask, controlled_server, lines, wait_for

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.engine.errors import InvalidArgumentError
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.model_control.uploads import check_name, write_upload
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, controlled_server

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
@@ -24,7 +24,7 @@ from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control import loading as loader_module
+from halfserve.serve.model_control import version_loading as loader_module
 from halfserve.serve.model_control import warm_up as module
 from halfserve.serve.model_control.warm_up import short_sizes, warm_up
 from tests.models import save_mlp, save_model, save_picky, save_unbatched

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import TRANSPORTS, MakeTransport, RunningServer, running_server
 

@@ -23,9 +23,9 @@ from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.observability import Observer
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import Outbox
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 

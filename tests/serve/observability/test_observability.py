@@ -22,9 +22,10 @@ from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.observability import Observability, Observer
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import Outbox
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions, TraceControl, TraceSettings
+from halfserve.serve.observability.trace_settings import TraceControl, TraceSettings
 from halfserve.serve.observability.tracing import Tracer, TraceRecord
 from halfserve.serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model

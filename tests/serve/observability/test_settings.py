@@ -15,18 +15,12 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError
-from halfserve.serve.observability.settings import (
-    AccessLog,
-    LogFilter,
-    LogFormat,
-    LogSettings,
-    ObserveOptions,
+from halfserve.serve.observability.log_settings import LogFilter, LogFormat, LogSettings
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions, TraceLevel, check_can_trace, destination
+from halfserve.serve.observability.trace_settings import (
     TraceControl,
-    TraceLevel,
     TraceSampler,
     TraceSettings,
-    check_can_trace,
-    destination,
     sampler_rate,
     settings_at_start,
 )

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from tritonclient.utils import InferenceServerException
 
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.observability.observed_request import TraceContext, parent_of
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

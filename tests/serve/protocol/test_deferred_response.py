@@ -15,7 +15,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, DeferredResponse
 from halfserve.serve.protocol.raw_tensors import to_raw
 from halfserve.serve.protocol.service import INFER_PATH
@@ -96,21 +96,30 @@ def test_who_goes_while_it_is_written_gets_nothing() -> None:
     assert asyncio.run(run()) == []
 
 
+def texts(rows: int) -> Array:
+    return np.array([[b"%d/%d" % (row, place) for place in range(MANY_TEXTS)] for row in range(rows)], object)
+
+
+def numbers(rows: int) -> Array:
+    return np.arange(rows * LARGE_BYTES // 4, dtype=np.float32).reshape(rows, -1)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_texts_come_back_to_who_sent_them(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wire", "make"), [("BYTES", texts), ("FP32", numbers)])
+def test_large_answers_come_back_to_who_sent_them(
+    wire: str, make: Callable[[int], Array], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datatype, kind = BY_WIRE[wire], TensorProto.STRING if wire == "BYTES" else TensorProto.FLOAT
     save_model(
         tmp_path / "echo.onnx",
         [helper.make_node("Identity", ["x"], ["y"])],
-        [("x", TensorProto.STRING, ["batch", "n"])],
-        [("y", TensorProto.STRING, ["batch", "n"])],
+        [("x", kind, ["batch", "n"])],
+        [("y", kind, ["batch", "n"])],
     )
-    texts = {
-        rows: np.array([[b"%d/%d" % (row, place) for place in range(MANY_TEXTS)] for row in range(rows)], object)
-        for rows in (1, 3)
-    }
+    arrays = {rows: make(rows) for rows in (1, 3)}
     with (
         running_server(lambda: [load(tmp_path / "echo.onnx")], TRANSPORTS[transport]) as server,
-        grpc.insecure_channel(server.address) as channel,
+        grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel,
     ):
         on_threads: list[Any] = []
         to_thread = asyncio.to_thread
@@ -121,14 +130,14 @@ def test_many_texts_come_back_to_who_sent_them(transport: str, tmp_path: Path, m
 
         monkeypatch.setattr(asyncio, "to_thread", noted)
         infer, pending = channel.unary_unary(INFER_PATH), {}
-        for rows, array in texts.items():
-            request = pb.ModelInferRequest(model_name="echo", raw_input_contents=[to_raw(array, BY_WIRE["BYTES"])])
-            request.inputs.add(name="x", datatype="BYTES", shape=array.shape)
+        for rows, array in arrays.items():
+            request = pb.ModelInferRequest(model_name="echo", raw_input_contents=[to_raw(array, datatype)])
+            request.inputs.add(name="x", datatype=wire, shape=array.shape)
             pending[rows] = infer.future(request.SerializeToString(), timeout=WAIT_S)
         for rows, answer in pending.items():
             response = pb.ModelInferResponse.FromString(answer.result())
-            assert list(response.outputs[0].shape) == [rows, MANY_TEXTS]
-            assert response.raw_output_contents[0] == to_raw(texts[rows], BY_WIRE["BYTES"])
+            assert tuple(response.outputs[0].shape) == arrays[rows].shape
+            assert response.raw_output_contents[0] == to_raw(arrays[rows], datatype)
         assert len(on_threads) == 1, "the larger one"
 
 

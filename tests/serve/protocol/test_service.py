@@ -17,7 +17,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.observability.settings import ObserveOptions, TraceLevel
+from halfserve.serve.observability.observe_options import ObserveOptions, TraceLevel
 from halfserve.serve.protocol import service as module
 from halfserve.serve.protocol.rpcs import RepositoryRpcs
 from halfserve.serve.protocol.service import SERVICE, LimitedService, Service

@@ -25,7 +25,7 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
-from halfserve.serve.protocol.shared_memory_regions import FOLDER, CudaRegion, SystemRegion
+from halfserve.serve.protocol.shared_memory_regions import FOLDER, CudaRegion, SharedMemoryMode, SystemRegion
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 
@@ -59,10 +59,15 @@ def block() -> Iterator[Block]:
     memory.unlink()
 
 
+@pytest.fixture(params=SharedMemoryMode)
+def mode(request: pytest.FixtureRequest) -> SharedMemoryMode:
+    return SharedMemoryMode(request.param)
+
+
 @pytest.fixture
-def memory(block: Block) -> Iterator[SharedMemory]:
+def memory(block: Block, mode: SharedMemoryMode) -> Iterator[SharedMemory]:
     """With the block's bytes 10 to 59 as "r"."""
-    regions = SharedMemory(enabled=True)
+    regions = SharedMemory(enabled=True, mode=mode)
     regions.register_system("r", block.name, 10, 50)
     yield regions
     regions.unregister("", SystemRegion)
@@ -114,6 +119,7 @@ def test_regions_leave_files_for_connections(block: Block, memory: SharedMemory)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.parametrize("mode", [SharedMemoryMode.SAFE])
 def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory: SharedMemory) -> None:
     block.path.write_bytes(bytes(20))
     with pytest.raises(InvalidArgumentError, match="shared memory region 'r' has become smaller"):
@@ -123,6 +129,7 @@ def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory:
     assert block.content == bytes(20)
 
 
+@pytest.mark.parametrize("mode", [SharedMemoryMode.SAFE])
 def test_an_output_for_which_there_is_no_memory_is_no_answer(block: Block, memory: SharedMemory) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))  # as where memory runs out after so many bytes
@@ -268,10 +275,11 @@ class Asking:
             y.set_shared_memory(NAME, BYTES, offset=BYTES)
         self._ended = threading.Event()
         self._error: InferenceServerException | None = None
+        self.result: triton.InferResult | None = None
         self.cancel = client.async_infer("held", [x], self._end, outputs=[y]).cancel
 
     def _end(self, result: triton.InferResult | None, error: InferenceServerException | None) -> None:
-        self._error = error
+        self.result, self._error = result, error
         self._ended.set()
 
     def error(self) -> InferenceServerException | None:
@@ -336,3 +344,53 @@ def test_a_cancelled_request_neither_holds_nor_touches_a_region(shared: str, blo
         assert Asking(client, "output").error() is None
     assert shm.get_contents_as_numpy(blocks[1], np.float32, [2]).tolist() == [50.0, 2.0]
     assert [50.0] not in backend.batches
+
+
+def descriptors(key: str) -> int:
+    """Number of this process's open descriptors of a shared memory object."""
+    return sum(link.resolve() == Path(FOLDER) / key for link in Path("/proc/self/fd").iterdir())
+
+
+def test_known_requests_keep_no_file_of_an_unregistered_region(mode: SharedMemoryMode, blocks: tuple[Any, Any]) -> None:
+    with (
+        running_server(lambda: [held_model(HeldBackend(), max_rows=1)], shared_memory=True, shared_memory_mode=mode) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        before = descriptors(ONE)
+        client.register_system_shared_memory(NAME, f"/{ONE}", 2 * BYTES)
+        for _ in range(3):
+            assert Asking(client, "input").error() is None
+        assert descriptors(ONE) == before + 1
+        client.unregister_system_shared_memory(NAME)
+        assert descriptors(ONE) == before
+        refused = Asking(client, "input").error()
+        assert refused is not None
+        assert "is not registered" in str(refused)
+        client.register_system_shared_memory(NAME, f"/{OTHER}", 2 * BYTES)
+        asking = Asking(client, "input")
+        assert asking.error() is None
+        assert asking.result is not None
+        assert asking.result.as_numpy("y").tolist() == [[51.0]], "the known request reads the new region"
+
+
+@pytest.mark.parametrize(("mode", "answer"), [(SharedMemoryMode.SAFE, 2.0), (SharedMemoryMode.TRUSTED, 8.0)])
+def test_only_trusted_regions_are_computed_on_without_a_copy(
+    mode: SharedMemoryMode, answer: float, blocks: tuple[Any, Any]
+) -> None:
+    backend = HeldBackend()
+    with (
+        running_server(lambda: [held_model(backend, max_rows=1)], shared_memory=True, shared_memory_mode=mode) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        client.register_system_shared_memory(NAME, f"/{ONE}", 2 * BYTES)
+        for _ in range(2):
+            assert Asking(client, "input").error() is None
+        backend.entered.clear()
+        backend.release.clear()
+        asking = Asking(client, "input")
+        assert backend.entered.wait(HOLD_S)
+        shm.set_shared_memory_region(blocks[0], [np.array([7.0], np.float32)])
+        backend.release.set()
+        assert asking.error() is None
+        assert asking.result is not None
+        assert asking.result.as_numpy("y").tolist() == [[answer]]

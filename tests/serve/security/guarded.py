@@ -15,11 +15,11 @@ import trustme
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import Model
-from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, SERVICE, Service
-from halfserve.serve.security.options import SecurityOptions, TlsOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import PortSecurity, Security
+from halfserve.serve.security.security_options import SecurityOptions, TlsOptions
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model

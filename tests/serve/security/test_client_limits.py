@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, RateLimitedError
-from halfserve.serve.protocol.inference import Cancel, Reply, Watch
+from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
-from halfserve.serve.security.options import ClientLimits
+from halfserve.serve.security.security_options import ClientLimits
 
 
 class Clock:
@@ -120,7 +120,15 @@ class Noting:
         self.replies: list[Reply] = []
         self.cancelled: list[int] = []
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(
+        self,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        watch: Watch | None = None,
+        *,
+        many: ManyReplies | None = None,
+    ) -> Cancel:
         place = len(self.replies)
         self.replies.append(reply)
         return lambda: self.cancelled.append(place)

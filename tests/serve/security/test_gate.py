@@ -16,11 +16,11 @@ import pytest
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.fleet.member.cluster_service import WATCH
-from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
-from halfserve.serve.security.options import ClientLimits, SecurityOptions
 from halfserve.serve.security.private_socket import private_socket
 from halfserve.serve.security.roles import OPEN_METHODS, ROLES, Role
+from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.listening import BindError
 from halfserve.serve.transports.transport import TransportName

@@ -19,14 +19,14 @@ import pytest
 from starlette.routing import Route
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.protocol.service import SERVICE
 from halfserve.serve.security.file_reload import DAY_S
 from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.options import ClientLimits, SecurityOptions
 from halfserve.serve.security.roles import Role, path_role
 from halfserve.serve.security.security import Security
+from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model

@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.protocol.service import INFER_STREAM_PATH
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.ensembles.configurations import ensemble, step

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH
-from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
+from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.security.guarded import call, guarded_server, infer, infer_request
 

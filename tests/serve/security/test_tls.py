@@ -14,8 +14,8 @@ import grpc
 import pytest
 import trustme
 
-from halfserve.serve.security.options import SecurityError, SecurityOptions
 from halfserve.serve.security.security import Security
+from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer

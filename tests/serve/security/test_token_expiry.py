@@ -14,9 +14,9 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import UnauthenticatedError
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.file_reload import DAY_S
-from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
+from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import Tokens, new_token
 from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.transport import TransportName

@@ -16,8 +16,8 @@ from halfserve.files import object_storage
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage import file_cache
-from halfserve.serve.storage.options import ObjectStorage
 from halfserve.serve.storage.repository_copy import RepositoryCopy
+from halfserve.serve.storage.storage_options import ObjectStorage
 from tests.s3_server import FLIPPED, TRUNCATED, S3Server, s3_server
 
 Open = Callable[..., RepositoryCopy]

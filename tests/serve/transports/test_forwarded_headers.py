@@ -15,7 +15,7 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.http.running_http import running_http

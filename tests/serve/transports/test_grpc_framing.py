@@ -171,7 +171,7 @@ def test_what_is_of_no_content_type_of_grpc_is_refused(value: str) -> None:
 
 
 def grown(pieces: list[bytes], max_bytes: int = 2**20) -> PartialMessage:
-    growing = PartialMessage.begun(pieces[0], max_bytes)
+    growing = PartialMessage.starting_with(pieces[0], max_bytes)
     assert growing is not None
     for piece in pieces[1:]:
         assert growing.add(memoryview(piece))
@@ -208,7 +208,7 @@ def test_its_end_lies_where_arrays_want_theirs(length: int) -> None:
     ],
 )
 def test_what_is_no_plain_message_of_a_known_length_is_not_begun(piece: bytes) -> None:
-    assert PartialMessage.begun(piece, 100) is None
+    assert PartialMessage.starting_with(piece, 100) is None
 
 
 def test_more_than_it_has_is_not_taken() -> None:

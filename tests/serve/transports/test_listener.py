@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.http_server import HttpServer
-from halfserve.serve.http.options import HttpLimits
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.security import PortSecurity
 from halfserve.serve.security.tls import ServerTls

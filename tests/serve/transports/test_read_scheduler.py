@@ -107,6 +107,31 @@ def test_a_connection_with_much_input_does_not_delay_the_others(loop: Loop) -> N
     assert set(read) == set("Abcdef")
 
 
+def test_a_small_request_overtakes_a_crowd_of_uploads(loop: Loop) -> None:
+    crowd = [Connection(loop, f"upload {number}", BUFFER) for number in range(30)]
+    for upload in crowd:
+        upload.pieces = 100
+    for _ in range(3):
+        loop.turn()
+    small = Connection(loop, "small")
+    for _ in range(5):
+        small.pieces = 1
+        assert "small" in loop.turn() + loop.turn() + loop.turn()
+
+
+def test_ever_new_connections_do_not_hold_up_an_upload(loop: Loop) -> None:
+    for name in ("upload", "other", "third", "fourth"):
+        Connection(loop, name, BUFFER).pieces = 10
+    newest = 0
+    while loop.read.count("upload") < 3:
+        for _ in range(2 * PIECES_A_TURN):
+            newest += 1
+            Connection(loop, "new").pieces = 1
+        loop.turn()
+        loop.connections = [one for one in loop.connections if one.pieces or one.kept]
+        assert newest < 20 * BUFFER // SMALL_BYTES
+
+
 def test_a_waiting_connection_is_not_polled(loop: Loop) -> None:
     crowd = connections(loop, "abcdefghij", pieces=50)
     loop.turn()

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from halfserve.serve.protocol.shared_memory_regions import FOLDER
+from halfserve.serve.protocol.shared_memory_regions import FOLDER, SharedMemoryMode
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, running_server
@@ -22,10 +22,16 @@ from tests.serve.running_server import MakeTransport, running_server
 NAME = "halfserve_test_region"
 
 
+@pytest.fixture(scope="module", params=SharedMemoryMode)
+def mode(request: pytest.FixtureRequest) -> SharedMemoryMode:
+    return SharedMemoryMode(request.param)
+
+
 @pytest.fixture(scope="module")
-def client(repository: Path, transport: MakeTransport) -> Iterator[triton.InferenceServerClient]:
+def client(repository: Path, transport: MakeTransport, mode: SharedMemoryMode) -> Iterator[triton.InferenceServerClient]:
+    models = partial(load_repository, repository)
     with (
-        running_server(partial(load_repository, repository), transport, shared_memory=True) as server,
+        running_server(models, transport, shared_memory=True, shared_memory_mode=mode) as server,
         triton.InferenceServerClient(server.address) as connected,
     ):
         yield connected
@@ -124,6 +130,7 @@ def test_a_large_output_is_left_in_its_place(transport: MakeTransport) -> None:
         shm.destroy_shared_memory_region(handle)
 
 
+@pytest.mark.parametrize("mode", [SharedMemoryMode.SAFE], scope="module")  # it truncates the file
 def test_a_name_that_reads_like_a_lost_device_costs_nobody_the_model(client: triton.InferenceServerClient, region: Any) -> None:
     name = "device-side assert"
     client.register_system_shared_memory(name, f"/{NAME}", 128)

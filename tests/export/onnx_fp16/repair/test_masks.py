@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.converters.runtime import Session
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, OUTGROWN_REASON, SOFTEN_MASKS
 from halfserve.export.verification.simulation import round_every_node
+from tests.export.conversions.runtime import Session
 from tests.export.onnx_fp16.models import halve, normal, parse, reasons
 from tests.export.onnx_fp16.repair.same import assert_untouched, operators, repaired, same
 

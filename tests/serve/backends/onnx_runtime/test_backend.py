@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.cuda import GraphReplays
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError

@@ -15,7 +15,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import (
     CrashProbe,
     CrashTrial,
@@ -23,6 +22,7 @@ from halfserve.serve.backends.onnx_runtime.crash_probe import (
     CrashVerdictCache,
     default_folder,
 )
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.probe_process import LOWEST, NICENESS, ProbeProcess
 from halfserve.serve.backends.onnx_runtime.session import Providers
 from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings

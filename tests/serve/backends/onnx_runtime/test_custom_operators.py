@@ -18,15 +18,15 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache
 from halfserve.serve.backends.onnx_runtime.custom_operators import packaged_library
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_models
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.serve.model_control.controlled import controlled_server, loader
 from tests.serve.running_server import running_server
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime import session as onnxruntime_session
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.session import SessionOpener, is_quick, may_be_quick
 from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettings
 from halfserve.serve.engine.backend import DevicePlacement
@@ -266,7 +266,11 @@ def test_a_batch_of_gigabytes_is_not_tried(tmp_path: Path, monkeypatch: pytest.M
     assert not is_quick(opened, 2_000_000_000)
 
 
-@pytest.mark.parametrize("flushes", [["1"], ["1", "0"], ["0", "1"], ["1", "1"]], ids="-".join)
+@pytest.mark.parametrize(
+    "flushes",
+    [*(pytest.param(given, marks=pytest.mark.long) for given in (["1"], ["1", "1"])), ["1", "0"], ["0", "1"]],
+    ids="-".join,
+)
 def test_a_model_that_flushes_subnormals_does_so_to_nobody_else(tmp_path: Path, flushes: list[str]) -> None:
     asking = [sys.executable, "-c", PROGRAM, str(save_mlp(tmp_path / "m.onnx")), *flushes]
     done = subprocess.run(asking, capture_output=True, text=True, check=False)

@@ -52,7 +52,7 @@ class TritonPythonModel:
 """
 
 
-@pytest.mark.parametrize("elements", [3, 200_000])
+@pytest.mark.parametrize("elements", [pytest.param(3, marks=pytest.mark.long), 200_000])
 def test_a_model_calls_a_model_and_awaits_several(tmp_path: Path, elements: int) -> None:
     save_python_model(tmp_path, "twice")
     save_python_model(tmp_path, "calls", CALLS.replace("NAME", "twice"))
@@ -105,7 +105,7 @@ class TritonPythonModel:
 """
 
 
-@pytest.mark.parametrize("elements", [3, 200_000])
+@pytest.mark.parametrize("elements", [3, pytest.param(200_000, marks=pytest.mark.long)])
 def test_forked_workers_of_a_model_call_models(tmp_path: Path, elements: int) -> None:
     save_python_model(tmp_path, "pools", POOLS)
     save_python_model(tmp_path, "counts", COUNTS_TWO, X_TO_Y + "model_transaction_policy { decoupled: true }")
@@ -219,7 +219,7 @@ def test_a_cycle_through_an_ensemble_is_an_error_that_names_it(tmp_path: Path) -
                 infer(client, asked, np.ones(1, np.float32), client_timeout=20)
 
 
-@pytest.mark.parametrize("calling", ["calls", "back"])
+@pytest.mark.parametrize("calling", ["calls", pytest.param("back", marks=pytest.mark.long)])
 def test_a_cycle_through_the_response_cache_is_an_error(tmp_path: Path, calling: str) -> None:
     """Of a model with two copies that calls itself for the same answer, and of two models that call each other."""
     cached = f"{X_TO_Y} response_cache {{ enable: true }}"

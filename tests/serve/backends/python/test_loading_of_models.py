@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.control_options import ControlMode
 from tests.models import save_mlp
 from tests.serve.backends.python.python_models import save_python_model
 from tests.serve.backends.python.test_python_models import infer

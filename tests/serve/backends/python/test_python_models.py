@@ -6,7 +6,7 @@ import os
 import re
 import select
 import signal
-import textwrap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,33 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.backends.python_child.requests import InferenceRequest
+from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import Array
 from tests.serve.backends.python.python_models import X_TO_Y, load, save_python_model, serving
 
+# Answers a request with what its parameter "returned" evaluates to.
+ANY_ANSWER = """
+class NoText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def answer(name, array):
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array)])
+
+def failed(*error):
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(*error))
+
+def raised(error):
+    raise error
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        return eval(json.loads(request.parameters())["returned"], globals(), {"x": request.inputs()[0].as_numpy()})
+"""
 DATATYPES = {"f4": "FP32", "O": "BYTES", "i4": "INT32", "?": "BOOL"}
 
 
@@ -32,15 +52,27 @@ def infer(client: InferenceServerClient, model: str, x: Array, *, datatype: str 
     return np.asarray(client.infer(model, [asked], outputs=[InferRequestedOutput("y")], **more).as_numpy("y"))
 
 
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServerClient]:
+    """A client of a server with the models "twice" and "wrong", which gives any answer."""
+    root = tmp_path_factory.mktemp("models")
+    save_python_model(root, "twice")
+    save_python_model(root, "wrong", ANY_ANSWER)
+    with serving(root) as server, InferenceServerClient(server.address) as client:
+        yield client
+
+
+def answered(client: InferenceServerClient, returned: str) -> Array:
+    return infer(client, "wrong", np.ones(1, np.float32), parameters={"returned": returned}, client_timeout=10)
+
+
 @pytest.mark.parametrize("elements", [0, 3, 1_000, 100_000, 1_000_000], ids="{} elements".format)
-def test_tensors_of_any_size_reach_the_process_and_come_back(tmp_path: Path, elements: int) -> None:
-    save_python_model(tmp_path, "twice")
+def test_tensors_of_any_size_reach_the_process_and_come_back(client: InferenceServerClient, elements: int) -> None:
     x = np.random.default_rng(0).standard_normal(elements).astype(np.float32)
-    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        for _ in range(3):  # shared memory is used again
-            np.testing.assert_array_equal(infer(client, "twice", x), x * 2)
-        metadata = client.get_model_metadata("twice")
-        config = client.get_model_config("twice").config
+    for _ in range(3):  # shared memory is used again
+        np.testing.assert_array_equal(infer(client, "twice", x), x * 2)
+    metadata = client.get_model_metadata("twice")
+    config = client.get_model_config("twice").config
     assert (metadata.platform, config.backend) == ("python", "python")
 
 
@@ -99,23 +131,14 @@ def test_the_error_of_one_response_fails_only_its_request(tmp_path: Path) -> Non
         ("[answer('y', x.astype(complex))]", r"'wrong'.* tensor 'y' has dtype complex128, which no datatype stands for"),
     ],
 )
-def test_a_wrong_answer_is_an_error_that_names_model_and_tensor(tmp_path: Path, returned: str, expected: str) -> None:
-    code = f"""
-    def answer(name, array):
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array)])
-
-    class TritonPythonModel:
-        def execute(self, requests):
-            x = requests[0].inputs()[0].as_numpy()
-            return {returned}
-    """
-    save_python_model(tmp_path, "wrong", code)
-    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        with pytest.raises(InferenceServerException, match=expected) as caught:
-            infer(client, "wrong", np.ones(1, np.float32))
-        assert "INTERNAL" in str(caught.value)
-        assert "Traceback" not in str(caught.value)
-        assert client.is_model_ready("wrong")
+def test_a_wrong_answer_is_an_error_that_names_model_and_tensor(
+    client: InferenceServerClient, returned: str, expected: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=expected) as caught:
+        answered(client, returned)
+    assert "INTERNAL" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert client.is_model_ready("wrong")
 
 
 @pytest.mark.parametrize(
@@ -180,19 +203,9 @@ def test_an_output_of_another_type_that_keeps_its_value_is_converted(
 @pytest.mark.parametrize(
     ("code", "status"), [("UNKNOWN", "UNKNOWN"), ("CANCELLED", "CANCELLED"), ("UNSUPPORTED", "UNIMPLEMENTED")]
 )
-def test_the_code_of_an_error_is_its_status(tmp_path: Path, code: str, status: str) -> None:
-    text = f"""
-    class TritonPythonModel:
-        def execute(self, requests):
-            return [pb_utils.InferenceResponse(error=pb_utils.TritonError("told", pb_utils.TritonError.{code}))]
-    """
-    save_python_model(tmp_path, "fails", text)
-    with (
-        serving(tmp_path) as server,
-        InferenceServerClient(server.address) as client,
-        pytest.raises(InferenceServerException, match=rf"StatusCode.{status}\] told"),
-    ):
-        infer(client, "fails", np.ones(1, np.float32))
+def test_the_code_of_an_error_is_its_status(client: InferenceServerClient, code: str, status: str) -> None:
+    with pytest.raises(InferenceServerException, match=rf"StatusCode.{status}\] told"):
+        answered(client, f"[failed('told', pb_utils.TritonError.{code})]")
 
 
 @pytest.mark.parametrize("argument", ["inputs", "requested_output_names", "model_name"])
@@ -219,36 +232,16 @@ def test_a_model_that_does_not_import_is_refused_with_one_line(tmp_path: Path, c
 LONG = "'begins ' + 1_000_000 * 'x' + ' ends'"
 
 
-@pytest.mark.parametrize(
-    "fails",
-    [f"raise ValueError({LONG})", f"return [pb_utils.InferenceResponse(error=pb_utils.TritonError({LONG}))]"],
-    ids=["raises", "answers"],
-)
-def test_of_a_models_long_error_the_middle_is_left_out(tmp_path: Path, fails: str) -> None:
-    code = f"""
-    class TritonPythonModel:
-        def execute(self, requests):
-            {fails}
-    """
-    save_python_model(tmp_path, "long", code)
-    with (
-        serving(tmp_path) as server,
-        InferenceServerClient(server.address) as client,
-        pytest.raises(InferenceServerException) as caught,
-    ):
-        infer(client, "long", np.ones(1, np.float32))
+@pytest.mark.parametrize("returned", [f"raised(ValueError({LONG}))", f"[failed({LONG})]"], ids=["raises", "answers"])
+def test_of_a_models_long_error_the_middle_is_left_out(client: InferenceServerClient, returned: str) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        answered(client, returned)
     assert re.search(r"begins x+ \.\.\. \(99\d+ characters left out\) \.\.\. x+ ends$", str(caught.value)) is not None
     assert len(str(caught.value)) < 5_000
 
 
-NO_TEXT = """class NoText(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-"""
-
-
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("error", "told"),
     [
         (r"ValueError('a\ud800b')", "ValueError: a\\?b"),
         (r"pb_utils.TritonModelException('a\ud800b')", "a\\?b"),
@@ -258,19 +251,10 @@ NO_TEXT = """class NoText(Exception):
     ],
     ids=["half a character", "half a character of Triton's", "no text", "of the base class", "an interrupt"],
 )
-def test_whatever_a_model_raises_is_the_error_of_its_request(tmp_path: Path, raised: str, told: str) -> None:
-    code = f"""
-    class TritonPythonModel:
-        def execute(self, requests):
-            if requests[0].inputs()[0].as_numpy()[0] == 1:
-                raise {raised}
-            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", requests[0].inputs()[0].as_numpy())])]
-    """
-    save_python_model(tmp_path, "raises", NO_TEXT + textwrap.dedent(code))
-    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        with pytest.raises(InferenceServerException, match=rf"INTERNAL\] .*{told}$"):
-            infer(client, "raises", np.ones(1, np.float32), client_timeout=10)
-        assert infer(client, "raises", np.full(1, 2, np.float32), client_timeout=5) == [2]
+def test_whatever_a_model_raises_is_the_error_of_its_request(client: InferenceServerClient, error: str, told: str) -> None:
+    with pytest.raises(InferenceServerException, match=rf"INTERNAL\] .*{told}$"):
+        answered(client, f"raised({error})")
+    assert answered(client, "[answer('y', x)]") == [1]
 
 
 def test_a_long_error_of_a_model_that_does_not_load_is_cut(tmp_path: Path) -> None:

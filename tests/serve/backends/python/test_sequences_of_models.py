@@ -53,7 +53,12 @@ def place(step: int, key: int = 5) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rows"), [("direct { }", 0), ("oldest { max_candidate_sequences: 4 }", 0), ("oldest { }", 4)]
+    ("strategy", "rows"),
+    [
+        ("direct { }", 0),
+        pytest.param("oldest { max_candidate_sequences: 4 }", 0, marks=pytest.mark.long),
+        ("oldest { }", 4),
+    ],
 )
 def test_a_model_gets_controls_that_its_inputs_do_not_list(tmp_path: Path, strategy: str, rows: int) -> None:
     save_python_model(tmp_path, "adds", ADDS, f"max_batch_size: {rows} {CONTROLS.replace('STRATEGY', strategy)}")

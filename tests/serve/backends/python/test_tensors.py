@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from halfserve.serve.backends.python_child.errors import TritonModelException
 from halfserve.serve.backends.python_child.log_and_metrics import Logger
-from halfserve.serve.backends.python_child.tensors import Tensor
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_tensors import Tensor
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ENSEMBLE, ONNX, TORCH_EXPORT
-from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.config.parameters import (
     OWN_PARAMETERS,
     PREFIX,
@@ -25,6 +24,7 @@ from halfserve.serve.engine.config.parameters import (
     switch,
 )
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule, rising_lengths, whole
 
 SOURCE = Path("m/config.pbtxt")
 
@@ -110,7 +110,7 @@ def test_any_text_is_taken_or_refused_and_never_breaks(key: str, value: str) -> 
 
 
 def test_a_padding_rule_names_inputs_with_values_and_outputs() -> None:
-    rule = padding_rule("ids[1]=7 pairs[1]=-1.5 pairs[2]=-1.5 -> hidden[1] odd[x][2]")
+    rule = parse_padding_rule("ids[1]=7 pairs[1]=-1.5 pairs[2]=-1.5 -> hidden[1] odd[x][2]")
     assert [(one.name, one.axes, one.value) for one in rule.inputs] == [("ids", (1,), 7.0), ("pairs", (1, 2), -1.5)]
     assert rule.cut == (("hidden", 1), ("odd[x]", 2))
 
@@ -132,7 +132,7 @@ def test_a_padding_rule_names_inputs_with_values_and_outputs() -> None:
 )
 def test_a_padding_rule_says_what_is_wrong(text: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        padding_rule(text)
+        parse_padding_rule(text)
 
 
 def test_settings_without_effect_are_named() -> None:

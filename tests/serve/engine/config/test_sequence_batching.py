@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.sequences.loading import first_step
+from halfserve.serve.engine.sequences.sequence_loading import first_step
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
 from tests.models import save_model
 from tests.serve.engine.model_folders import load

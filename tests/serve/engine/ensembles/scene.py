@@ -16,7 +16,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
-from halfserve.serve.engine.ensembles.ensemble import Ensemble
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -106,7 +106,7 @@ def made(text: str, name: str = "pipe") -> Model:
 def serve(core: InferenceCore, text: str, name: str = "pipe") -> Model:
     """An ensemble in service."""
     served = made(text, name)
-    assert isinstance(served.composition, Ensemble)
+    assert isinstance(served.composition, EnsembleComposition)
     served.composition.connect(core)
     core.replace(name, [served])
     return served

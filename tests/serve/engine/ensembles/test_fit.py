@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfserve.serve.engine.ensembles.ensemble import Ensemble
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -16,7 +16,7 @@ FP32_4, FP16_4 = ("FP32", (-1, 4)), ("FP16", (-1, 4))
 
 def connect(text: str, *models: Model) -> None:
     composition = made(text).composition
-    assert isinstance(composition, Ensemble)
+    assert isinstance(composition, EnsembleComposition)
     composition.connect(InferenceCore(models))
 
 

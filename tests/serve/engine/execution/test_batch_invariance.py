@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement, Runtime
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.model_config import Defaults
@@ -123,7 +123,7 @@ def test_a_batch_found_unsafe_in_pieces_is_computed_again(tmp_path: Path, limit:
     save_detector(tmp_path / "m" / "1" / "model.onnx")
     (backend,) = loaded(tmp_path).backends
     memory = MemoryLimit("m/1", clock=lambda: 0.0)
-    memory._rows = limit
+    memory.rows = limit
     rows = np.array([TWO, TWO], np.float32)
     asked = InferRequest({"x": rows}, ("y",), 2, (4,), None, lambda _: None)
     (result,) = run_batch(backend, [asked], memory=memory, invariance=BatchInvariance("m/1"))

@@ -21,7 +21,7 @@ from halfserve.serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS
 from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server

@@ -11,6 +11,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.precision_guard.non_finite import (
     BYTES_ELEMENTS,
     FLAGS_ELEMENTS,
+    TWO_PASSES_ELEMENTS,
     VDOT_ELEMENTS,
     bad_stretches,
     check_of,
@@ -52,10 +53,11 @@ def test_wider_numbers_are_judged_as_numpy_does(array: Array) -> None:
 
 
 @pytest.mark.parametrize("wire", ["FP16", "BF16", "FP32", "FP64"])
-@pytest.mark.parametrize("elements", [1, 5, BYTES_ELEMENTS, VDOT_ELEMENTS, 3 * VDOT_ELEMENTS])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("elements", [1, 5, BYTES_ELEMENTS, VDOT_ELEMENTS, 3 * VDOT_ELEMENTS, 2 * TWO_PASSES_ELEMENTS])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_single_bad_value_is_found_at_any_place(wire: str, elements: int, value: float) -> None:
     array = np.ones(elements, DTYPES.get(wire) or BY_WIRE[wire].numpy)
+    array[1::2] = -1
     assert not is_bad(wire, array)
     assert not has_non_finite(array, likely=True)
     for place in {0, elements // 2, elements - 1}:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from halfserve.serve.engine.errors import DeadlineExceededError, OverloadedError, QueueFullError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, full_error
-from halfserve.serve.engine.queueing.batch_queue import BatchQueue, FullError
+from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, hold_first, run
@@ -79,7 +80,12 @@ SECONDS, SETTLED = 3.0, 1.0
 
 
 @pytest.mark.parametrize(
-    ("within", "load", "instances"), [(0.04, 2.0, 1), (0.1, 2.0, 1), (0.4, 2.0, 1), (0.04, 5.0, 1), (0.1, 2.0, 2)]
+    ("within", "load", "instances"),
+    [
+        (0.04, 5.0, 1),
+        (0.1, 2.0, 2),
+        *(pytest.param(within, 2.0, 1, marks=pytest.mark.long) for within in (0.04, 0.1, 0.4)),
+    ],
 )
 def test_under_overload_as_much_is_answered_in_time_as_ever(within: float, load: float, instances: int) -> None:
     simulation = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW, noise=0.1), instances=instances)

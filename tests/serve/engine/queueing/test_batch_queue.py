@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.serve.engine.queueing.batch_queue import Batch, FullError
+from halfserve.serve.engine.queueing.batch_queue import Batch
 from halfserve.serve.engine.queueing.pace import CONFIDENT, Pace
+from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.simulation import new_request, offer, offer_all, queue, take
 
@@ -140,11 +141,11 @@ def test_a_removed_request_frees_its_place() -> None:
     offer_all(q, [first, second])
     with pytest.raises(FullError, match="2 requests wait"):
         offer(q, third, 0.0)
-    assert q.remove(first)
-    assert not q.remove(first)
+    assert q.waiting.remove(first)
+    assert not q.waiting.remove(first)
     offer(q, third, 0.0)
     assert take(q, 0.0).requests == [second, third]
-    assert not q.remove(second)
+    assert not q.waiting.remove(second)
 
 
 def test_waiting_bytes_are_bounded_but_for_a_single_request() -> None:
@@ -157,7 +158,7 @@ def test_waiting_bytes_are_bounded_but_for_a_single_request() -> None:
     offer_all(q, requests := [new_request(size=2**20) for _ in range(10)])
     with pytest.raises(FullError, match="requests of 10 MiB wait"):
         offer(q, small, 0.0)
-    q.remove(requests[0])
+    q.waiting.remove(requests[0])
     offer(q, small, 0.0)
 
 
@@ -203,7 +204,7 @@ def test_any_number_of_priorities_is_kept_apart() -> None:
         offer(q, new_request(priority=2**32), 0.0)
         with pytest.raises(FullError, match="2 requests of priority 4294967297 wait"):
             offer(q, new_request(priority=2**32), 0.0)
-        assert q.waiting_before(1000) == len(levels) - 2
+        assert q.waiting.count_before(1000) == len(levels) - 2
         taken = [take(q, 1.0).requests[0].priority for _ in range(len(q))]
         assert taken == sorted([*levels, 2**32])
 
@@ -237,9 +238,9 @@ def test_all_late_requests_can_be_taken_out_to_make_room() -> None:
     q = queue(levels=2)
     requests = [new_request(bucket=b, deadline=d, priority=p) for b, d, p in (("a", 9.0, 0), ("a", 1.0, 1), ("b", 2.0, 0))]
     offer_all(q, requests)
-    assert q.take_late(0.5) == []
-    assert q.take_late(2.0) == requests[1:]
-    assert (len(q), q.waiting_before(1)) == (1, 1)
+    assert q.waiting.take_late(0.5) == []
+    assert q.waiting.take_late(2.0) == requests[1:]
+    assert (len(q), q.waiting.count_before(1)) == (1, 1)
     assert take(q, 2.0).requests == requests[:1]
 
 
@@ -263,8 +264,8 @@ def test_a_request_past_its_queue_timeout_is_late_whatever_the_batch_time() -> N
     first = take(q, 4.0)
     assert (first.requests, first.late) == (requests, [])
     offer_all(q, requests)
-    assert q.take_late(4.9) == []
-    assert q.take_late(5.0) == requests[:1]
+    assert q.waiting.take_late(4.9) == []
+    assert q.waiting.take_late(5.0) == requests[:1]
     batch = take(q, 6.0)
     assert (batch.requests, batch.late) == (requests[1:2], requests[2:])
 
@@ -370,17 +371,17 @@ def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
             assert due is None or now < due <= now + delay
         elif kind == "make room" and isinstance(value, float):
             now = round(now + value, 3)
-            late = q.take_late(now)
+            late = q.waiting.take_late(now)
             left = [r for r in accepted if all(r is not g for g in gone)]
             assert sorted(map(id, late)) == sorted(id(r) for r in left if is_late(r, now))
             gone += late
         elif isinstance(value, int) and value < len(accepted):
             expected = all(accepted[value] is not g for g in gone)
-            assert q.remove(accepted[value]) is expected
+            assert q.waiting.remove(accepted[value]) is expected
             if expected:
                 gone.append(accepted[value])
-        assert len(q) == len(accepted) - len(gone) == q.waiting_before(LEVELS - 1)
-        assert sum(line.rows for line in q.lines()) == sum(r.rows for r in accepted if all(r is not g for g in gone))
+        assert len(q) == len(accepted) - len(gone) == q.waiting.count_before(LEVELS - 1)
+        assert sum(line.rows for line in q.waiting.filled()) == sum(r.rows for r in accepted if all(r is not g for g in gone))
 
 
 @settings(max_examples=30)
@@ -389,8 +390,8 @@ def test_requests_removed_from_the_middle_of_a_line_block_nothing(order: list[in
     q, requests = queue(max_rows=200), [new_request() for _ in range(200)]
     offer_all(q, requests)
     for number in order[:leaving]:
-        assert q.remove(requests[number])
+        assert q.waiting.remove(requests[number])
     left = [requests[n] for n in sorted(order[leaving:])]
-    assert [r for line in q.lines() for r in line] == left
+    assert [r for line in q.waiting.filled() for r in line] == left
     batch = q.take(0.0)
     assert (batch.requests if batch else []) == left

@@ -9,12 +9,12 @@ from typing import TypeVar
 import pytest
 from google.protobuf.message import Message
 
-from benchmarks.cluster_simulating.members import Refusal, SimulatedMember
-from benchmarks.cluster_simulating.virtual_time import run_virtually
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import LEASE_S
+from tests.serve.simulated_cluster.members import Refusal, SimulatedMember
+from tests.serve.simulated_cluster.virtual_time import run_virtually
 
 M = TypeVar("M", bound=Message)
 SIZES = {"digits": 100, "words": 200}

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.clustering.machines import WAIT_S, Machines, machines, processes_of, until
 from halfserve import Client, cli
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterArgumentError, ClusterArguments
 from tests.models import save_mlp
+from tests.serve.ray_cluster.machines import WAIT_S, Machines, machines, processes_of, until
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel shows it, for IPv4 and in IPv6
 Run = Callable[..., tuple[int, str, str]]

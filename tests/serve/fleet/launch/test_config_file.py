@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.clustering.faults import OPTIONS
-from benchmarks.clustering.machines import WAIT_S, Machines, machines, serving, until
-from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
-from benchmarks.soaking.models import save_models
-from benchmarks.soaking.tally import Tally
+from benchmarks.harness.models import save_models
 from halfserve import Client, ClientError, RetryPolicy
+from tests.serve.faults.soaking.clients import TIMEOUT_S, ask_affine
+from tests.serve.faults.soaking.tally import Tally
+from tests.serve.ray_cluster.faults import OPTIONS
+from tests.serve.ray_cluster.machines import WAIT_S, Machines, machines, serving, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 MOST = 3  # of the five models at one member

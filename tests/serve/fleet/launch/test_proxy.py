@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.fleet.launch.haproxy import Encryption, RuntimeSocket, find_program, start
 from halfserve.serve.fleet.launch.proxy import ProxyError, proxy
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.faults.server_process import WAIT_S, under_load

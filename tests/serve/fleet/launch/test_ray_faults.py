@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks.clustering.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, idle_cluster, left_out, scale_up, sums
-from benchmarks.clustering.machines import until
+from tests.scale import SCALE, scaled
+from tests.serve.ray_cluster.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, idle_cluster, left_out, scale_up, sums
+from tests.serve.ray_cluster.machines import until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800 * max(1.0, SCALE))]
+LOGGER = logging.getLogger(__name__)
 
 
 def test_clients_notice_no_fault_and_no_rollout(tmp_path: Path) -> None:
     with idle_cluster(tmp_path) as cluster:
         with cluster.clients(4):
-            for name in FAULTS.keys() - left_out(cluster):
-                FAULTS[name](cluster)
+            for name in [*(FAULTS.keys() - left_out(cluster))] * scaled(1):
+                LOGGER.info("%s: restored after %.1f s", name, FAULTS[name](cluster))
                 cluster.wait_for_answers()
         counted = sums(cluster)
     assert cluster.tally.counted().wrong == []
@@ -26,7 +29,7 @@ def test_clients_notice_no_fault_and_no_rollout(tmp_path: Path) -> None:
 
 def test_members_follow_the_load_without_a_failed_request(tmp_path: Path) -> None:
     with cluster_under_load(tmp_path) as cluster:
-        scale_up(cluster)
+        LOGGER.info("a second member after %.1f s of load, one again %.1f s after its end", *scale_up(cluster))
     assert cluster.tally.counted().wrong == []
 
 

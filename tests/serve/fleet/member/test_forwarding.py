@@ -22,13 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from halfserve import Client, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable, Tls
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory
-from halfserve.serve.client.connection import ChannelSettings, parse_address
+from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
 from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.fleet.control.controller import ControllerOptions
 from halfserve.serve.fleet.member.forwarder import Forwarder
-from halfserve.serve.security.options import TlsOptions
 from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security_options import TlsOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp
 from tests.serve.backends.python.python_models import save_python_model

@@ -8,7 +8,7 @@ import openai
 import pytest
 from onnx import TensorProto
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import save_text_model, setting

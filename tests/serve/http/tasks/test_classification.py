@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import LABELS, Text, expected, save_text_model, setting, sigmoid

@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import LONGEST, SPECIAL, WORDS, expected, save_text_model, setting, unit

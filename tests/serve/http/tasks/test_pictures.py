@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.pictures import PREPROCESSING, prepared_pixels
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.conftest import load_repository

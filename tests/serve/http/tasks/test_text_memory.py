@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, memory_of_values, read_content

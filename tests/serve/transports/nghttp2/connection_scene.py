@@ -12,7 +12,7 @@ from ngh2 import Connection, DataReceived, Event, Header, ResponseReceived, Role
 from ngh2.exceptions import NGH2Error
 
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.protocol.inference import Cancel, Reply
+from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply
 from halfserve.serve.protocol.status import Status
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, MemoryShare
 from halfserve.serve.transports.grpc_framing import MessageReader, frame
@@ -96,6 +96,9 @@ class ConnectionServer:
         if self._scene.flushes:
             connection.flush()
 
+    def flush_last(self, connection: GrpcConnection) -> None:
+        self.flush_soon(connection)
+
     def sent(self, connection: GrpcConnection) -> None:
         pass
 
@@ -106,7 +109,9 @@ class WaitingInference:
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
 
-    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
+    ) -> Cancel:
         self._take(bytes(data))
         return lambda: None
 

@@ -13,18 +13,13 @@ from hypothesis import strategies as st
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.grpc_framing import MessageReader, frame
-from halfserve.serve.transports.nghttp2 import fairness
+from halfserve.serve.transports.nghttp2 import server as nghttp2_server
 from halfserve.serve.transports.nghttp2.fairness import (
-    BUSY_POLL_S,
     COUNTS_AS_ONE_BYTES,
-    FAILURE,
-    MAX_WORTH,
     MESSAGES_A_TURN,
-    TRY_EVERY,
-    BusyPoll,
     MessageQuota,
 )
-from halfserve.serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.transports.nghttp2.server import BUSY_POLL_S, FAILURE, MAX_WORTH, TRY_EVERY, BusyPoll, Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import (
@@ -112,7 +107,7 @@ def test_the_loop_is_never_awake_for_longer_than_a_moment_after_an_answer(gaps: 
 def test_a_server_whose_client_asks_one_thing_after_the_other_stays_awake(
     monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:
-    monkeypatch.setattr(fairness, "BUSY_POLL_S", 60.0)  # however slow the machine
+    monkeypatch.setattr(nghttp2_server, "BUSY_POLL_S", 60.0)  # however slow the machine
     made: list[Nghttp2Server] = []
     request = mlp_request()
 

@@ -1,1 +1,0 @@
-"""Measures the load generator's own limit in a comparison."""

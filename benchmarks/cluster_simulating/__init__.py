@@ -1,1 +1,0 @@
-"""Parts of `benchmarks.cluster_simulation`: virtual time and simulated members."""

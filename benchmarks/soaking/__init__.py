@@ -1,1 +1,0 @@
-"""Parts of a soak: a server process, clients that check every answer, injected faults, and measurements."""

@@ -1,0 +1,319 @@
+"""One copy of a Python model behind the engine's interface."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakMethod
+
+import numpy as np
+
+from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
+from halfserve.serve.backends.python.open_requests import OpenRequests
+from halfserve.serve.backends.python.process_messages import ResponseReader, error_of, request_message, to_wire
+from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
+from halfserve.serve.backends.python_child.wire import WireTensor
+from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
+from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
+from halfserve.serve.engine.requests import CallingExecution, InferRequest, Respond
+from halfserve.serve.engine.tensors import Tensors
+
+logger = logging.getLogger(__name__)
+
+FINALIZE_S = 30.0  # as in Triton
+
+
+# Starts a runner, given what takes its events and what is called at its end.
+Start = Callable[[Callable[[Mapping[str, Any], list[WireTensor]], None], Callable[[], None]], Runner]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonModel:
+    """A version of a Python model; all its copies share this.
+
+    Attributes:
+        name: name of the model.
+        version: its number.
+        interface: inputs and outputs as the model sees them.
+        batched: its tensors begin with a batch dimension.
+        is_decoupled: it gives any number of responses to a request.
+        path: path of its model.py.
+        has_strict_outputs: outputs of other shapes than configured are errors.
+    """
+
+    name: str
+    version: int
+    interface: ModelInterface
+    batched: bool
+    is_decoupled: bool
+    path: str
+    has_strict_outputs: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}/{self.version}"
+
+
+class PythonBackend(RequestBackend):
+    """A model.py that runs."""
+
+    def __init__(self, model: PythonModel, provider: str, services: Services, start: Start) -> None:
+        """Start the runner; `load` makes it ready."""
+        self.provider = provider
+        self.precision = "as model.py computes"
+        self._model = model
+        self._services = services
+        self._dtypes = {spec.name: spec.datatype for spec in model.interface.inputs}
+        self._reader = ResponseReader(
+            repr(model.name),
+            model.interface.outputs,
+            batched=model.batched,
+            is_strict=model.has_strict_outputs,
+            keeps_rows=not model.is_decoupled,
+        )
+        self._numbers = count()
+        self._open = OpenRequests()
+        self._copy = CopyServices(services, model.label)
+        # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
+        event, ended = WeakMethod(self._event), WeakMethod(self._ended)
+
+        def on_event(header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+            handle = event()
+            if handle is not None:
+                handle(header, tensors)
+
+        def on_end() -> None:
+            handle = ended()
+            if handle is not None:
+                handle()
+
+        self._runner = start(on_event, on_end)
+        self._copy.answer = self._runner.answer
+
+    def __del__(self) -> None:
+        if hasattr(self, "_runner"):
+            self._runner.kill()
+
+    def load(self, arguments: Mapping[str, str]) -> None:
+        """Import and initialize the model.
+
+        Raises:
+            ChildFailedError: it fails.
+            InstanceLostError: the process has ended.
+        """
+        model = self._model
+        self._copy.calls.is_loading = True
+        try:
+            self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+        finally:
+            self._copy.calls.is_loading = False
+
+    @property
+    def caller(self) -> CallingExecution | None:
+        """See `RequestBackend`."""
+        return self._copy.calls.caller
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        """See `Backend`."""
+        return self._dtypes[name].array_dtype
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """See `Backend`."""
+        model = self._model
+        rows = len(next(iter(inputs.values()))) if model.batched and inputs else 1
+        outputs = tuple(spec.name for spec in model.interface.outputs)
+        (answer,) = self.compute([InferRequest(inputs, outputs, rows, None, None, lambda _: None)])
+        if isinstance(answer, InferenceError):
+            raise answer
+        return answer if isinstance(answer, Mapping) else {}
+
+    def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
+        """See `RequestBackend`."""
+        model = self._model
+        if self._open.has_ended and model.is_decoupled:  # none of these was executed: another copy can take them
+            raise InstanceLostError(f"the process of {model.label} has ended")
+        messages: list[dict[str, Any]] = []
+        tensors: list[WireTensor] = []
+        failed: dict[int, InferenceError] = {}  # requests whose inputs cannot be read, by place
+        numbered: dict[int, InferRequest] = {}
+        for place, request in enumerate(requests):
+            try:
+                given = [to_wire(name, self._dtypes[name], request.inputs[name]) for name in request.inputs]
+            except InferenceError as error:
+                failed[place] = error
+                continue
+            number = next(self._numbers)
+            numbered[number] = request
+            messages.append(request_message(request, number, model.name, model.version))
+            tensors += given
+        if not numbered:
+            return [failed[place] for place in range(len(requests))]
+        self._open.add(numbered)
+        self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
+        try:
+            answers = self._execute(numbered, messages, tensors)
+        finally:
+            self._copy.calls.caller = None
+            caller.end()
+            if not model.is_decoupled:
+                self._open.discard(numbered)
+        if not failed:
+            return answers
+        rest = iter(answers)
+        return [failed[place] if place in failed else next(rest) for place in range(len(requests))]
+
+    def _execute(
+        self, numbered: Mapping[int, InferRequest], messages: list[dict[str, Any]], tensors: list[WireTensor]
+    ) -> list[Outcome]:
+        try:
+            reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
+        except ChildFailedError as error:
+            log_failure(self._model.label, str(error), error.trace)
+            if self._model.is_decoupled:
+                return [None] * len(numbered)  # the process has sent the error as each one's final response
+            failure = BackendError(f"model {self._model.name!r} failed on this request: {error}")
+            return [
+                self._later_answer(number, request) if place in error.sent else failure
+                for place, (number, request) in enumerate(numbered.items())
+            ]
+        except InstanceLostError:
+            if not self._model.is_decoupled:
+                raise
+            return self._lost(numbered)
+        if self._model.is_decoupled and self._open.has_ended:
+            return self._lost(numbered)
+        answers: list[Outcome] = []
+        at = 0
+        for (number, request), message in zip(numbered.items(), reply["responses"], strict=True):
+            if message is None:
+                answers.append(None if self._model.is_decoupled else self._later_answer(number, request))
+            elif "rescheduled" in message:
+                self._open.receiver(number, final=True)  # it gets another number
+                answers.append(RESCHEDULE)
+            else:
+                end = at + message["n"]
+                answers.append(self._response(request, message, outputs[at:end]))
+                at = end
+        return answers
+
+    def _later_answer(self, number: int, request: InferRequest) -> Tensors | InferenceError | LaterAnswer:
+        """Return the answer of a request that the model left to its response sender."""
+        answer = self._open.leave_open(number, request)
+        return self._lost_error() if answer is None else answer
+
+    def _response(
+        self, request: InferRequest, message: Mapping[str, Any], tensors: list[WireTensor]
+    ) -> Tensors | InferenceError:
+        if "error" in message:
+            return error_of(message["error"])
+        return self._reader.outputs(request.outputs, request.rows, tensors, message.get("p"))
+
+    def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Outcome]:
+        """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
+        error = self._lost_error()
+        return [error if is_open else None for is_open in self._open.lose(numbered)]
+
+    def _lost_error(self) -> InferenceError:
+        return UnavailableError(
+            f"the process of model {self._model.name!r} ended before its final response; send the request again"
+        )
+
+    def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        """On the thread of the runner's events."""
+        if header["k"] == "is_cancelled":
+            request = self._open.find(header["number"])
+            self._copy.reply({"call": header["call"], "cancelled": request is None or request.cancelled}, [])
+        elif header["k"] == "respond":
+            self._respond(header, tensors)
+        else:
+            self._copy.handle(header, tensors)
+
+    def _respond(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        number, final, message = header["number"], bool(header["final"]), header.get("response")
+        if not self._model.is_decoupled:
+            if message is not None:
+                self._respond_once(number, message, tensors)
+            return
+        request = self._open.receiver(number, final=final)
+        if request is None or request.respond is None:
+            return
+        response = None if message is None else self._response(request, message, tensors)
+        self._services.connected().soon(_Delivery(request, request.respond, response, final=final))
+
+    def _respond_once(self, number: int, message: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        """The one response of a request, from its response sender, which may come before the reply of `execute` or after it."""
+        request = self._open.find(number)
+        if request is None:
+            return
+        response = self._response(request, message, tensors)
+        later = self._open.respond(number, response)
+        if later is not None:
+            self._services.connected().soon(partial(later.give, response))
+
+    def _ended(self) -> None:
+        """The runner has gone: requests that it should still answer fail."""
+        self._copy.stop()
+        caller = self._copy.calls.caller
+        left, later = self._open.end(set() if caller is None else set(map(id, caller.requests)))
+        if self._services.calls is None:
+            return
+        for answer in later:
+            self._services.calls.soon(partial(answer.give, self._lost_error()))
+        if self._model.is_decoupled:
+            for request in left:
+                self._services.calls.soon(_Failure(request, self._lost_error()))
+
+    def give_up(self) -> None:
+        """Kill the process."""
+        self._runner.kill()
+
+    def close(self) -> None:
+        """Let the model finalize within FINALIZE_S, and end the process."""
+        limit = threading.Timer(FINALIZE_S, self._runner.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._runner.call({"k": "finalize"})
+        except ChildFailedError as error:
+            about = {"model": self._model.label, "trace": error.trace}
+            logger.error("%s: %s", self._model.label, error, extra=about)  # noqa: TRY400  (the trace is the child's)
+        except InstanceLostError:
+            about = {"model": self._model.label}
+            logger.warning("%s: its process has ended before the model could finalize", self._model.label, extra=about)
+        finally:
+            limit.cancel()
+        self._runner.kill()
+
+
+class _Delivery:
+    """Gives one response of a decoupled model to its request, on the event loop."""
+
+    def __init__(
+        self, request: InferRequest, respond: Respond, response: Tensors | InferenceError | None, *, final: bool
+    ) -> None:
+        self._request = request
+        self._respond = respond
+        self._response = response
+        self._final = final
+
+    def __call__(self) -> None:
+        if self._response is not None and not self._request.cancelled:
+            self._respond(self._response, self._final)
+        if self._final:
+            self._request.finish({})
+
+
+class _Failure:
+    """Fails a request, on the event loop."""
+
+    def __init__(self, request: InferRequest, error: InferenceError) -> None:
+        self._request = request
+        self._error = error
+
+    def __call__(self) -> None:
+        self._request.finish(self._error)

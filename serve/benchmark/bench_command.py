@@ -1,0 +1,322 @@
+"""`halfserve bench`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from halfserve.option_groups import takes_option_groups
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
+from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
+from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
+from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
+from halfserve.serve.benchmark.load.spec import Arrivals
+from halfserve.serve.benchmark.load_target import RequestSettings
+from halfserve.serve.benchmark.measurement import Goal, Measurement
+from halfserve.serve.benchmark.report_files import report_writers
+from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
+from halfserve.serve.benchmark.tables import ProgressBar, tables
+from halfserve.serve.client.channel_settings import CLUSTER
+from halfserve.serve.client.cli.connection_options import ADDRESS, AsJson, Credentials
+from halfserve.serve.client.cli.display import PipedConsole, printable
+from halfserve.serve.client.cli.inputs import InputArgumentError, read_inputs
+from halfserve.serve.client.errors import ClientError
+
+LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cannot represent infinity
+DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
+EXIT_CODES: dict[type[Exception], int] = {
+    BenchmarkArgumentError: 2,
+    InputArgumentError: 2,
+    BenchmarkError: 1,
+    ClientError: 1,
+    OSError: 1,
+}
+SETUP_TIMEOUT_S = 10.0  # least time limit of the calls that prepare the load
+TERMINATED_EXIT_CODE = 143  # 128 + SIGTERM, as shells report it
+SAME_S = 0.5
+
+
+def _finite(number: float | None) -> float | None:
+    if number is not None and not number <= LARGEST:
+        raise typer.BadParameter(f"expected a number up to {LARGEST:.0f}, not {number:g}")
+    return number
+
+
+_load = partial(typer.Option, rich_help_panel="Load")
+_comparing = partial(typer.Option, rich_help_panel="Searching and comparing")
+_requests = partial(typer.Option, rich_help_panel="Requests")
+_report = partial(typer.Option, rich_help_panel="Report")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchArguments:
+    """Options of `halfserve bench`."""
+
+    address: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the server's gRPC port, or cluster://HOST:PORT,... for all members of a cluster.",
+            rich_help_panel="Connection",
+        ),
+    ] = ADDRESS
+    credentials: Credentials
+    version: Annotated[str, _requests(help="The model's version; without it, the server's choice.")] = ""
+    concurrency: Annotated[
+        str | None, _load(help=f"Requests in flight: 1,4,16 or 1:64:x2. Without it {DEFAULT_CONCURRENCIES}.")
+    ] = None
+    rate: Annotated[str | None, _load(help="Requests per second instead, sent whether earlier ones are answered or not.")] = (
+        None
+    )
+    arrivals: Annotated[Arrivals, _load(help="How the requests of a rate follow each other.")] = "poisson"
+    seconds: Annotated[float, _load(help="Length of each level, or of a window of it.", callback=_finite, min=0.01)] = 2.0
+    requests: Annotated[int | None, _load(help="End each level after so many requests instead.", min=1)] = None
+    until_stable: Annotated[
+        bool, _load("--until-stable", help="Measure windows of --seconds until three agree within 10 %.")
+    ] = False
+    warmup: Annotated[float, _load(help="Seconds of unmeasured load before each level.", callback=_finite, min=0)] = 0.5
+    max_latency_ms: Annotated[
+        float | None,
+        _comparing(help="Find the highest load that keeps --percentile within this.", callback=_finite, min=0.001),
+    ] = None
+    percentile: Annotated[float, _comparing(help="Of the latency, to be kept or stable.", callback=_finite, min=1, max=100)] = (
+        99.0
+    )
+    goodput_ms: Annotated[
+        float | None, _comparing(help="Count what is answered within this too.", callback=_finite, min=0.001)
+    ] = None
+    against: Annotated[
+        list[str] | None, _comparing(help="HOST:PORT/MODEL, or MODEL of the same server, to compare with, in turn.")
+    ] = None
+    rounds: Annotated[int, _comparing(help="Rounds of a comparison.", min=1)] = 5
+    batch_size: Annotated[str, _requests(help="Rows per request: 1 or 1,8,32.")] = "1"
+    shape: Annotated[
+        list[str] | None, _requests(help="NAME:SIZES without the batch size, for variable sizes; several take turns.")
+    ] = None
+    parameter: Annotated[list[str] | None, _requests(help="NAME=VALUE of every request, such as priority=1.")] = None
+    inputs: Annotated[list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None
+    data: Annotated[str, _requests(help="Other inputs: random, zeros, or FILE.npz.")] = "random"
+    streaming: Annotated[bool, _requests("--streaming", help="Over ModelStreamInfer.")] = False
+    shared_memory: Annotated[
+        Literal["none", "system", "cuda"],
+        _requests(help="Leave tensors in memory that the server reads: the system's, or the first CUDA device's."),
+    ] = "none"
+    processes: Annotated[
+        int | None, _load(help="Processes that generate the load; without it, what the machine gives.", min=1)
+    ] = None
+    connections: Annotated[
+        int | None, _load(help="To the server, more where these are full; without it, one per process.", min=1)
+    ] = None
+    timeout: Annotated[float, _load(help="Deadline of each request, in seconds.", callback=_finite, min=0.001)] = 30.0
+    output: Annotated[Path | None, _report(help="Write the figures to this JSON file.")] = None
+    csv: Annotated[Path | None, _report(help="Write a line per level to this CSV file.")] = None
+    html: Annotated[Path | None, _report(help="Write one page with tables and plots.")] = None
+    hgrm: Annotated[Path | None, _report(help="Write latency distributions as HdrHistogram's text.")] = None
+    plot: Annotated[Path | None, _report(help="Draw throughput and latency into this PNG file.")] = None
+    as_json: AsJson = False
+
+    def campaign(self, models: Sequence[str]) -> Campaign:
+        """Build the measurements that the options describe.
+
+        Raises:
+            BenchmarkArgumentError: an option is malformed, or options exclude each other.
+            InputArgumentError: an input or a credential cannot be read.
+        """
+        given, zeros = self._data()
+        most = default_processes()
+        processes = self.processes or min(most, self.connections or most)
+        goal = None if self.max_latency_ms is None else Goal(percent=self.percentile, max_ms=self.max_latency_ms)
+        campaign = Campaign(
+            address=self.address,
+            models=models,
+            against=[_against(text, self.address) for text in self.against or []],
+            loads=self._loads(),
+            how=Measurement(
+                seconds=None if self.requests else self.seconds,
+                requests=self.requests,
+                until_stable=self.until_stable,
+                warmup_s=self.warmup,
+                timeout_s=self.timeout,
+                arrivals=self.arrivals,
+                connections=self.connections or processes,
+                percent=self.percentile,
+                goodput_ms=self.goodput_ms,
+            ),
+            options=RequestSettings(
+                shapes=parse_shapes(self.shape or []),
+                given=given,
+                zeros=zeros,
+                parameters=parse_parameters(self.parameter or []),
+                version=self.version,
+                streaming=self.streaming,
+                shared_memory=None if self.shared_memory == "none" else self.shared_memory,
+                processes=processes,
+                timeout_s=max(self.timeout, SETUP_TIMEOUT_S),
+                tls=self.credentials.tls(),
+                token=self.credentials.token(),
+                metadata=self.credentials.metadata(),
+            ),
+            batch_sizes=parse_concurrencies(self.batch_size, "--batch-size"),
+            goal=goal,
+            rounds=self.rounds,
+            command=_command(sys.argv[1:]),
+        )
+        _check(campaign)
+        return campaign
+
+    def _loads(self) -> list[Load]:
+        if self.rate is not None:
+            if self.concurrency is not None:
+                raise BenchmarkArgumentError("--concurrency and --rate are two kinds of load; expected one of them")
+            return [Load(rate=number) for number in parse_rates(self.rate)]
+        text = self.concurrency or ("1" if self.max_latency_ms is not None else DEFAULT_CONCURRENCIES)
+        return [Load(concurrency=number) for number in parse_concurrencies(text)]
+
+    def _data(self) -> tuple[dict[str, object], bool]:
+        """The inputs given by name, and whether all other inputs are zeros."""
+        inputs, data = self.inputs or [], self.data
+        if data in ("random", "zeros"):
+            return read_inputs(inputs), data == "zeros"
+        if not data.endswith(".npz"):
+            raise BenchmarkArgumentError(f"--data {data}: expected random, zeros or the name of a .npz file")
+        try:
+            return read_inputs([*inputs, data]), False
+        except InputArgumentError as error:
+            raise BenchmarkArgumentError(str(error).replace(f"--input {data}:", f"--data {data}:")) from None
+
+
+@takes_option_groups
+def bench(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The model; requests go to several in turn.")],
+    *,
+    arguments: BenchArguments,
+) -> None:
+    """Measure a server's throughput and latency under rising load.
+
+    Without --input and --data, the requests hold random numbers in the model's shape, the same ones in every run.
+    Latency at a --rate counts from when a request was to be sent, so a server that stalls cannot hide it.
+    --max-latency-ms searches between the lowest and the highest load given; a single load is doubled until it fails.
+
+    Example: halfserve bench digits --concurrency 1,4,16,64 --output bench.json --html bench.html
+
+    Example: halfserve bench digits --rate 500 --max-latency-ms 5
+
+    Example: halfserve bench digits --against digits_fp32
+    """
+    campaign = arguments.campaign(models)
+    with sigterm_as_interrupt():
+        _run(campaign, arguments)
+
+
+def _run(campaign: Campaign, arguments: BenchArguments) -> None:
+    given = ("output", "csv", "html", "hgrm", "plot")
+    writers = report_writers({f"--{name}": getattr(arguments, name) for name in given})
+    with ProgressBar() as bar:
+        report, ending = carry_out(campaign, bar)
+    if report.levels:
+        for write in writers:
+            write(report)
+        _show(report, as_json=arguments.as_json)
+    if ending is not None:
+        raise ending
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command line, without the values of headers: a password must not get into a report."""
+    shown = [
+        re.sub(r":.*", ":...", argument, flags=re.DOTALL) if before == "--header" else argument
+        for before, argument in pairwise(["", *arguments])
+    ]
+    return shlex.join(["halfserve", *(re.sub(r"(?s)^(--header=[^:]*:).*", r"\1...", argument) for argument in shown)])
+
+
+def _against(text: str, address: str) -> tuple[str, str]:
+    """(address, model) from an --against option."""
+    scheme = CLUSTER if text.startswith(CLUSTER) else ""
+    place, slash, model = text.removeprefix(scheme).partition("/")
+    if not slash and text:
+        return address, text
+    if ":" not in place or not model:
+        raise BenchmarkArgumentError(f"--against {text}: expected HOST:PORT/MODEL, or MODEL of the same server")
+    return scheme + place, model
+
+
+def _check(campaign: Campaign) -> None:
+    """Raise for options that exclude each other."""
+    asked, least = campaign.how.connections, campaign.options.processes
+    most = MAX_CONNECTIONS * least
+    if asked > most:
+        raise BenchmarkArgumentError(
+            f"--connections {asked}: expected at most {most}, {MAX_CONNECTIONS} for each of --processes"
+        )
+    if asked < least:
+        raise BenchmarkArgumentError(f"--connections {asked}: expected {least} at least, one for each of --processes")
+    several = len(campaign.batch_sizes) > 1
+    if campaign.how.until_stable and campaign.how.requests is not None:
+        raise BenchmarkArgumentError("--until-stable and --requests both say when to end; expected one of them")
+    if campaign.goal and (campaign.against or several):
+        raise BenchmarkArgumentError("--max-latency-ms searches on one server with one --batch-size; leave the others out")
+    if campaign.against and (several or len(campaign.models) > 1):
+        raise BenchmarkArgumentError("--against compares one model with one --batch-size; expected one of each")
+
+
+def _show(report: BenchmarkReport, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), allow_nan=False))
+    else:
+        console = PipedConsole()
+        for table in tables(report):
+            console.print(table)
+        for line in report.failures():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if report.goal and report.best:
+            level = report.best
+            console.print(f"{report.goal.text}: up to {level.load.text}, {level.requests_per_second:,.0f} requests/s")
+    for line in report.doubts():
+        typer.echo(printable(line), err=True)
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block at SIGTERM, but only once if the signal comes twice. Use it in the main thread only.
+
+    `timeout` signals its child and then the whole group, which includes the child, so the second signal is not a new request.
+
+    Raises:
+        SystemExit: SIGTERM ended the block (143).
+    """
+    terminated, raised_s = False, -SAME_S
+
+    def interrupt(number: int, _: object) -> None:
+        nonlocal terminated, raised_s
+        now_s = time.monotonic()
+        if now_s - raised_s < SAME_S:
+            return
+        terminated, raised_s = terminated or number == signal.SIGTERM, now_s
+        raise KeyboardInterrupt
+
+    # A signal that is ignored (nohup, a background job) stays ignored.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if terminated:
+            sys.exit(TERMINATED_EXIT_CODE)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

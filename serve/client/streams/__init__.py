@@ -1,0 +1,1 @@
+"""Streams of inference requests over one call."""

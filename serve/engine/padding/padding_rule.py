@@ -1,0 +1,107 @@
+"""The rule of a model's padding: which axes of its inputs may be padded, with which values, and where its outputs are cut."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+EXPECTED = "expected inputs with axis and value, then outputs, such as 'input_ids[1]=0 attention_mask[1]=0 -> hidden[1]'"
+_INPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]=(?P<value>\S+)")
+_OUTPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedInput:
+    """An input that may be padded.
+
+    Attributes:
+        name: name of the input.
+        axes: axes that are as long as the request; 0 is the batch dimension.
+        value: value of the padding.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingRule:
+    """The rule that `halfserve.padding` contains. All axes in it have the same size in one request, which is its length.
+
+    Attributes:
+        inputs: padded inputs, in the order of the text.
+        cut: (output, axis) pairs whose axes are as long as the request, where answers are cut.
+    """
+
+    inputs: tuple[PaddedInput, ...]
+    cut: tuple[tuple[str, int], ...] = ()
+
+
+def parse_padding_rule(text: str) -> PaddingRule:
+    """Read the text of `halfserve.padding`.
+
+    Raises:
+        ValueError: the text is not a rule; the message gives the expected form.
+    """
+    before, _, after = text.partition("->")
+    inputs: dict[str, PaddedInput] = {}
+    for part in before.split():
+        found = _INPUT.fullmatch(part)
+        if found is None:
+            raise ValueError(f"{EXPECTED}; {part!r} is no input with axis and value")
+        name, axis, value = found["name"], _axis(part, found["axis"]), _value(part, found["value"])
+        other = inputs.get(name)
+        if other is not None and (other.value != value or axis in other.axes):
+            raise ValueError(f"{EXPECTED}; {name!r} is given twice")
+        inputs[name] = PaddedInput(name=name, axes=(*(other.axes if other else ()), axis), value=value)
+    if not inputs:
+        raise ValueError(EXPECTED)
+    cut: list[tuple[str, int]] = []
+    for part in after.split():
+        found = _OUTPUT.fullmatch(part)
+        if found is None:
+            raise ValueError(f"{EXPECTED}; {part!r} is no output with axis")
+        place = (found["name"], _axis(part, found["axis"]))
+        if place in cut:
+            raise ValueError(f"{EXPECTED}; {part!r} is given twice")
+        cut.append(place)
+    return PaddingRule(inputs=tuple(inputs.values()), cut=tuple(cut))
+
+
+def _axis(part: str, text: str) -> int:
+    if not int(text):
+        raise ValueError(f"{EXPECTED}; {part!r} names axis 0, which is the batch dimension")
+    return int(text)
+
+
+def _value(part: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{EXPECTED}; {part!r} has no number as its value") from None
+    return value
+
+
+def rising_lengths(text: str) -> tuple[int, ...]:
+    """Read the text of `halfserve.padding_buckets`.
+
+    Raises:
+        ValueError: the text is not a list of lengths in rising order.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    lengths = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
+    if 0 in lengths or sorted(set(lengths)) != lengths:
+        raise ValueError("expected lengths in rising order, such as '16,32,64,128'")
+    return tuple(lengths)
+
+
+def whole(text: str) -> int:
+    """Parse a whole number of 1 or more.
+
+    Raises:
+        ValueError: the text is not such a number.
+    """
+    if not (text.isascii() and text.isdigit()) or not int(text):
+        raise ValueError("expected a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,210 @@
+"""POST /v2/models/<model>/classify: classes of a picture file, with scores, in the form of Hugging Face's image classification.
+
+See https://huggingface.co/docs/inference-providers/tasks/image-classification.
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.errors import (
+    FailedPreconditionError,
+    InferenceError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.picture_inputs import LACKING
+from halfserve.serve.http.error_forms import InputError
+from halfserve.serve.http.infer_route import inference_entry, joined, named, record_refusal
+from halfserve.serve.http.request_body import BodyReader, memory_held
+from halfserve.serve.http.responses import JSON_TYPE
+from halfserve.serve.http.routes import MODEL, VERSION
+from halfserve.serve.http.tasks.classification import softmax
+from halfserve.serve.http.tasks.row_requests import RowRequests, Vector, time_left_s, vector_of
+from halfserve.serve.http.tasks.text_bodies import Content, read_content, shown, text_field, whole_field
+from halfserve.serve.http.tasks.text_endpoint import json_rows, sigmoid
+from halfserve.serve.http.tasks.tokenized_models import labels_of, task_of
+from halfserve.serve.http.tasks.tokenizing import TokenizerThreads
+from halfserve.serve.protocol.service import Service
+
+IMAGE_CLASSIFICATION: Final = "image-classification"
+TOP: Final = 5  # classes of an answer, where a request does not say how many
+FUNCTIONS: Final[Mapping[str, Callable[[Vector], Vector]]] = {
+    "sigmoid": sigmoid,
+    "softmax": softmax,
+    "none": lambda logits: logits,
+}
+LONG_PIXELS: Final = 2**20  # decoded in 10 to 30 ms
+DATA_URL: Final = "data:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedPicture:
+    """Content of a classification request.
+
+    Attributes:
+        data: an encoded picture.
+        top: the number of classes that are wanted.
+        function: name in FUNCTIONS of the function that makes scores; None for the model's own.
+    """
+
+    data: bytes
+    top: int = TOP
+    function: str | None = None
+
+
+class PictureRoutes:
+    """The routes that classify pictures. They are decoded on the threads that tokenize, in the turns of their clients."""
+
+    def __init__(self, service: Service, bodies: BodyReader, threads: TokenizerThreads) -> None:
+        self._service = service
+        self._bodies = bodies
+        self._threads = threads
+
+    def routes(self) -> list[Route]:
+        return [Route(f"{path}/classify", self.classify, methods=["POST"]) for path in (MODEL, VERSION)]
+
+    async def classify(self, request: Request) -> Response:
+        """The best classes of a picture: the body is a picture file, or JSON with one in base64.
+
+        Raises:
+            InferenceError: the picture is wrong, or the request was refused or failed.
+            ClientDisconnect: the client has gone.
+        """
+        name, version = named(request)
+        try:
+            model = self._service.core.model(name, version)
+            asked = await self._asked(request)
+            input_name, preparation = _picture_input(model)
+            pixels = await self._pixels(request, asked.data, preparation)
+        except InferenceError as error:
+            record_refusal(self._service, request, error, name, version)
+            raise
+        except ClientDisconnect:
+            gone = ModelInferRequest(model_name=name, model_version=version).SerializeToString()
+            inference_entry(self._service, request).gone(gone)
+            raise
+        rows = RowRequests(
+            inference_entry(self._service, request),
+            _PixelMessages(model, version, input_name),
+            [pixels],
+            1,
+            memory_held(request),
+            time_left_s(request),
+        )
+        (message,) = await rows.gather(request)
+        logits = vector_of(message, model.name)
+        function = asked.function or _function_of(model, len(logits))
+        body = json_rows(_best(FUNCTIONS[function](logits), labels_of(model, len(logits)), asked.top))
+        self._bodies.hold_answer(request, len(body))
+        return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
+
+    async def _asked(self, request: Request) -> AskedPicture:
+        body = await self._bodies.read(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "multipart/form-data":
+            raise UnsupportedError("the body is a form, expected the picture file itself (curl --data-binary @FILE)")
+        if kind != JSON_TYPE:
+            return AskedPicture(data=body)
+        memory_held(request).grow(2 * len(body))  # the text, and the bytes that it stands for
+        return await self._bodies.understand(body, lambda body: _read_json(read_content(body)))
+
+    async def _pixels(self, request: Request, data: bytes, preparation: PicturePreparation) -> NDArray[np.uint8]:
+        try:
+            picture = await self._bodies.understand(data, EncodedPicture)
+            size = picture.memory_bytes(preparation)
+            _require_room(picture, size, self._bodies.budget_bytes)
+            is_long = picture.width * picture.height > LONG_PIXELS
+            return await self._threads.done(request, size, partial(picture.pixels, preparation), is_long=is_long)
+        except PictureError as error:
+            raise InvalidArgumentError(f"the picture {error}") from None
+        except ImportError:
+            raise UnsupportedError(f"encoded pictures are not taken here: {LACKING}") from None
+
+
+@dataclass(frozen=True)
+class _PixelMessages:
+    """Makes the request of one picture."""
+
+    model: Model
+    version: str
+    input_name: str
+
+    def message(self, row: NDArray[np.uint8]) -> bytes:
+        head = ModelInferRequest(model_name=self.model.name, model_version=self.version)
+        head.inputs.add(name=self.input_name, datatype="UINT8", shape=[1, *row.shape])
+        head.outputs.add(name=next(iter(self.model.outputs)))
+        return joined(head, [row.tobytes()])
+
+
+def _picture_input(model: Model) -> tuple[str, PicturePreparation]:
+    """The input that takes pictures, and how they are prepared.
+
+    Raises:
+        InvalidArgumentError: the model is for another task.
+        FailedPreconditionError: nothing says how its pictures are prepared.
+    """
+    task = task_of(model)
+    if task != IMAGE_CLASSIFICATION:
+        found = task or "no task that its configuration names"
+        raise InvalidArgumentError(f"model {model.name!r} is for {found}, expected one for {IMAGE_CLASSIFICATION}")
+    if not model.pictures:
+        raise FailedPreconditionError(
+            f"model {model.name!r} has no preprocessing.json, which says how pictures are scaled and cut; export it again, or "
+            f"send pixels to /v2/models/{model.name}/infer"
+        )
+    return next(iter(model.pictures.items()))
+
+
+def _require_room(picture: EncodedPicture, size: int, budget_bytes: int) -> None:
+    if size > budget_bytes:
+        raise PictureError(
+            f"has {picture.width} by {picture.height} pixels, which take {size >> 20} MiB while they are decoded, expected at "
+            f"most {budget_bytes >> 20} MiB; send a smaller one, or start the server with a larger --max-buffered-mib"
+        )
+
+
+def _read_json(content: Content) -> AskedPicture:
+    """A body of Hugging Face: {"inputs": base64, "parameters": {"top_k": 5, "function_to_apply": "softmax"}}."""
+    text = text_field(content, "inputs")
+    if text.startswith(DATA_URL):
+        text = text.partition(",")[2]
+    try:
+        data = b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(f"'inputs' is {shown(text)}, expected the bytes of a picture in base64", param="inputs") from None
+    parameters: Any = content.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise InputError(f"'parameters' is {shown(parameters)}, expected an object", param="parameters")
+    function = parameters.get("function_to_apply")
+    if function is not None and function not in FUNCTIONS:
+        raise InputError(
+            f"'function_to_apply' is {shown(function)}, expected one of {', '.join(FUNCTIONS)}", param="function_to_apply"
+        )
+    return AskedPicture(data=data, top=whole_field(parameters, "top_k") or TOP, function=function)
+
+
+def _function_of(model: Model, count: int) -> str:
+    """Return the name in FUNCTIONS of a model's score function, as transformers' pipeline chooses it."""
+    is_each_alone = own_parameter(model.config, "halfserve.label_scores") == "sigmoid" or count == 1
+    return "sigmoid" if is_each_alone else "softmax"
+
+
+def _best(scores: Vector, labels: Any, count: int) -> list[dict[str, Any]]:
+    order = np.argsort(-scores, kind="stable")[:count]
+    return [{"label": labels[index], "score": float(scores[index])} for index in order]

@@ -1,0 +1,134 @@
+"""Options of the models that a server loads, and of where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfserve.files.object_storage import is_url
+from halfserve.serve.engine.backend import Trust
+from halfserve.serve.model_control.control_options import ControlMode, ControlOptions
+from halfserve.serve.storage.storage_options import DEFAULT_GIB, ObjectStorage, default_folder
+
+_models = partial(typer.Option, rich_help_panel="Models")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Options of loading models, of object storage, and of trust in a repository's code."""
+
+    model_control: Annotated[
+        ControlMode,
+        _models(
+            help="Which models are served: what PATH holds at the start (none), at any time (poll), "
+            "or what RepositoryModelLoad asks for (explicit)."
+        ),
+    ] = ControlOptions.mode
+    load_model: Annotated[
+        list[str] | None,
+        _models(help="Model to load at the start with --model-control explicit; may be repeated, '*' is all."),
+    ] = None
+    poll_seconds: Annotated[float, _models(min=0.1, help="Seconds between two looks with --model-control poll.")] = (
+        ControlOptions.poll_interval_s
+    )
+    warm_up_seconds: Annotated[float, _models(min=0, help="Time for trying out a model's batch sizes before it serves.")] = (
+        ControlOptions.warm_up_budget_s
+    )
+    load_seconds: Annotated[
+        float,
+        _models(
+            min=1,
+            max=86400,
+            help="Time for loading a model version and trying it out; if that hangs, it is refused, and others can be loaded.",
+        ),
+    ] = ControlOptions.load_limit_s
+    keep_going: Annotated[bool, _models("--keep-going", help="Start with the models that can be served where one cannot.")] = (
+        ControlOptions.keep_going
+    )
+    model_uploads: Annotated[
+        bool,
+        _models(
+            "--model-uploads", help="Let load requests bring ONNX models and label files along (--model-control explicit)."
+        ),
+    ] = ControlOptions.uploads
+    storage_folder: Annotated[
+        Path | None,
+        _models(
+            help="Folder for copies of models from object storage; by default ~/.cache/halfserve/storage. Servers share it.",
+            show_default=False,
+        ),
+    ] = None
+    storage_gib: Annotated[
+        float, _models(min=0.001, help="GiB that it may take; what no server uses makes room for what one needs.")
+    ] = DEFAULT_GIB
+    trust_torch_archives: Annotated[
+        bool,
+        _models(
+            "--trust-torch-archives",
+            help="Serve .pt2 files of PATH too. This trusts everybody who writes there: such a file can run any code as this "
+            "user.",
+        ),
+    ] = Trust.torch_archives
+    trust_custom_operators: Annotated[
+        bool,
+        _models(
+            "--trust-custom-operators",
+            help="Load the libraries of PATH that models name in model_operations. This trusts everybody who writes there: a "
+            "library can run any code as this user. The package onnxruntime-extensions needs no option.",
+        ),
+    ] = Trust.custom_operators
+    trust_python_models: Annotated[
+        bool,
+        _models(
+            "--trust-python-models",
+            help="Serve Python models (model.py) of PATH too. This trusts everybody who writes there: they run as this user.",
+        ),
+    ] = Trust.python_models
+
+    def __post_init__(self) -> None:
+        if (self.load_model or self.model_uploads) and self.model_control is not ControlMode.EXPLICIT:
+            raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
+
+    def control(self, *, certificate_key: Path | None, lame_duck_s: float) -> ControlOptions:
+        """Selection and loading of models."""
+        return ControlOptions(
+            mode=self.model_control,
+            load_at_start=tuple(self.load_model or ()),
+            poll_interval_s=self.poll_seconds,
+            keep_going=self.keep_going,
+            uploads=self.model_uploads,
+            warm_up_budget_s=self.warm_up_seconds,
+            load_limit_s=self.load_seconds,
+            certificate_key=certificate_key,
+            lame_duck_s=lame_duck_s,
+        )
+
+    def trust(self) -> Trust:
+        """Permission for code of the repository."""
+        return Trust(
+            torch_archives=self.trust_torch_archives,
+            python_models=self.trust_python_models,
+            custom_operators=self.trust_custom_operators,
+        )
+
+    def first_place(self, path: str) -> Path | ObjectStorage:
+        """Location of the first repository or model file."""
+        if is_url(path):
+            folder = self.storage_folder or default_folder()
+            return ObjectStorage(url=path, folder=folder, max_bytes=int(self.storage_gib * 2**30))
+        if self.storage_folder is not None:
+            raise typer.BadParameter(f"--storage-folder is for object storage, and {path} is on this disk; leave it out")
+        return Path(path)
+
+
+def more_places(path: str, more_paths: Sequence[str]) -> tuple[Path, ...]:
+    """Locations of further repositories, where the first one is on this disk too."""
+    for one in (path, *more_paths):
+        if more_paths and is_url(one):
+            raise typer.BadParameter(f"{one} is in object storage, which is the only PATH then; start a server for each")
+    return tuple(map(Path, more_paths))

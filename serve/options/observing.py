@@ -1,0 +1,57 @@
+"""Options of the log, the access log and traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfserve.serve.log_handler import LineFormat
+from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions, TraceLevel
+
+_observing = partial(typer.Option, rich_help_panel="Observing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observing:
+    """Options of what a server writes about its requests."""
+
+    access_log: Annotated[
+        AccessLog, _observing(help="Requests to log as JSON lines; sampled: every error and some answers.")
+    ] = ObserveOptions.access_log
+    access_log_file: Annotated[Path | None, _observing(help="File of the access log; standard error without one.")] = (
+        ObserveOptions.access_log_file
+    )
+    access_log_every: Annotated[int, _observing(min=1, help="Of sampled answers, one in so many.")] = (
+        ObserveOptions.access_log_every
+    )
+    log_format: Annotated[
+        LineFormat, _observing(help="The log's lines: text, or JSON objects; json prints the ready line as JSON too.")
+    ] = LineFormat.TEXT
+    trace_to: Annotated[
+        str,
+        _observing(
+            help="Traces: 'otlp' (OTEL_* variables say where), a file of OpenTelemetry's JSON, or triton:FILE in Triton's.",
+            show_default=False,
+        ),
+    ] = ObserveOptions.trace_to
+    trace_level: Annotated[
+        TraceLevel, _observing(help="OFF traces nothing until a client changes the trace settings.", case_sensitive=False)
+    ] = ObserveOptions.trace_level
+    trace_rate: Annotated[int, _observing(min=1, help="One request in so many is traced, unless its caller decides.")] = (
+        ObserveOptions.trace_rate
+    )
+    trace_count: Annotated[int, _observing(min=-1, help="Number of traces after which no more are made; -1 is no limit.")] = (
+        ObserveOptions.trace_count
+    )
+    trace_log_frequency: Annotated[
+        int, _observing(min=0, help="Traces in one file before the next: FILE.0, FILE.1, and so on; 0 puts all in FILE.")
+    ] = ObserveOptions.trace_log_frequency
+
+    def observe(self, process: int | None) -> ObserveOptions:
+        """Access log and traces of the process with this number; None if it is the only one."""
+        given = {name: value for name, value in vars(self).items() if name != "log_format"}
+        return ObserveOptions(process=process, **given)

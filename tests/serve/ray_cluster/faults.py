@@ -1,0 +1,374 @@
+"""Faults of a cluster under load, and the time until it is restored."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness.models import STEPS, save_models
+from halfserve import Client, ClientError, RetryPolicy
+from halfserve.serve.client.errors import Repeat
+from tests.serve.faults.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip
+from tests.serve.faults.soaking.tally import Tally
+from tests.serve.ray_cluster.machines import (
+    CONTROLLER,
+    RAYLET,
+    REPLICA,
+    SERVER,
+    Machines,
+    kill_all,
+    machines,
+    processes_of,
+    serving,
+    until,
+)
+from tests.serve.ray_cluster.network import Host, Network, missing
+
+MEMBERS = 2
+COUNTED = 30_000  # steps of the counting model, which take about 30 ms
+ANSWERS = 200  # answers that clients receive between two faults
+WORKS: dict[str, Work] = {"affine": ask_affine, "flip": ask_flip}  # request makers by model; clients use them in turn
+RETRIES = RetryPolicy(retries=8, wait_for_server=True)
+OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
+UNREPORTED_S = 1.0  # age after which a member's counts are in a report, as there is one each half second
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedRetries(RetryPolicy):
+    """Records the model of each request that a server may have answered, but whose answer did not arrive."""
+
+    model: str
+    not_come: list[str]
+
+    def spends(self, error: ClientError) -> int:
+        if error.repeat is not Repeat.SAFE:  # a safe request was not computed
+            self.not_come.append(self.model)
+        return super().spends(error)
+
+
+@dataclass
+class Restored:
+    """Time until the cluster was restored, in seconds."""
+
+    seconds: float = 0.0
+
+
+@dataclass
+class Cluster:
+    """A cluster with room for one member per machine, and clients that send requests continuously.
+
+    Attributes:
+        machines: machines, of which the first is Ray's head and has no room for a member.
+        repository: repository of the models in `benchmarks.harness.models`.
+        tally: results of the requests, by model.
+        not_come: models of requests that a server may have answered, but whose answer did not arrive.
+        known: addresses of members, the most recently seen first.
+        isolated: machine that may have an old directory and is not asked.
+        upgrades: number of times that all members were replaced.
+        unreported: right answers by model in the UNREPORTED_S before a machine was lost with its member's counts.
+    """
+
+    machines: Machines
+    repository: Path
+    tally: Tally = field(default_factory=Tally)
+    not_come: list[str] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
+    isolated: Host | None = None
+    upgrades: int = 0
+    unreported: Counter[str] = field(default_factory=Counter)
+
+    def serving(self) -> dict[str, str]:
+        """Addresses of the members that serve, by id."""
+        found = serving([address for address in self.known if self.isolated is None or not self.isolated.has(address)])
+        self.known = [*found.values(), *(address for address in self.known if address not in found.values())]
+        return found
+
+    def run(self, *options: str) -> None:
+        """Deploy the cluster, or change its deployment."""
+        printed = self.machines.done("run", str(self.repository), "--detach", "--first-port", "0", *options)
+        self.known += printed.strip().rpartition("cluster://")[2].split(",")
+
+    @contextmanager
+    def restored(self) -> Iterator[Restored]:
+        """Wait after the block until there are as many members as before it, at least one of them new."""
+        before, restored, began_s = self.serving(), Restored(), time.monotonic()
+        yield restored
+        until(lambda: len(found := self.serving()) == len(before) and set(found) - set(before), "new member")
+        restored.seconds = time.monotonic() - began_s
+
+    def wait_for_answers(self) -> None:
+        """Wait until the clients have received answers, so that the cluster is in use at the next fault."""
+        enough = self.tally.answered().total() + ANSWERS
+        until(lambda: self.tally.answered().total() >= enough, "answers")
+
+    @contextmanager
+    def clients(self, count: int) -> Iterator[None]:
+        """Clients that send one request after the other and check every answer; they end with the block."""
+        stop = threading.Event()
+        address = f"cluster://{','.join(self.known)}"
+        threads = [threading.Thread(target=_ask, args=(address, seed, stop, self)) for seed in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            self.wait_for_answers()
+            yield
+            self.wait_for_answers()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+@contextmanager
+def idle_cluster(folder: Path) -> Iterator[Cluster]:
+    """Start a cluster with room for one more member; where possible, each machine can be cut off from the network."""
+    save_models(folder)
+    with machines([0, *[1] * (MEMBERS + 1)], apart=True, redis=True) as found:
+        cluster = Cluster(found, folder)
+        cluster.run("--replicas", str(MEMBERS), "--", *OPTIONS)
+        yield cluster
+
+
+@contextmanager
+def cluster_under_load(folder: Path, clients: int = 4) -> Iterator[Cluster]:
+    """Start a cluster like `idle_cluster`, with clients."""
+    with idle_cluster(folder) as cluster, cluster.clients(clients):
+        yield cluster
+
+
+def _ask(address: str, seed: int, stop: threading.Event, cluster: Cluster) -> None:
+    random, tally = np.random.default_rng(seed), cluster.tally
+    model, work = list(WORKS.items())[seed % len(WORKS)]
+    retries = CountedRetries(retries=RETRIES.retries, wait_for_server=True, model=model, not_come=cluster.not_come)
+    with Client(address, timeout_s=TIMEOUT_S, retries=retries) as client:
+        while not stop.is_set():
+            try:
+                work(client, random, tally)
+            except ClientError as error:
+                tally.fault(f"{error.code}: {error}")
+
+
+def kill_server(cluster: Cluster) -> float:
+    """Send SIGKILL to one server's process."""
+    with cluster.restored() as restored:
+        cluster.machines.kill(SERVER)
+    return restored.seconds
+
+
+def kill_replica(cluster: Cluster) -> float:
+    """Send SIGKILL to one of Ray Serve's replicas, which ends its server too."""
+    with cluster.restored() as restored:
+        cluster.machines.kill(REPLICA)
+    return restored.seconds
+
+
+def kill_machine(cluster: Cluster) -> float:
+    """Kill all processes of a machine at once, for good; then another machine joins."""
+    before = cluster.tally.answered()
+    time.sleep(UNREPORTED_S)
+    with cluster.restored() as restored:
+        kill_all(cluster.machines.place(SERVER)[1])
+        cluster.unreported += cluster.tally.answered() - before
+    cluster.machines.start(1)
+    return restored.seconds
+
+
+def cut_off(cluster: Cluster) -> float:
+    """Cut a machine off completely, until its member is replaced."""
+    return _isolate(cluster, _network(cluster).cut)
+
+
+def cut_off_from_machines(cluster: Cluster) -> float:
+    """Cut a machine off from Ray's head and other machines, but not from clients, until its member is replaced."""
+    return _isolate(cluster, _network(cluster).cut_from_machines, serves=True)
+
+
+def _isolate(cluster: Cluster, cut: Callable[[Host], AbstractContextManager[None]], *, serves: bool = False) -> float:
+    """Cut a machine off until its member is replaced; then check that its processes have ended, and restart Ray there."""
+    found, serve = cluster.machines, cluster.serving().values()
+    members = {mark: address for mark in found.nodes for address in serve if found.host(mark).has(address)}
+    controller = found.place(CONTROLLER)[1]  # it continues there alone, beside its replacement
+    mark = controller if controller in members else next(iter(members))
+    address, host = members[mark], found.host(mark)
+    with ExitStack() as isolated:
+        with cluster.restored() as restored:
+            isolated.enter_context(cut(host))
+            cluster.isolated = host
+        if serves:
+            with Client(address, timeout_s=TIMEOUT_S) as client:
+                ask_affine(client, np.random.default_rng(), cluster.tally)
+    until(lambda: not [*processes_of(mark, SERVER), *processes_of(mark, RAYLET)], "end of what was cut off")
+    kill_all(mark)  # some programs of Ray do not notice the loss
+    cluster.isolated = None
+    found.start(1, mark)
+    until(
+        lambda: len(now := cluster.serving()) == MEMBERS and address not in now.values(),
+        "as many members as wanted",
+    )
+    return restored.seconds
+
+
+def restart_head(cluster: Cluster) -> float:
+    """Kill all processes of Ray's head at once, and restart it; it is restored when it knows all members."""
+    head, began_s = cluster.machines.nodes[0], time.monotonic()
+    kill_all(head)
+    cluster.machines.start(0, head)
+
+    def is_back() -> bool:
+        asked = cluster.machines.run("status", "--json")
+        status = {} if asked.returncode else json.loads(asked.stdout)
+        return status.get("running") == len(status.get("members", ())) == MEMBERS and not status["is_recovering"]
+
+    until(is_back, "head")
+    return time.monotonic() - began_s
+
+
+def _network(cluster: Cluster) -> Network:
+    if cluster.machines.network is None:
+        raise SystemExit(f"machines cannot be cut off here: network namespaces need {missing()}")
+    return cluster.machines.network
+
+
+def kill_controller(cluster: Cluster) -> float:
+    """Send SIGKILL to the controller; it is restored when a member answers for the whole cluster."""
+    cluster.machines.kill(CONTROLLER)
+    began_s = time.monotonic()
+
+    def answers() -> bool:
+        try:
+            with Client(cluster.known[0], timeout_s=2, retries=0) as client:
+                return bool(client.models())
+        except ClientError:
+            return False
+
+    until(answers, "controller")
+    return time.monotonic() - began_s
+
+
+def reload_models(cluster: Cluster) -> float:
+    """Reload all models, at one member first."""
+    began_s = time.monotonic()
+    cluster.machines.done("reload")
+    return time.monotonic() - began_s
+
+
+def replace_members(cluster: Cluster) -> float:
+    """Replace members by ones with other options, each of which starts before an old one leaves."""
+    before, began_s = set(cluster.serving()), time.monotonic()
+    cluster.upgrades += 1
+    cluster.run("--replicas", str(MEMBERS), "--", *OPTIONS, "--max-queue-size", str(1000 + cluster.upgrades))
+    until(lambda: len(found := cluster.serving()) == MEMBERS and not before & set(found), "new members")
+    return time.monotonic() - began_s
+
+
+FAULTS: dict[str, Callable[[Cluster], float]] = {
+    "server killed": kill_server,
+    "replica killed": kill_replica,
+    "machine killed": kill_machine,
+    "machine cut off": cut_off,
+    "machine cut off from machines": cut_off_from_machines,
+    "controller killed": kill_controller,
+    "head restarted": restart_head,
+    "models reloaded": reload_models,
+    "members replaced": replace_members,
+}
+
+
+def left_out(cluster: Cluster) -> dict[str, str]:
+    """Faults that cannot be caused on this machine, with the reason."""
+    found = {}
+    if cluster.machines.network is None:
+        found = dict.fromkeys(("machine cut off", "machine cut off from machines"), f"network namespaces need {missing()}")
+    if not cluster.machines.redis:
+        found["head restarted"] = "the program redis-server is not installed"
+    return found
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Counts of one model's answers by the clients and by the cluster.
+
+    Attributes:
+        clients: right answers received.
+        cluster: successes in ModelStatistics.
+        not_come: answers that may have been sent but did not arrive; the cluster may count each of them in addition.
+        lost: answers just before machines were lost; the cluster may lack each of them.
+    """
+
+    clients: int
+    cluster: int
+    not_come: int
+    lost: int
+
+    @property
+    def difference(self) -> int:
+        """Excess of the cluster's count."""
+        return self.cluster - self.clients
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the counts agree within the uncertainty."""
+        return -self.lost <= self.difference <= self.not_come
+
+
+def sums(cluster: Cluster) -> dict[str, Sums]:
+    """Compare the counts by model while no client sends requests.
+
+    First a member is started on each machine: it finds the counts of servers that were killed there with their replicas.
+    """
+    cluster.machines.done("scale", str(MEMBERS + 1))
+    until(lambda: len(cluster.serving()) == MEMBERS + 1, "a member on each machine")
+    answered, not_come = cluster.tally.answered(), Counter(cluster.not_come)
+    with Client(cluster.known[0], timeout_s=TIMEOUT_S, retries=RETRIES) as client:
+        successes = {model: sum(one.inference_stats.success.count for one in client.statistics(model)) for model in answered}
+    return {
+        model: Sums(count, successes[model], not_come[model], cluster.unreported[model]) for model, count in answered.items()
+    }
+
+
+def scale_up(cluster: Cluster, clients: int = 8) -> tuple[float, float]:
+    """Apply load that one member cannot carry until there are two; then none until there is one again.
+
+    Returns:
+        Seconds until a second member serves, and seconds until it has left.
+    """
+    cluster.run("--replicas", f"1:{MEMBERS}", "--scale-down-seconds", "10", "--", *OPTIONS)
+    until(lambda: len(cluster.serving()) == 1, "a single member")
+    stop = threading.Event()
+    address = f"cluster://{','.join(cluster.known)}"
+    threads = [threading.Thread(target=_count, args=(address, stop, cluster.tally)) for _ in range(clients)]
+    began_s = time.monotonic()
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: len(cluster.serving()) == MEMBERS, "more members under load")
+        up_s = time.monotonic() - began_s
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    began_s = time.monotonic()
+    until(lambda: len(cluster.serving()) == 1, "fewer members without load")
+    return up_s, time.monotonic() - began_s
+
+
+def _count(address: str, stop: threading.Event, tally: Tally) -> None:
+    """Keep a member's models computing."""
+    with Client(address, timeout_s=TIMEOUT_S, retries=RETRIES) as client:
+        while not stop.is_set():
+            try:
+                began = time.monotonic()
+                answer = client.infer(STEPS, {"n": np.array([COUNTED], np.int64)})
+                if answer["y"].tolist() != [COUNTED]:
+                    tally.fault(f"counted to {answer['y']}")
+                tally.right(STEPS, began)
+            except ClientError as error:
+                tally.fault(f"{error.code}: {error}")
