@@ -85,9 +85,9 @@ class LocalCluster(Fleet):
             ask(self.client(killed))
             os.kill(killed.pid, signal.SIGKILL)
             watch.until(lambda found: killed.address not in found)
+        self.stop(killed)
         with pytest.raises(AgentError, match="has ended: SIGKILL"):
             killed.check()
-        self.stop(killed)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
