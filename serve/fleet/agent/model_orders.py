@@ -13,7 +13,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, NotFoundError, UnavailableError
 from halfserve.serve.fleet.agent.server_link import ServerLink
 from halfserve.serve.fleet.control.reports import ModelOrder
-from halfserve.serve.fleet.member.cluster_service import LOAD, UNLOAD
+from halfserve.serve.fleet.member.shared_rpcs import LOAD, UNLOAD
 from halfserve.serve.protocol.status import status_name
 
 logger = logging.getLogger(__name__)

@@ -82,6 +82,8 @@ class Reporting:
             await self._look_at_server()
             if self._answers or self._is_leaving:  # a stuck server leaves the cluster until it answers again
                 report = self._report()
+                if self._answers:
+                    self.meter.take(report.models, report.compute_slots, self.heard_s)
                 orders = await self._exchange(report)
                 if orders is not None:
                     self._has_taken(report, orders)
@@ -118,7 +120,6 @@ class Reporting:
             self._answers = False
             return
         self._answers, self.heard_s = True, time.monotonic()
-        self.meter.take(self._state, self.heard_s)
 
     def _report(self) -> Report:
         if time.monotonic() - self._looked_s > LEFT_S:

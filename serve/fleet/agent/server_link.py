@@ -11,12 +11,9 @@ from google.protobuf import empty_pb2, wrappers_pb2
 from google.protobuf.message import Message
 
 from halfserve.protos.agent_pb2 import Answer, MemberState, Question
-from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.fleet.member.agent_questions import ANSWER, QUESTIONS
 from halfserve.serve.fleet.member.cluster_member import PUBLISH, SOCKET, STATE
-from halfserve.serve.fleet.member.process_service import READ_COUNTERS
-from halfserve.serve.fleet.member.siblings import OPTIONS, SUFFIX
-from halfserve.serve.protocol.status import error_of
+from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, READ_COUNTERS, SUFFIX, answered_error
 
 M = TypeVar("M", bound=Message)
 QUERY_S = 2.0  # time limit of calls that take the server milliseconds
@@ -28,7 +25,7 @@ class ServerLink:
 
     def __init__(self, folder: Path) -> None:
         """Connect to the server that shares this folder."""
-        self._channel = grpc.aio.insecure_channel(f"unix:{folder / SOCKET}{SUFFIX}", OPTIONS)
+        self._channel = grpc.aio.insecure_channel(f"unix:{folder / SOCKET}{SUFFIX}", CHANNEL_OPTIONS)
 
     async def state(self) -> MemberState:
         """Read the models that the server serves, and its counters."""
@@ -54,7 +51,7 @@ class ServerLink:
             async for question in call(empty_pb2.Empty()):
                 yield question
         except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
+            raise answered_error(error) from None
 
     async def answer(self, answer: Answer) -> None:
         """Send the answer to one of the server's questions."""
@@ -65,12 +62,8 @@ class ServerLink:
         try:
             answer: bytes = await self._channel.unary_unary(path)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
+            raise answered_error(error) from None
         return answer
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-def _error(error: grpc.aio.AioRpcError) -> InferenceError:
-    return error_of(error.code().value[0], str(error.details()))

@@ -15,7 +15,7 @@ from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE, VARIABLE, Ha
 
 logger = logging.getLogger(__name__)
 
-SERVE_ROOT = Path(__file__).parents[3]  # folder that contains the package `serve`
+PACKAGE_ROOT = Path(__file__).parents[4]  # folder that contains the package `halfserve`
 NOT_STARTED_CODE = 126  # shells' exit code for a program that cannot be started
 HINTS = {
     signal.SIGKILL: "; out of memory, or by hand",
@@ -114,7 +114,7 @@ def start_worker(
 def program(module: str) -> list[str]:
     """The command that runs a module of this installation."""
     # -P: modules in the current folder must not hide ours, unless it is the folder that contains ours.
-    safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
+    safe = [] if Path.cwd() == PACKAGE_ROOT else ["-P"]
     return [sys.executable, *safe, "-m", module]
 
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfserve.protos.agent_pb2 import MemberState, ModelState
+from halfserve.serve.fleet.control.reports import NOTHING, ModelReport
 
-LOAD_S = 2.0
+LOAD_S = 2.0  # loads are averaged over at least this time
 COMPUTES = 0.1  # share of all compute time; the queue of a model below this share is no reason to add members
 CONFIRM_S = 2.0  # high compute load must last this long before members are added; queues and refusals act at once
 DRAIN_S = 5.0  # time in which the added members are to work off an overlong queue
@@ -127,35 +127,63 @@ def _bounded(count: int, options: ScalingOptions) -> int:
     return max(options.least, min(count, options.most))
 
 
-class LoadMeter:
-    """Computes a server's load from its states of the last LOAD_S seconds.
+@dataclass(frozen=True, kw_only=True)
+class ModelLoad:
+    """Recent load of a model, at one member or summed over several.
 
     Attributes:
-        load: current load.
+        requests_s: requests answered per second.
+        compute: average number of batches that compute concurrently.
     """
 
-    def __init__(self) -> None:
-        self.load = MemberLoad()
-        self._states: deque[tuple[float, MemberState]] = deque()
+    requests_s: float = 0.0
+    compute: float = 0.0
 
-    def take(self, state: MemberState, now_s: float) -> None:
-        """Take in a server's state, read at `now_s` on time.monotonic()'s clock."""
-        self._states.append((now_s, state))
-        while len(self._states) > 2 and self._states[1][0] <= now_s - LOAD_S:
-            self._states.popleft()
-        then_s, then = self._states[0]
-        spent_ns = (now_s - then_s) * 1e9 * max(1, state.compute_slots)
-        pairs = [(one, then.models.get(name, ModelState())) for name, one in state.models.items()]
-        requests = sum(now.requests - before.requests for now, before in pairs)
-        refusals = sum(now.refusals - before.refusals for now, before in pairs)
-        compute_ns = sum(now.compute_ns - before.compute_ns for now, before in pairs)
+    def __add__(self, other: ModelLoad) -> ModelLoad:
+        return ModelLoad(requests_s=self.requests_s + other.requests_s, compute=self.compute + other.compute)
+
+
+class LoadMeter:
+    """Computes loads of a member and of its models from its reports of the last LOAD_S seconds."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, int, Mapping[str, ModelReport]]] = deque()
+
+    def take(self, models: Mapping[str, ModelReport], compute_slots: int, now_s: float) -> None:
+        """Take in the member's models and compute slots, as read at `now_s` on a monotonic clock."""
+        self._reports.append((now_s, compute_slots, models))
+        while len(self._reports) > 2 and self._reports[1][0] <= now_s - LOAD_S:
+            self._reports.popleft()
+
+    @property
+    def load(self) -> MemberLoad:
+        """Load of the member."""
+        if not self._reports:
+            return MemberLoad()
+        (then_s, _, then), (now_s, slots, now) = self._reports[0], self._reports[-1]
+        spent_ns = (now_s - then_s) * 1e9 * max(1, slots)
+        pairs = [(one, then.get(name, NOTHING)) for name, one in now.items()]
+        requests = sum(after.requests - before.requests for after, before in pairs)
+        refusals = sum(after.refusals - before.refusals for after, before in pairs)
+        compute_ns = sum(after.compute_ns - before.compute_ns for after, before in pairs)
         queues_s = [
-            (now.queue_ns - before.queue_ns) / 1e9 / (now.requests - before.requests)
-            for now, before in pairs
-            if now.requests > before.requests and now.compute_ns - before.compute_ns >= COMPUTES * compute_ns
+            (after.queue_ns - before.queue_ns) / 1e9 / (after.requests - before.requests)
+            for after, before in pairs
+            if after.requests > before.requests and after.compute_ns - before.compute_ns >= COMPUTES * compute_ns
         ]
-        self.load = MemberLoad(
+        return MemberLoad(
             busy=compute_ns / spent_ns if spent_ns else 0.0,
             queue_s=max(queues_s, default=0.0),
             refused=refusals / (requests + refusals) if refusals else 0.0,
+        )
+
+    def model_load(self, name: str) -> ModelLoad:
+        """Load of one of its models."""
+        (then_s, _, then), (now_s, _, now) = self._reports[0], self._reports[-1]
+        if now_s == then_s:
+            return ModelLoad()
+        before, after = then.get(name, NOTHING), now.get(name, NOTHING)
+        return ModelLoad(
+            requests_s=(after.requests - before.requests) / (now_s - then_s),
+            compute=(after.compute_ns - before.compute_ns) / 1e9 / (now_s - then_s),
         )

@@ -7,9 +7,10 @@ from typing import Any
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.fleet.control.member_record import MemberRecord, ModelLoad
+from halfserve.serve.fleet.control.autoscaling import ModelLoad
+from halfserve.serve.fleet.control.member_record import MemberRecord
 from halfserve.serve.fleet.control.reports import ModelOrder
-from halfserve.serve.fleet.member.merging import STATES
+from halfserve.serve.fleet.member.shared_rpcs import STATES
 
 ModelIndex = pb.RepositoryIndexResponse.ModelIndex
 ShallServe = Callable[[MemberRecord, str], bool]
@@ -70,7 +71,7 @@ def cluster_status(
 
 
 def _member(record: MemberRecord, now: float) -> dict[str, Any]:
-    load, report = record.load(), record.report
+    load, report = record.meter.load, record.report
     return {
         "id": record.id,
         "machine": report.machine,
@@ -89,7 +90,7 @@ def _member(record: MemberRecord, now: float) -> dict[str, Any]:
 
 
 def _model(name: str, order: ModelOrder | None, members: Sequence[MemberRecord], shall_serve: ShallServe) -> dict[str, Any]:
-    load = sum((record.model_load(name) for record in members), ModelLoad())
+    load = sum((record.meter.model_load(name) for record in members), ModelLoad())
     versions = _versions(name, order, [record for record in members if shall_serve(record, name)])
     return {
         "name": name,

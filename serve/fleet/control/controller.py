@@ -24,17 +24,24 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.fleet.control.autoscaling import MemberLoad
 from halfserve.serve.fleet.control.cluster_index import cluster_index, cluster_status
-from halfserve.serve.fleet.control.cluster_memory import ClusterMemory
-from halfserve.serve.fleet.control.ended_counters import added
+from halfserve.serve.fleet.control.cluster_memory import ClusterMemory, added
 from halfserve.serve.fleet.control.member_record import MemberRecord
 from halfserve.serve.fleet.control.member_table import MemberTable
 from halfserve.serve.fleet.control.model_rollout import ModelRollout, carried_out
-from halfserve.serve.fleet.control.placed_models import PlacedModels
+from halfserve.serve.fleet.control.placement import PlacedModels
 from halfserve.serve.fleet.control.reports import LEASE_S, REPORT_S, Orders, Report
 from halfserve.serve.fleet.member.member_counters import MemberCounters
-from halfserve.serve.fleet.member.process_service import LOG_SETTINGS, OTHER_COMMANDS, TRACE_SETTING
+from halfserve.serve.fleet.member.shared_rpcs import (
+    INDEX,
+    LOAD,
+    LOG_SETTINGS,
+    OTHER_COMMANDS,
+    READY,
+    STATISTICS,
+    TRACE_SETTING,
+    UNLOAD,
+)
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
-from halfserve.serve.protocol.service import SERVICE
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +86,11 @@ class Controller:
         self._counters_number = 0
         self._sums: deque[asyncio.Task[MemberCounters]] = deque()  # the sum in progress, and the one after it
         self._calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
-            f"/{SERVICE}/RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
-            f"/{SERVICE}/RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load_request),
-            f"/{SERVICE}/RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload_request),
-            f"/{SERVICE}/ModelStatistics": (pb.ModelStatisticsRequest, self._statistics),
-            f"/{SERVICE}/ModelReady": (pb.ModelReadyRequest, self._model_ready),
+            INDEX: (pb.RepositoryIndexRequest, self._index),
+            LOAD: (pb.RepositoryModelLoadRequest, self._load_request),
+            UNLOAD: (pb.RepositoryModelUnloadRequest, self._unload_request),
+            STATISTICS: (pb.ModelStatisticsRequest, self._statistics),
+            READY: (pb.ModelReadyRequest, self._model_ready),
             TRACE_SETTING: (pb.TraceSettingRequest, partial(self._change_settings, TRACE_SETTING)),
             LOG_SETTINGS: (pb.LogSettingsRequest, partial(self._change_settings, LOG_SETTINGS)),
         }
@@ -160,7 +167,7 @@ class Controller:
 
     def loads(self) -> dict[str, MemberLoad]:
         """Load of each member that is not leaving, by id; the input of autoscaling."""
-        return {record.id: record.load() for record in self._members.values() if not record.is_leaving}
+        return {record.id: record.meter.load for record in self._members.values() if not record.is_leaving}
 
     def drain(self, member: str) -> None:
         """Have a member refuse new requests, answer the accepted ones, and leave, once other members serve its models.

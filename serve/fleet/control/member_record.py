@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halfserve.protos import cluster_pb2
-from halfserve.serve.fleet.control.autoscaling import MemberLoad
-from halfserve.serve.fleet.control.ended_counters import estimate
-from halfserve.serve.fleet.control.reports import ModelReport, Orders, Report
-
-WINDOW_S = 2.0  # loads are averaged over at least this time
-NOTHING = ModelReport()  # stands for a model that the member does not know
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelLoad:
-    """Recent load of a model, at one member or summed over several.
-
-    Attributes:
-        requests_s: requests answered per second.
-        compute: average number of batches that compute concurrently.
-    """
-
-    requests_s: float = 0.0
-    compute: float = 0.0
-
-    def __add__(self, other: ModelLoad) -> ModelLoad:
-        return ModelLoad(requests_s=self.requests_s + other.requests_s, compute=self.compute + other.compute)
+from halfserve.serve.fleet.control.autoscaling import LoadMeter
+from halfserve.serve.fleet.control.cluster_memory import estimate
+from halfserve.serve.fleet.control.reports import NOTHING, ModelReport, Orders, Report
 
 
 @dataclass(kw_only=True)
@@ -56,6 +36,7 @@ class MemberRecord:
         failed: names of the models whose last order failed.
         published: names of the models that the last directory lists for it.
         profile: the part of its report that other members and clients depend on; compared to detect changes.
+        meter: measures the load of the member and of its models.
         drains: whether the member was asked to leave.
         hands_over_until: time, in seconds of the controller's clock, until which the member keeps answering unless other
             members serve its models earlier; None while it is not leaving, and once it may leave.
@@ -71,11 +52,11 @@ class MemberRecord:
         self.failed: frozenset[str] = frozenset()
         self.published: frozenset[str] = frozenset()
         self.profile: object = None
+        self.meter = LoadMeter()
         self.drains = False
         self.hands_over_until: float | None = None
         self.given = Given(generations={})
         self._counters_models: Mapping[str, ModelReport] = {}
-        self._history: deque[tuple[float, Report]] = deque()
         self._poll: asyncio.Future[bool] | None = None
 
     @property
@@ -109,9 +90,7 @@ class MemberRecord:
         self.served = frozenset(name for name, model in report.models.items() if model.is_served)
         self.failed = frozenset(name for name, model in report.models.items() if model.error)
         self.profile = (report.grpc_address, report.http_address, report.is_draining, self.served, self.failed)
-        self._history.append((now, report))
-        while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
-            self._history.popleft()
+        self.meter.take(report.models, report.compute_slots, now)
         if report.counters is not None and report.counters_number >= self.counters_number:
             self.counters, self.counters_number, self._counters_models = report.counters, report.counters_number, report.models
 
@@ -128,35 +107,6 @@ class MemberRecord:
             http_address=self.report.http_address,
             state=states.SERVING if self.takes_requests else states.DRAINING,
             models=sorted(self.served),
-        )
-
-    def load(self) -> MemberLoad:
-        """Load of the member over the window."""
-        (began, first), (ended, last) = self._history[0], self._history[-1]
-        computed = queued = answered = failed = refused = 0
-        for name, now in last.models.items():
-            then = first.models.get(name, NOTHING)
-            computed += now.compute_ns - then.compute_ns
-            queued += now.queue_ns - then.queue_ns
-            answered += now.requests - then.requests
-            failed += now.failures - then.failures
-            refused += now.refusals - then.refusals
-        asked, slots_ns = answered + failed + refused, (ended - began) * 1e9 * max(last.compute_slots, 1)
-        return MemberLoad(
-            busy=computed / slots_ns if slots_ns else 0.0,
-            queue_s=queued / answered / 1e9 if answered else 0.0,
-            refused=refused / asked if asked else 0.0,
-        )
-
-    def model_load(self, name: str) -> ModelLoad:
-        """Load of one of its models over the window."""
-        (began, first), (ended, last) = self._history[0], self._history[-1]
-        if ended == began:
-            return ModelLoad()
-        then, now = first.models.get(name, NOTHING), last.models.get(name, NOTHING)
-        return ModelLoad(
-            requests_s=(now.requests - then.requests) / (ended - began),
-            compute=(now.compute_ns - then.compute_ns) / 1e9 / (ended - began),
         )
 
     async def wait(self, limit_s: float) -> bool:

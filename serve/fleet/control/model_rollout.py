@@ -20,7 +20,7 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.fleet.control.cluster_memory import ClusterMemory
 from halfserve.serve.fleet.control.member_record import MemberRecord
 from halfserve.serve.fleet.control.member_table import MemberTable
-from halfserve.serve.fleet.control.placed_models import PlacedModels
+from halfserve.serve.fleet.control.placement import PlacedModels
 from halfserve.serve.fleet.control.reports import ModelOrder
 
 logger = logging.getLogger(__name__)

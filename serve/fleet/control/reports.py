@@ -40,6 +40,9 @@ class ModelReport:
     compute_ns: int = 0
 
 
+NOTHING = ModelReport()  # stands for a model that the member does not know
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Report of an agent about its server.

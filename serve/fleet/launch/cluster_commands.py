@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -205,9 +206,7 @@ def status(name: Name = NAME, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    from halfserve.serve.fleet.launch.status_tables import print_status  # noqa: PLC0415  (imports rich)
-
-    print_status(name, found)
+    _print_status(name, found)
 
 
 @cluster.command()
@@ -356,3 +355,36 @@ def proxy(
 
 def _say(line: str) -> None:
     typer.echo(f"halfserve cluster: {line}", err=True)
+
+
+def _print_status(name: str, status: Mapping[str, Any]) -> None:
+    """Print a summary line, and one table each of members and models."""
+    from rich import box  # noqa: PLC0415  (takes long to import)
+    from rich.table import Column, Table  # noqa: PLC0415  (as above)
+
+    from halfserve.serve.client.cli.display import PipedConsole  # noqa: PLC0415  (imports rich)
+
+    console, members = PipedConsole(), status["members"]
+    line = f"{name}: " + ("1 member" if len(members) == 1 else f"{len(members)} members")
+    if "wanted" in status:
+        line += f", {status['running']} of {status['wanted']} replicas run ({status['replicas']} asked for), {status['status']}"
+        line += ", which wait for room" if status["lacks_room"] else ""
+    console.print(line, soft_wrap=True)
+    if status.get("message"):
+        console.print(status["message"], soft_wrap=True)
+    texts = [Column(heading, no_wrap=True) for heading in ("member", "gRPC", "state")]
+    numbers = [Column(heading, justify="right", no_wrap=True) for heading in ("models", "busy\n%", "queue\nms", "refused\n%")]
+    table = Table(*texts, *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for one in members:
+        load = f"{one['busy'] * 100:.0f}", f"{one['queue_s'] * 1000:.2f}", f"{one['refused'] * 100:.1f}"
+        table.add_row(one["id"], one["grpc_address"], one["state"], str(len(one["models"])), *load)
+    console.print(table)
+    texts = [Column("model", overflow="fold"), *(Column(heading, no_wrap=True) for heading in ("version", "state"))]
+    numbers = [Column(heading, justify="right", no_wrap=True) for heading in ("members", "req/s")]
+    reason = Column("reason", overflow="fold")
+    table = Table(*texts, *numbers, reason, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for one in status["models"]:
+        for each in one["versions"]:
+            shown = f"{len(one['members'])}/{len(members)}", f"{one['requests_s']:,.0f}"
+            table.add_row(one["name"], each["version"], each["state"], *shown, each["reason"])
+    console.print(table)

@@ -25,8 +25,7 @@ from ray.serve.api import RunTarget
 from ray.serve.context import _get_global_client
 
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterArguments, ClusterError
-from halfserve.serve.fleet.launch.ray_application import DEPLOYMENT, OF_SCALING, SHUTDOWN_S, build
-from halfserve.serve.fleet.launch.ray_controller import NAMESPACE, find_controller
+from halfserve.serve.fleet.launch.ray_application import DEPLOYMENT, NAMESPACE, OF_SCALING, SHUTDOWN_S, build, find_controller
 
 LOCAL = "local"  # value of RAY_ADDRESS that makes Ray start
 CONNECT_S = 5.0

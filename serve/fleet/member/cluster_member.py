@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import empty_pb2, wrappers_pb2
+from google.protobuf import empty_pb2
 from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
@@ -25,24 +23,19 @@ from halfserve.serve.fleet.member.cluster_service import ClusterService
 from halfserve.serve.fleet.member.forwarder import Forwarder
 from halfserve.serve.fleet.member.handover import Handover
 from halfserve.serve.fleet.member.lasting_counters import LastingCounters
-from halfserve.serve.fleet.member.process_service import READ_COUNTERS, TRACE_SETTING
-from halfserve.serve.fleet.member.siblings import Siblings
+from halfserve.serve.fleet.member.member_counters import keep_written
+from halfserve.serve.fleet.member.member_socket import MemberSocket
+from halfserve.serve.fleet.member.shared_rpcs import TRACE_SETTING
 from halfserve.serve.protocol.rpcs import one_message
 from halfserve.serve.protocol.service import Service, StreamMethod, UnaryMethod
-from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.security import PortSecurity
 from halfserve.serve.security.tls import ServerTls
-from halfserve.serve.transports.listener import ConnectionLimit, LogThrottle
-from halfserve.serve.transports.transport import Transport, TransportName, make_transport
+from halfserve.serve.transports.listener import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
 SOCKET = "server"  # name of the socket in the folder, without the suffix
 STATE, PUBLISH = "/halfserve.Member/State", "/halfserve.Member/Publish"
-KEEP_S = 5.0  # interval between two writes of the counters that are only approximate
 LIST_S = 5.0  # interval between two listings of the repository, which may be in object storage
-CLOSE_S = 0.5
-AGENT_BYTES = 2**32  # memory limit for messages of the agent, which may contain models' files
 
 
 class ClusterMember:
@@ -51,17 +44,13 @@ class ClusterMember:
     def __init__(self, given: Handover, core: InferenceCore, tls: ServerTls | None) -> None:
         """Create a member that does not listen for its agent yet; for `tls` see `Forwarder`."""
         self._folder = Path(given.folder)
-        # The lock shows other agents that this server is alive, and systemd-tmpfiles that the folder is in use.
-        self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._held, fcntl.LOCK_SH)
         self._core = core
         self._slots = 0 if core.slots is None else core.slots.free  # all slots are free, as no model is loaded yet
         self._counters = LastingCounters(self._folder, core)
         self._agent = AgentQuestions()
         self._forwarder = Forwarder(given.member, core, tls)
         self._cluster = ClusterService(self._agent, self._forwarder)
-        self._sockets = Siblings(self._folder, SOCKET)
-        self._transport: Transport | None = None
+        self._socket = MemberSocket(self._folder, SOCKET)
         self._tasks: list[asyncio.Task[None]] = []
         self._sizes: dict[Model, int] = {}
         core.figures.readings["processes"] = lambda: 1  # summed over the members
@@ -73,19 +62,19 @@ class ClusterMember:
     async def join(self, service: Service) -> None:
         """Listen for the agent, and have the service answer for the cluster; see `Membership.join`."""
         own = Service(self._core, server_version=service.server_version, beside=service)
-        own.streams[READ_COUNTERS] = StreamMethod(empty_pb2.Empty, one_message(self._read_counters))
         own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
         own.streams[PUBLISH] = StreamMethod(Directory, one_message(self._cluster.publish), is_large=True)
         own.unary[TRACE_SETTING] = UnaryMethod(pb.TraceSettingRequest, partial(_set_traces, service))
         self._agent.add_to(own)
-        guard, budget = PortSecurity(socket=self._folder), MemoryBudget(AGENT_BYTES)
-        self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, [self._sockets.listen()], budget=budget)
-        await self._transport.start()
+        await self._socket.listen(own, self._counters.counters)
         self._follow()
         self._core.on_change(self._follow)
         service.spread = self._cluster.spread
         service.spread(service)
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._list_models())]
+        self._tasks = [
+            asyncio.create_task(keep_written(self._counters.sums, self._counters.write)),
+            asyncio.create_task(self._list_models()),
+        ]
 
     async def all_here(self) -> None: ...
 
@@ -103,17 +92,11 @@ class ClusterMember:
                 await self._counters.write()
         self._agent.close()
         await self._forwarder.close()
-        await self._sockets.close()
-        if self._transport is not None:
-            await self._transport.stop(CLOSE_S)
-        os.close(self._held)
+        await self._socket.close()
 
     def _follow(self) -> None:
         self._counters.follow()
         self._sizes = {model: self._sizes.get(model) or _size(model) for model in self._core.models()}
-
-    async def _read_counters(self, _: Any) -> Message:
-        return wrappers_pb2.BytesValue(value=(await self._counters.counters()).to_bytes())
 
     async def _state(self, _: Any) -> MemberState:
         core = self._core
@@ -140,19 +123,6 @@ class ClusterMember:
         while True:
             await self._core.refresh()
             await asyncio.sleep(LIST_S)
-
-    async def _keep(self) -> None:
-        throttle = LogThrottle(logger.warning)
-        before: dict[str, object] = {}
-        while True:
-            await asyncio.sleep(KEEP_S)
-            now: dict[str, object] = dict(self._counters.sums())
-            if now != before:
-                before = now
-                try:
-                    await self._counters.write()
-                except OSError as error:
-                    throttle.say("the counters cannot be kept for the cluster: %s", error)
 
 
 def _set_traces(service: Service, request: pb.TraceSettingRequest) -> Message:

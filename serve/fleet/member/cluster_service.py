@@ -22,13 +22,16 @@ from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.engine.errors import NotFoundError, UnavailableError
 from halfserve.serve.fleet.member.agent_questions import AgentQuestions
 from halfserve.serve.fleet.member.forwarder import Forwarder
-from halfserve.serve.fleet.member.process_service import (
+from halfserve.serve.fleet.member.shared_rpcs import (
     INDEX,
+    LOAD,
     LOG_SETTINGS,
     READY,
     STATISTICS,
     TRACE_SETTING,
+    UNLOAD,
     Local,
+    answer_for_all,
     local_method,
     only,
     request_class,
@@ -37,7 +40,6 @@ from halfserve.serve.protocol.rpcs import RECHECK_S, Answer, Health, one_message
 from halfserve.serve.protocol.service import SERVICE, Headers, LimitedService, Service, StreamMethod
 
 WATCH = "/halfserve.Cluster/Watch"
-LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
 DESCRIPTIONS: dict[str, type[Message]] = {
     f"/{SERVICE}/ModelMetadata": pb.ModelMetadataResponse,
     f"/{SERVICE}/ModelConfig": pb.ModelConfigResponse,
@@ -73,17 +75,17 @@ class ClusterService:
 
     def spread(self, service: Service) -> None:
         """Have a service answer for all members."""
-        self._replace(service, LOAD, self._load)
-        self._replace(service, UNLOAD, self._unload)
-        self._replace(service, STATISTICS, self._statistics)
-        self._replace(service, INDEX, self._index)
-        self._replace(service, READY, self._model_ready)
+        answer_for_all(service, LOAD, partial(self._load, service))
+        answer_for_all(service, UNLOAD, partial(self._unload, service))
+        answer_for_all(service, STATISTICS, partial(self._statistics, service))
+        answer_for_all(service, INDEX, partial(self._index, service))
+        answer_for_all(service, READY, partial(self._model_ready, service))
         local_check, watch = local_method(service, Health.CHECK_PATH), service.streams[Health.WATCH_PATH]
-        self._replace(service, Health.CHECK_PATH, self._check_health)
+        answer_for_all(service, Health.CHECK_PATH, partial(self._check_health, service))
         watched = partial(self._watch_health, service, local_check, watch.answer)
         service.streams[Health.WATCH_PATH] = replace(watch, answer=watched)
         for path in (TRACE_SETTING, LOG_SETTINGS):
-            self._replace(service, path, partial(self._change_settings, path))
+            answer_for_all(service, path, partial(self._change_settings, path))
         for path in DESCRIPTIONS:
             described = partial(self._describe, service, path, local_method(service, path))
             method = StreamMethod(request_class(service, path), one_message(partial(described, {})))
@@ -92,13 +94,6 @@ class ClusterService:
         service.streams[WATCH] = StreamMethod(WatchRequest, partial(self._watch, service))
         service.exposition = partial(self._exposition, service)
         service.inference_with = partial(self._forwarder.inference, service)
-
-    def _replace(self, service: Service, path: str, answer: Callable[[Service, Local, Any], Awaitable[Message]]) -> None:
-        """Replace a method by `answer`, which gets the service, the service's own method, and the request."""
-        request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
-        whole = one_message(partial(answer, service, local_method(service, path)))
-        service.unary.pop(path, None)
-        service.streams[path] = StreamMethod(request, whole, is_large=is_large)
 
     async def _load(self, service: Service, _: Local, request: pb.RepositoryModelLoadRequest) -> Message:
         if not service.may_see(request.model_name):
@@ -110,7 +105,7 @@ class ClusterService:
             raise NotFoundError(f"model {request.model_name!r} is not loaded; RepositoryIndex lists what is")
         return await self._agent.ask(UNLOAD, request, pb.RepositoryModelUnloadResponse)
 
-    async def _change_settings(self, path: str, _: Service, local: Local, request: Any) -> Message:
+    async def _change_settings(self, path: str, local: Local, request: Any) -> Message:
         answer: Message = await local(request)  # first here: a refused request does not reach the other members
         if request.settings:
             await self._agent.ask(path, request, type(answer))

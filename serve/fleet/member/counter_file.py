@@ -111,13 +111,13 @@ class CounterFile:
 
 
 class CounterFiles:
-    """The ledgers of all models that one member serves."""
+    """The counter files of all models that one member serves."""
 
     def __init__(self, folder: Path, own: str, core: InferenceCore, gone: Callable[[Model, CounterFile | None], None]) -> None:
-        """Start without ledgers; their files will be in `folder` and begin with the member's name.
+        """Start without counter files; their files will be in `folder` and begin with the member's name.
 
-        `gone` is called with a model that is no longer served, and its ledger, which the callee closes; None if there was no
-        disk space for one.
+        `gone` is called with a model that is no longer served, and its counter file, which the callee closes; None if the disk
+        had no space for one.
         """
         self._folder = folder
         self._own = own
@@ -127,16 +127,16 @@ class CounterFiles:
         self._made = 0
 
     def follow(self) -> None:
-        """Open a ledger for each served model, and give up those of other models."""
+        """Open a counter file for each served model, and give up those of other models."""
         models = self._core.models()
         for model in [model for model in self._open if model not in models]:
             self._gone(model, self._open.pop(model))
         for model in models:
             if model not in self._open:
                 self._made += 1
-                self._open[model] = model.statistics.ledger = self._ledger(model)
+                self._open[model] = model.statistics.ledger = self._opened(model)
 
-    def _ledger(self, model: Model) -> CounterFile | None:
+    def _opened(self, model: Model) -> CounterFile | None:
         try:
             return CounterFile(self._folder / f"{self._own}.{self._made}{SUFFIX}", model)
         except OSError as error:

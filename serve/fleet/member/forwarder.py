@@ -23,6 +23,7 @@ from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelConfigRequest, ModelConfigResponse, ModelStreamInferResponse
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, answered_error
 from halfserve.serve.protocol.inference import Cancel, Inference, ManyReplies, Reply
 from halfserve.serve.protocol.inference_stream import IS_FINAL, STATUS
 from halfserve.serve.protocol.messages import parse_request
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 FORWARDED, AUTHORIZATION = b"halfserve-forwarded", b"authorization"
 ONCE, TWICE = "1", "2"
 CONFIG_PATH = f"/{SERVICE}/ModelConfig"
-OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TRIES = 2  # attempts per request, as a member may just have ended
 # Matches gRPC's own status texts for a call that got no answer.
 NO_CONNECTION = re.compile("onnect|ocket|ackends|andshake|recvmsg|sendmsg|GOAWAY|Stream removed|DNS|keepalive")
@@ -160,7 +160,7 @@ class Forwarder:
                     why = error.details()
                     self._throttle.say("requests for model %s cannot be forwarded to %s: %s%s", name, address, why, hint)
                 if not is_gone or sequence is not None or len(tried) == TRIES:
-                    raise (_error(error) if has_answered else _unreachable(name)) from None
+                    raise (answered_error(error) if has_answered else _unreachable(name)) from None
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
@@ -188,10 +188,10 @@ class Forwarder:
 
     def _connect(self, address: str) -> Any:
         if self._tls is None:
-            return grpc.aio.insecure_channel(address, OPTIONS)
+            return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         name = self._tls.peer_name
         named = [] if name is None else [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
-        return grpc.aio.secure_channel(address, self._tls.peer_credentials(), [*OPTIONS, *named])
+        return grpc.aio.secure_channel(address, self._tls.peer_credentials(), [*CHANNEL_OPTIONS, *named])
 
 
 class StreamedRequest:
@@ -280,12 +280,6 @@ async def _answer(call: Callable[[], Awaitable[bytes]], reply: Reply) -> None:
     except asyncio.CancelledError:  # the client has disconnected
         return
     reply(answer)
-
-
-def _error(error: Any) -> InferenceError:
-    hints = [value for key, value in error.trailing_metadata() or () if key == RETRY_HINT]
-    code: tuple[int, str] = error.code().value
-    return error_of(code[0], str(error.details()), int(hints[0]) / 1000 if hints else None)
 
 
 def _unreachable(name: str) -> UnavailableError:

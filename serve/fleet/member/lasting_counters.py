@@ -1,8 +1,8 @@
 """Counters of a server in a cluster: they never restart while the server runs, and outlive it.
 
 A cluster's sums count everything that a model has answered, including versions that were replaced since. A server keeps its
-files in a folder of its own: a ledger for each version that it serves or is unloading, the statistics of versions that it has
-unloaded, and all other counters, some seconds old.
+files in a folder of its own: a counter file for each version that it serves or is unloading, the statistics of versions that it
+has unloaded, and all other counters, some seconds old.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Totals
-from halfserve.serve.fleet.member.counter_file import SUFFIX as LEDGER
+from halfserve.serve.fleet.member.counter_file import SUFFIX as FILE_SUFFIX
 from halfserve.serve.fleet.member.counter_file import CounterFile, CounterFiles, read_counter_file
-from halfserve.serve.fleet.member.member_counters import MemberCounters
-from halfserve.serve.fleet.member.merging import counters_of, with_statistics
+from halfserve.serve.fleet.member.member_counters import MemberCounters, counters_of, with_statistics
 from halfserve.serve.observability.metrics import guard_metrics, model_metrics, sequence_metrics, triton_metrics
 from halfserve.serve.protocol.rpcs import model_statistics
 
 logger = logging.getLogger(__name__)
 
-OWN = "server"  # start of the ledgers' file names
+OWN = "server"  # start of the counter files' file names
 COUNTERS, LET_GO = "counters", "let-go"
 REFUSALS = ("queue_full", "overloaded", "rate_limited")
 
@@ -60,9 +59,9 @@ class LastingCounters:
         """Start the counters of a server without models; `folder` is for their files only."""
         self._folder = folder
         self._core = core
-        self._ledgers = CounterFiles(folder, OWN, core, self._lets_go)
+        self._files = CounterFiles(folder, OWN, core, self._lets_go)
         self._leaving: dict[Model, CounterFile | None] = {}
-        self._counted: list[CounterFile] = []  # ledgers of unloaded models, to be removed
+        self._counted: list[CounterFile] = []  # counter files of unloaded models, to be removed
         self._let_go = MemberCounters()
         self._sums: dict[str, ModelSums] = {}  # sums of unloaded models, by name
         self._changes = 0
@@ -70,7 +69,7 @@ class LastingCounters:
     def follow(self) -> None:
         """Count the models that are served now; must be called after each change."""
         self._changes += 1
-        self._ledgers.follow()
+        self._files.follow()
 
     def sums(self) -> dict[str, ModelSums]:
         """Sums of each model that was ever served, by name."""
@@ -98,10 +97,10 @@ class LastingCounters:
         Raises:
             OSError: the disk is full, or the folder is gone.
         """
-        _write(self._folder / COUNTERS, (await self.counters()).to_bytes())
+        (await self.counters()).write(self._folder / COUNTERS)
 
-    def _lets_go(self, model: Model, ledger: CounterFile | None) -> None:
-        self._leaving[model] = ledger
+    def _lets_go(self, model: Model, counter_file: CounterFile | None) -> None:
+        self._leaving[model] = counter_file
         leaving = self._core.leaving(model)
         if leaving is None:
             self._has_left(model)
@@ -111,12 +110,12 @@ class LastingCounters:
     def _has_left(self, model: Model) -> None:
         """Keep the counters of a model that has answered its last request, but not the model itself."""
         self._changes += 1
-        ledger = self._leaving.pop(model)
+        counter_file = self._leaving.pop(model)
         self._let_go.add(_model_counters(model))
         self._sums.setdefault(model.name, ModelSums()).add(model.statistics.totals)
-        if ledger is not None:
-            self._counted.append(ledger)
-        # The names mark these ledgers as already counted, in case this process ends before it removes them.
+        if counter_file is not None:
+            self._counted.append(counter_file)
+        # The names mark these counter files as already counted, in case this process ends before it removes them.
         names = json.dumps([one.path.name for one in self._counted]).encode()
         try:
             _write(self._folder / LET_GO, names + b"\n" + self._let_go.statistics.SerializeToString())
@@ -134,18 +133,16 @@ def left_counters(folder: Path) -> MemberCounters:
     Raises:
         OSError: the folder cannot be read.
     """
-    counters, total, counted = MemberCounters(), MemberCounters(), list[str]()
-    if (folder / COUNTERS).exists():
-        counters = MemberCounters.from_bytes((folder / COUNTERS).read_bytes())
+    total, counted = MemberCounters(), list[str]()
     if (folder / LET_GO).exists():
         names, _, statistics = (folder / LET_GO).read_bytes().partition(b"\n")
         counted = json.loads(names)
         total.statistics.ParseFromString(statistics)
-    for path in sorted(folder.glob(f"*{LEDGER}")):
+    for path in sorted(folder.glob(f"*{FILE_SUFFIX}")):
         of_model = None if path.name in counted else read_counter_file(path)
         if of_model is not None:
             total.add(MemberCounters(statistics=pb.ModelStatisticsResponse(model_stats=[of_model])))
-    return MemberCounters(statistics=total.statistics, metrics=counters_of(with_statistics(counters.metrics, total.statistics)))
+    return MemberCounters.left(folder / COUNTERS, total.statistics)
 
 
 def _model_counters(model: Model) -> MemberCounters:

@@ -1,29 +1,62 @@
-"""Counters of one member: sent to the other members, and left behind for them when it ends."""
+"""Counters of members: sent to the other members, left behind for them at a member's end, and added up.
+
+In each sum the first counters are those of the member that received the request.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import fcntl
 import json
+import logging
+import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.fleet.member.counter_file import SUFFIX as LEDGER
+from halfserve.serve.fleet.member.counter_file import SUFFIX as FILE_SUFFIX
 from halfserve.serve.fleet.member.counter_file import read_counter_file
-from halfserve.serve.fleet.member.merging import add_statistics, counters_of, merge_metrics, model_of, with_statistics
 from halfserve.serve.observability.exposition import collect
 from halfserve.serve.protocol.rpcs import model_statistics
+from halfserve.serve.transports.listener import LogThrottle
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".counters"
 LOCK = "figures.lock"
 DEPARTED = "departed"
+KEEP_S = 5.0  # interval between two writes of a member's counters, which take some ms; exact statistics are in counter files
+COUNTERS = {"counter", "histogram"}
+# Gauges are summed, except for these and for quantiles, of which the slowest member's are reported.
+OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # prefixes of gauges that every member reports alike
+SMALLEST = {"halfserve_ready", "process_start_time_seconds"}
+LARGEST = {
+    "halfserve_build_info",
+    "halfserve_guard_degraded",
+    "halfserve_last_inference_timestamp_seconds",
+    "halfserve_model_info",
+    "halfserve_model_state",
+    "process_max_fds",
+}
+# Triton's counters that can be computed from the statistics.
+OF_STATISTICS: Mapping[str, Callable[[pb.ModelStatistics], int]] = {
+    "nv_inference_request_success": lambda one: one.inference_stats.success.count,
+    "nv_inference_count": lambda one: one.inference_count,
+    "nv_inference_exec_count": lambda one: one.execution_count,
+    "nv_inference_request_duration_us": lambda one: one.inference_stats.success.ns // 1000,
+    "nv_inference_queue_duration_us": lambda one: one.inference_stats.queue.ns // 1000,
+    "nv_inference_compute_input_duration_us": lambda one: one.inference_stats.compute_input.ns // 1000,
+    "nv_inference_compute_infer_duration_us": lambda one: one.inference_stats.compute_infer.ns // 1000,
+    "nv_inference_compute_output_duration_us": lambda one: one.inference_stats.compute_output.ns // 1000,
+}
 
 
 @dataclass(kw_only=True)
@@ -58,6 +91,31 @@ class MemberCounters:
         )
         self.metrics = merge_metrics(self.metrics, [other.metrics], everything=True)
 
+    @classmethod
+    def left(cls, file: Path, statistics: pb.ModelStatisticsResponse | None) -> MemberCounters:
+        """Read the counters of a server that has ended.
+
+        Args:
+            file: the counters that it wrote last; the file need not exist.
+            statistics: its statistics if they are newer than the file; None if those in the file are the last.
+        """
+        counters = cls.from_bytes(file.read_bytes()) if file.exists() else cls()
+        if statistics is not None:
+            counters.statistics = statistics
+            counters.metrics = with_statistics(counters.metrics, statistics)
+        counters.metrics = counters_of(counters.metrics)
+        return counters
+
+    def write(self, file: Path) -> None:
+        """Write the counters to a file, replacing earlier ones.
+
+        Raises:
+            OSError: the disk is full, or the folder is gone.
+        """
+        hidden = file.with_name(f".{file.name}.new")
+        hidden.write_bytes(self.to_bytes())
+        hidden.rename(file)
+
     def to_bytes(self) -> bytes:
         metrics = [
             [one.name, one.documentation, one.type, [[sample.name, sample.labels, sample.value] for sample in one.samples]]
@@ -83,7 +141,7 @@ class MemberCounters:
 class CounterFolder:
     """Counters in the members' shared folder: those of living members, some seconds old, and those of members that ended.
 
-    The statistics of ended members are exact, because of their ledgers; other counters may lack the last seconds.
+    The statistics of ended members are exact, because of their counter files; other counters may lack the last seconds.
     """
 
     def __init__(self, folder: Path, own: str) -> None:
@@ -93,7 +151,7 @@ class CounterFolder:
 
     def write(self, counters: MemberCounters) -> None:
         """Write this member's counters, replacing earlier ones."""
-        self._write(self._own, counters)
+        counters.write(self._folder / f"{self._own}{SUFFIX}")
 
     def mark(self) -> object:
         """Marker that changes when `fold` merges ended members; if it is equal, none was merged in between."""
@@ -116,10 +174,12 @@ class CounterFolder:
             total = MemberCounters()
             for name in ended:
                 total.add(self._read(name))
-            self._write(DEPARTED, total)
+            total.write(self._folder / f"{DEPARTED}{SUFFIX}")
             for name in ended:
                 self._remove(
-                    self._ledgers(name) if name == DEPARTED else [*self._ledgers(name), self._folder / f"{name}{SUFFIX}"]
+                    self._counter_files(name)
+                    if name == DEPARTED
+                    else [*self._counter_files(name), self._folder / f"{name}{SUFFIX}"]
                 )
 
     def forget_model(self, model: str, version: int, living: Collection[str]) -> None:
@@ -133,30 +193,21 @@ class CounterFolder:
                 counters.statistics.model_stats.extend(kept)
                 for metric in counters.metrics:
                     metric.samples = [one for one in metric.samples if model_of(one.labels) != labels]
-                self._write(name, counters)
-                self._remove(self._ledgers(name))
+                counters.write(self._folder / f"{name}{SUFFIX}")
+                self._remove(self._counter_files(name))
 
     def _ended(self, living: Collection[str]) -> list[str]:
-        files = [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{LEDGER}")]
+        files = [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{FILE_SUFFIX}")]
         return sorted({path.name.partition(".")[0] for path in files} - {*living, self._own})
 
     def _read(self, name: str) -> MemberCounters:
-        path = self._folder / f"{name}{SUFFIX}"
-        counters = MemberCounters.from_bytes(path.read_bytes()) if path.exists() else MemberCounters()
-        found = [statistics for ledger in self._ledgers(name) if (statistics := read_counter_file(ledger)) is not None]
-        if found:
-            counters.statistics = pb.ModelStatisticsResponse(model_stats=found)
-            counters.metrics = with_statistics(counters.metrics, counters.statistics)
-        counters.metrics = counters_of(counters.metrics)
-        return counters
+        found = [statistics for file in self._counter_files(name) if (statistics := read_counter_file(file)) is not None]
+        return MemberCounters.left(
+            self._folder / f"{name}{SUFFIX}", pb.ModelStatisticsResponse(model_stats=found) if found else None
+        )
 
-    def _ledgers(self, name: str) -> list[Path]:
-        return sorted(self._folder.glob(f"{name}.*{LEDGER}"))
-
-    def _write(self, name: str, counters: MemberCounters) -> None:
-        hidden = self._folder / f".{name}.new"
-        hidden.write_bytes(counters.to_bytes())
-        hidden.rename(self._folder / f"{name}{SUFFIX}")
+    def _counter_files(self, name: str) -> list[Path]:
+        return sorted(self._folder.glob(f"{name}.*{FILE_SUFFIX}"))
 
     @staticmethod
     def _remove(paths: Iterable[Path]) -> None:
@@ -171,3 +222,109 @@ class CounterFolder:
             yield
         finally:
             os.close(file)
+
+
+async def keep_written(state: Callable[[], object], write: Callable[[], Awaitable[None]]) -> None:
+    """Write a member's counters every KEEP_S seconds if their `state` has changed, until this is cancelled."""
+    throttle = LogThrottle(logger.warning)
+    before: object = None
+    while True:
+        await asyncio.sleep(KEEP_S)
+        now = state()
+        if now != before:
+            before = now
+            try:
+                await write()
+            except OSError as error:
+                throttle.say("the counters cannot be kept for the other members: %s", error)
+
+
+def add_statistics(own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse]) -> None:
+    """Add the counters of other members to a member's own, for the models that it serves."""
+    found = {(one.name, one.version): one for one in own.model_stats}
+    for other in others:
+        for one in other.model_stats:
+            if (one.name, one.version) in found:
+                _add_model(found[one.name, one.version], one)
+
+
+def _add_model(total: pb.ModelStatistics, one: pb.ModelStatistics) -> None:
+    total.last_inference = max(total.last_inference, one.last_inference)
+    total.inference_count += one.inference_count
+    total.execution_count += one.execution_count
+    for kind in pb.InferStatistics.DESCRIPTOR.fields_by_name:
+        _add(getattr(total.inference_stats, kind), getattr(one.inference_stats, kind))
+    sizes = {batch.batch_size: batch for batch in total.batch_stats}
+    for batch in one.batch_stats:
+        if batch.batch_size not in sizes:
+            sizes[batch.batch_size] = pb.InferBatchStatistics(batch_size=batch.batch_size)
+        for name in ("compute_input", "compute_infer", "compute_output"):
+            _add(getattr(sizes[batch.batch_size], name), getattr(batch, name))
+    merged = [sizes[size] for size in sorted(sizes)]
+    del total.batch_stats[:]
+    total.batch_stats.extend(merged)
+
+
+def _add(total: pb.StatisticDuration, one: pb.StatisticDuration) -> None:
+    total.count += one.count
+    total.ns += one.ns
+
+
+def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, everything: bool = False) -> list[Metric]:
+    """Merge metrics of other members into a member's own; of models that it does not serve only with `everything`."""
+    metrics = {metric.name: metric for metric in own}
+    served = {model_of(sample.labels) for metric in own for sample in metric.samples}
+    for other in others:
+        for metric in other:
+            if metric.name.startswith(OF_THE_MACHINE):
+                continue
+            samples = [sample for sample in metric.samples if everything or model_of(sample.labels) in served]
+            if metric.name not in metrics:
+                metrics[metric.name] = _metric_of(metric, samples)
+            else:
+                metrics[metric.name] = _merged(metrics[metric.name], samples)
+    return list(metrics.values())
+
+
+def counters_of(metrics: Iterable[Metric]) -> list[Metric]:
+    """The metrics of a member that remain valid after its end: its counters, except those about the process."""
+    return [metric for metric in metrics if metric.type in COUNTERS and not metric.name.startswith("process_")]
+
+
+def with_statistics(metrics: Sequence[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
+    """Metrics in which the counters known to the statistics are replaced by their newer values."""
+    texts = {metric.name: metric.documentation for metric in metrics}
+    made = {name: Metric(name, texts.get(name, ""), "counter") for name in OF_STATISTICS}
+    for name, metric in made.items():
+        for one in statistics.model_stats:
+            metric.add_sample(name, {"model": one.name, "version": one.version}, OF_STATISTICS[name](one))
+    return [*(metric for metric in metrics if metric.name not in made), *made.values()]
+
+
+def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Name and version of a sample's model; None if it has none."""
+    return labels.get("model"), labels.get("version")
+
+
+def _metric_of(metric: Metric, samples: Iterable[Sample]) -> Metric:
+    made = Metric(metric.name, metric.documentation, metric.type)
+    made.samples = list(samples)
+    return made
+
+
+def _slower(one: float, other: float) -> float:
+    return other if math.isnan(one) else max(one, other)  # NaN: it had no requests
+
+
+def _merged(metric: Metric, samples: Iterable[Sample]) -> Metric:
+    combine = min if metric.name in SMALLEST else max if metric.name in LARGEST else None
+    totals = {(one.name, tuple(sorted(one.labels.items()))): one for one in metric.samples}
+    for one in samples:
+        key = (one.name, tuple(sorted(one.labels.items())))
+        if key not in totals:
+            totals[key] = one
+        else:
+            before = totals[key].value
+            together = _slower if "quantile" in one.labels else combine
+            totals[key] = totals[key]._replace(value=together(before, one.value) if together else before + one.value)
+    return _metric_of(metric, totals.values())

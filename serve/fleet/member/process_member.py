@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 from google.protobuf.message import Message
 
-from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.resource_limits import available_bytes
 from halfserve.serve.fleet.member.command_journal import Journal, JournalEntry
 from halfserve.serve.fleet.member.counter_file import CounterFile, CounterFiles
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
-from halfserve.serve.fleet.member.member_counters import CounterFolder, MemberCounters
-from halfserve.serve.fleet.member.process_count import check_room_for_models
-from halfserve.serve.fleet.member.process_service import COMMANDS, ProcessService, add_counters, local_method, request_class
+from halfserve.serve.fleet.member.member_counters import CounterFolder, MemberCounters, keep_written
+from halfserve.serve.fleet.member.member_socket import MemberSocket
+from halfserve.serve.fleet.member.process_service import ProcessService
+from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, local_method, request_class
 from halfserve.serve.fleet.member.siblings import Siblings
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
 from halfserve.serve.protocol.service import Service
-from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.security import PortSecurity
-from halfserve.serve.transports.listener import ConnectionLimit, LogThrottle
-from halfserve.serve.transports.transport import Transport, TransportName, make_transport
+from halfserve.serve.transports.listener import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02  # interval of checks for the other members while the server starts
-KEEP_S = 5.0  # interval between two writes of a member's counters, which take some ms; exact statistics are in its ledgers
-CLOSE_S = 0.5
+STATM = Path("/proc/self/statm")  # sizes in pages: total, resident, shared
 SLACK_PART = 16  # a member may have up to 1/16 more connections than another, so that bursts are accepted fast
-SIBLINGS_BYTES = 2**32  # memory limit for messages of other members, which have passed these members' limits
 
 
 class ProcessMember:
@@ -47,20 +44,17 @@ class ProcessMember:
         self._folder = Path(given.folder)
         self._link = link
         self._counts = ConnectionCounts(self._folder)
-        # systemd-tmpfiles removes old files from temporary folders, but not from locked ones.
-        self._held = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._held, fcntl.LOCK_SH)
         self._given = given
         self._core = core
         name = f"{given.place}-{given.restarts}"
+        self._socket = MemberSocket(self._folder, name)
         self._siblings = Siblings(self._folder, name)
         self._left = CounterFolder(self._folder, name)
-        self._ledgers = CounterFiles(self._folder, name, core, self._forget)
+        self._files = CounterFiles(self._folder, name, core, self._forget)
         self._service = ProcessService(
             self._siblings, self._left, Journal(self._folder / "models"), Journal(self._folder / "others")
         )
         self._connections: SharedConnectionLimit | None = None
-        self._transport: Transport | None = None
         self._keeping: asyncio.Task[None] | None = None
         core.figures.readings["processes"] = lambda: 1  # summed over the members
 
@@ -74,7 +68,6 @@ class ProcessMember:
         if self._speaks:
             check_room_for_models(self._given.places)
         own = Service(self._core, server_version=service.server_version, beside=service)
-        add_counters(own)
         journals = (self._service.models, self._service.others)
         done = set[str]()
         for journal in journals:  # without the lock, as this may take long and nothing depends on it
@@ -84,15 +77,12 @@ class ProcessMember:
                 await self._repeat(own, journal, done)
                 await self._complete(own, journal)
             self._left.fold(self._siblings.names())
-            guard, budget = PortSecurity(socket=self._folder), MemoryBudget(SIBLINGS_BYTES)
-            listening = [self._siblings.listen()]
-            self._transport = make_transport(TransportName.NGHTTP2, own, "", 0, guard, listening, budget=budget)
-            await self._transport.start()
-        self._ledgers.follow()
-        self._core.on_change(self._ledgers.follow)
+            await self._socket.listen(own, partial(MemberCounters.of, self._core))
+        self._files.follow()
+        self._core.on_change(self._files.follow)
         service.spread = self._service.spread
         service.spread(service)
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(keep_written(self._counted, self._write))
 
     async def all_here(self) -> None:
         """Start accepting connections; in the member that reports for all, wait until all members accept."""
@@ -113,11 +103,9 @@ class ProcessMember:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeping
             with contextlib.suppress(OSError):  # the folder may be gone together with the supervisor
-                self._left.write(await MemberCounters.of(self._core))
+                await self._write()
         await self._siblings.close()
-        os.close(self._held)
-        if self._transport is not None:
-            await self._transport.stop(CLOSE_S)
+        await self._socket.close()
         if self._link.has_ended:  # otherwise the supervisor removes the folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -125,9 +113,9 @@ class ProcessMember:
     def _speaks(self) -> bool:
         return self._given.place == 1 and not self._given.restarts
 
-    def _forget(self, model: Model, ledger: CounterFile | None) -> None:
-        if ledger is not None:
-            ledger.close()
+    def _forget(self, model: Model, counter_file: CounterFile | None) -> None:
+        if counter_file is not None:
+            counter_file.close()
         try:
             self._left.forget_model(model.name, model.version, self._siblings.names())
         except OSError as error:
@@ -149,19 +137,12 @@ class ProcessMember:
                 await self._siblings.ask(entry.path, request, command.answer, timeout_s=command.timeout_s)
                 journal.done(entry)
 
-    async def _keep(self) -> None:
-        throttle = LogThrottle(logger.warning)
-        before: tuple[int, ...] = ()
-        while True:
-            await asyncio.sleep(KEEP_S)
-            totals = [model.statistics.totals for model in self._core.models()]
-            now = (sum(one.success.count for one in totals), sum(one.fail.count for one in totals), len(totals))
-            if now != before:
-                before = now
-                try:
-                    self._left.write(await MemberCounters.of(self._core))
-                except OSError as error:
-                    throttle.say("the counters cannot be kept for the other processes: %s", error)
+    def _counted(self) -> object:
+        totals = [model.statistics.totals for model in self._core.models()]
+        return sum(one.success.count for one in totals), sum(one.fail.count for one in totals), len(totals)
+
+    async def _write(self) -> None:
+        self._left.write(await MemberCounters.of(self._core))
 
 
 class SharedConnectionLimit(ConnectionLimit):
@@ -205,3 +186,27 @@ def _request(own: Service, entry: JournalEntry) -> Message:
     request = request_class(own, entry.path)()
     request.ParseFromString(entry.request)
     return request
+
+
+def check_room_for_models(count: int) -> None:
+    """Check, in the first of `count` processes, that there is memory for the same models in the others.
+
+    Raises:
+        FailedPreconditionError: there is too little memory.
+    """
+    room, own = available_bytes(), _own_bytes()
+    if room is None or own is None or (count - 1) * own <= room:
+        return
+    raise FailedPreconditionError(
+        f"--processes {count}: with these models a server process takes {own >> 20} MiB, and {room >> 20} MiB are available "
+        f"for {count - 1} more; ask for {1 + room // own} or fewer"
+    )
+
+
+def _own_bytes() -> int | None:
+    """Memory of this process that is not shared with others, in bytes; None if the system does not report it."""
+    try:
+        _, resident, shared = STATM.read_text(encoding="ascii").split()[:3]
+    except OSError:
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -9,33 +9,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from halfserve.serve.engine.errors import FailedPreconditionError, UnavailableError
-from halfserve.serve.transports.listening import Address, listen
+from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, NotFoundError, UnavailableError
+from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, SUFFIX, answered_error
 
-SUFFIX = ".sock"
-OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 QUERY_S = 5.0  # time limit for an answer that takes a member some milliseconds
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Error that a member returned instead of an answer.
-
-    Attributes:
-        code: gRPC status.
-        text: status message for the client.
-    """
-
-    code: grpc.StatusCode
-    text: str
 
 
 class Siblings:
@@ -47,26 +31,16 @@ class Siblings:
         self._own = own
         self._channels: dict[str, Any] = {}  # grpc.aio.Channel; grpcio ships no types
 
-    def listen(self) -> socket.socket:
-        """Create the socket at which the others find this member from now on.
-
-        Raises:
-            BindError: the folder is not writable.
-        """
-        # Bound under another name first: until it listens, it would look abandoned.
-        hidden = self._folder / f"{self._own}.new"
-        (opened,) = listen(Address("", 0, "TMPDIR", hidden))
-        hidden.rename(self._path(self._own))
-        return opened
-
     def names(self) -> list[str]:
         """Names of the other members with sockets in the folder."""
         return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}") if path.stem != self._own)
 
     async def ask(
         self, path: str, request: Message, answer: type[M], *, timeout_s: float | None = QUERY_S
-    ) -> dict[str, M | Refusal]:
-        """Call a method of all other members concurrently; members that have ended are left out.
+    ) -> dict[str, M | InferenceError]:
+        """Call a method of all other members concurrently; a member that refuses answers with its error.
+
+        Members that have ended are left out.
 
         Args:
             path: path of the method.
@@ -86,24 +60,21 @@ class Siblings:
         """
         answers = await self.ask(path, request, answer)
         for name, one in answers.items():
-            if isinstance(one, Refusal) and one.code is not grpc.StatusCode.NOT_FOUND:
-                raise UnavailableError(
-                    f"{process(name)} of this server does not answer now ({one.text}); ask again in a moment"
-                )
-        return {name: one for name, one in answers.items() if not isinstance(one, Refusal)}
+            if isinstance(one, InferenceError) and not isinstance(one, NotFoundError):
+                raise UnavailableError(f"{process(name)} of this server does not answer now ({one}); ask again in a moment")
+        return {name: one for name, one in answers.items() if not isinstance(one, InferenceError)}
 
     async def close(self) -> None:
-        """Close the connections, and remove this member's socket."""
-        self._path(self._own).unlink(missing_ok=True)
+        """Close the connections."""
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
     async def _ask(
         self, name: str, path: str, request: Message, answer: type[M], timeout_s: float | None
-    ) -> M | Refusal | None:
+    ) -> M | InferenceError | None:
         channel = self._channels.get(name)
         if channel is None:
-            channel = self._channels[name] = grpc.aio.insecure_channel(f"unix:{self._path(name)}", OPTIONS)
+            channel = self._channels[name] = grpc.aio.insecure_channel(f"unix:{self._path(name)}", CHANNEL_OPTIONS)
         call = channel.unary_unary(path, type(request).SerializeToString, answer.FromString)
         try:
             received: M = await call(request, timeout=timeout_s)
@@ -112,7 +83,7 @@ class Siblings:
                 self._channels.pop(name, None)
                 await channel.close()
                 return None
-            return Refusal(code=error.code(), text=str(error.details()))
+            return answered_error(error)
         return received
 
     def _path(self, name: str) -> Path:
@@ -136,12 +107,12 @@ def process(name: str) -> str:
     return f"process {name.partition('-')[0]}"
 
 
-def raise_first(answers: Mapping[str, Message | Refusal]) -> None:
+def raise_first(answers: Mapping[str, Message | InferenceError]) -> None:
     """Raise an error if a member refused what the others have carried out.
 
     Raises:
         FailedPreconditionError: a member refused.
     """
     for name, answer in answers.items():
-        if isinstance(answer, Refusal):
-            raise FailedPreconditionError(f"{process(name)} of this server refused what others have done: {answer.text}")
+        if isinstance(answer, InferenceError):
+            raise FailedPreconditionError(f"{process(name)} of this server refused what others have done: {answer}")

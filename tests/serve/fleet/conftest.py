@@ -6,9 +6,37 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.models import save_mlp, save_picky
+from tests.serve.fleet.local_cluster import LocalCluster, local_cluster
+from tests.serve.fleet.local_processes import Processes, processes
+
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """For all members of a cluster. Its path is short: it has room for the name of a Unix socket."""
     with TemporaryDirectory() as name:
         yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("repository")
+    save_mlp(made / "mlp" / "1" / "model.onnx")
+    save_picky(made / "picky" / "1" / "model.onnx")
+    return made
+
+
+@pytest.fixture(scope="session")
+def two_processes(repository: Path) -> Iterator[Processes]:
+    """Two processes that serve the repository; tests leave them and its models as they were."""
+    options = ("--model-control", "explicit", "--load-model", "mlp", "--load-model", "picky")
+    with processes(repository, *options, "--shared-memory", "--warm-up-seconds", "0") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def cluster(repository: Path) -> Iterator[LocalCluster]:
+    """Two members of a cluster that serve the repository; tests leave them and its models as they were."""
+    with TemporaryDirectory() as name, local_cluster(Path(name), repository) as made:
+        made.start(2)
+        yield made

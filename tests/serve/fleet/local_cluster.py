@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import grpc
+import pytest
 
 from halfserve import Client, RetryPolicy, Tls
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
-from halfserve.serve.fleet.agent.agent import Agent, AgentOptions
+from halfserve.serve.fleet.agent.agent import Agent, AgentError, AgentOptions
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import Orders, Report
+from tests.serve.fleet.fleet import WAIT_S, Fleet
 
 T = TypeVar("T")
-HOST, WAIT_S = "127.0.0.1", 60.0
+HOST = "127.0.0.1"
 OPTIONS = ("--cpu", "--warm-up-seconds", "0", "--lame-duck-seconds", "0")
 ONCE = RetryPolicy(retries=0)
 PATIENT = RetryPolicy(initial_backoff_s=0.05, max_backoff_s=0.2, wait_for_server=True)
@@ -50,7 +54,7 @@ def agent_options(folder: Path, repository: Path, *arguments: str, name: str = "
     return AgentOptions(path=str(repository), cluster=name, arguments=(*OPTIONS, *arguments), first_port=0, folder=folder)
 
 
-class LocalCluster:
+class LocalCluster(Fleet):
     """Agents and controller live on an event loop of their own thread.
 
     Attributes:
@@ -65,6 +69,25 @@ class LocalCluster:
         self._clients: dict[tuple[str, RetryPolicy], Client] = {}
         self.agents: list[Agent] = []
         self.link: Link
+
+    @property
+    def clients(self) -> Sequence[Client]:
+        return [self.client(agent) for agent in self.agents]
+
+    def url(self, port: str) -> str:
+        agent = self.agents[0]
+        return f"http://{agent.metrics_address if port == 'metrics_port' else agent.http_address}"
+
+    def lose_one(self, ask: Callable[[Client], object]) -> None:
+        with Watch(self.agents[0]) as watch:
+            (killed,) = self.start(1)
+            watch.until(lambda found: bool(found.get(killed.address)))
+            ask(self.client(killed))
+            os.kill(killed.pid, signal.SIGKILL)
+            watch.until(lambda found: killed.address not in found)
+        self.stop(killed)
+        with pytest.raises(AgentError, match="has ended: SIGKILL"):
+            killed.check()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)

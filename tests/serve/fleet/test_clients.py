@@ -11,7 +11,8 @@ import pytest
 from halfserve import Client, RetryPolicy
 from tests.models import save_mlp
 from tests.serve.faults.server_process import under_load
-from tests.serve.fleet.local_cluster import WAIT_S, Watch, local_cluster
+from tests.serve.fleet.fleet import WAIT_S
+from tests.serve.fleet.local_cluster import Watch, local_cluster
 
 ASKERS = 4
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from halfserve.protos import cluster_pb2
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.fleet.control.reports import ControllerLink, ModelOrder, ModelReport, Orders, Report, SettingsChanges
-from halfserve.serve.fleet.member.member_counters import MemberCounters
-from halfserve.serve.fleet.member.merging import with_statistics
+from halfserve.serve.fleet.member.member_counters import MemberCounters, with_statistics
 
 RETRY_S = 0.25
 

@@ -19,7 +19,8 @@ from halfserve.serve.fleet.agent.member_folders import MemberFolders
 from halfserve.serve.fleet.agent.server_process import AgentOptions, Ports
 from halfserve.serve.fleet.control.controller import Controller
 from tests.models import save_mlp
-from tests.serve.fleet.local_cluster import HOST, WAIT_S, agent_options, local_cluster
+from tests.serve.fleet.fleet import WAIT_S
+from tests.serve.fleet.local_cluster import HOST, agent_options, local_cluster
 
 X = np.ones((1, 64), np.float16)
 PROGRAM = """
@@ -39,6 +40,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_a_killed_agent_takes_its_server_along_and_another_one_reports_what_was_counted(folder: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     save_mlp(repository / "mlp" / "1" / "model.onnx")

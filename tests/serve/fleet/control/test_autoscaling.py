@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from halfserve.protos.agent_pb2 import MemberState, ModelState
 from halfserve.serve.fleet.control.autoscaling import LOAD_S, LoadMeter, MemberLoad, ScalingOptions, wanted_members
+from halfserve.serve.fleet.control.reports import ModelReport
 
 OPTIONS = ScalingOptions(least=1, most=20, busy=0.7, queue_s=0.05, look_back_s=100, step_s=10)
 
@@ -86,15 +86,15 @@ def test_without_members_the_target_stays() -> None:
     assert wanted_members([], 3, OPTIONS, {}, 0.0) == (3, {})
 
 
-def load_of(*states: tuple[float, dict[str, ModelState]]) -> MemberLoad:
+def load_of(*states: tuple[float, dict[str, ModelReport]]) -> MemberLoad:
     meter = LoadMeter()
     for now_s, models in states:
-        meter.take(MemberState(compute_slots=2, models=models), now_s)
+        meter.take(models, 2, now_s)
     return meter.load
 
 
-def model(requests: int = 0, *, refusals: int = 0, queue_s: float = 0.0, compute_s: float = 0.0) -> ModelState:
-    return ModelState(requests=requests, refusals=refusals, queue_ns=round(queue_s * 1e9), compute_ns=round(compute_s * 1e9))
+def model(requests: int = 0, *, refusals: int = 0, queue_s: float = 0.0, compute_s: float = 0.0) -> ModelReport:
+    return ModelReport(requests=requests, refusals=refusals, queue_ns=round(queue_s * 1e9), compute_ns=round(compute_s * 1e9))
 
 
 def test_a_server_that_was_asked_nothing_is_idle() -> None:

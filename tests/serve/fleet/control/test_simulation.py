@@ -25,9 +25,7 @@ def test_every_request_is_answered_and_counted_while_members_come_and_go() -> No
 
 
 def test_many_members_are_known_to_each_other_after_replacements() -> None:
-    cost = measure(30, models=3, seconds=5.0)
-    assert cost.members == 30
-    assert cost.calm < cost.start
+    assert measure(30, models=3, seconds=5.0).members == 30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfserve.serve.fleet.agent.worker_process import program
 from halfserve.serve.fleet.launch.supervisor import FIRST_S, FORGET_AFTER_S, GIVE_UP_AFTER, LONGEST_S, Backoff
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts, SupervisorPlan
 
@@ -290,3 +291,10 @@ def test_waits_stay_in_their_bounds_and_only_a_minute_of_service_shortens_them(l
         assert 0 <= wait_s <= LONGEST_S
         assert wait_s >= before or (served_s is not None and served_s >= FORGET_AFTER_S)
         before = wait_s
+
+
+def test_only_a_checkout_as_current_folder_may_hold_our_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert program("halfserve") == [sys.executable, "-m", "halfserve"]
+    monkeypatch.chdir(tmp_path)
+    assert program("halfserve") == [sys.executable, "-P", "-m", "halfserve"]

@@ -34,8 +34,9 @@ from tests.models import save_mlp
 from tests.serve.backends.python.python_models import save_python_model
 from tests.serve.backends.python.test_decoupled_models import COUNTS, DECOUPLED
 from tests.serve.client.cluster.cluster import member
+from tests.serve.fleet.fleet import WAIT_S
 from tests.serve.fleet.launch.test_proxy import needs_haproxy, running_proxy
-from tests.serve.fleet.local_cluster import ONCE, WAIT_S, LocalCluster, Watch, local_cluster
+from tests.serve.fleet.local_cluster import ONCE, LocalCluster, Watch, local_cluster
 from tests.serve.security.guarded import write_tokens
 
 X = np.ones((1, 64), np.float16)

@@ -3,144 +3,46 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
-import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from halfserve import Client, InvalidRequest, RetryPolicy, cli
+from halfserve import Client, cli
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.channel_settings import Tls
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.listening import BindError
-from tests.models import FLOAT32, save_mlp, save_picky
+from tests.models import save_mlp
+from tests.serve.fleet.fleet import WAIT_S, X, infer, rows
+from tests.serve.fleet.local_processes import HALFSERVE, HOST, Processes, processes
 from tests.serve.security.guarded import Certificates, write_tokens
 
-T = TypeVar("T")
-HOST, WAIT_S = "127.0.0.1", 60.0
-HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
-X = np.ones((1, 64), np.float16)
-PATIENT = RetryPolicy(initial_backoff_s=0.05, max_backoff_s=0.2, wait_for_server=True)
+
+def test_connections_are_spread_and_each_batch_is_counted(two_processes: Processes) -> None:
+    def batches() -> tuple[float, float]:
+        return two_processes.metric("nv_inference_exec_count"), two_processes.metric("halfserve_batch_rows_count")
+
+    before = batches()
+    for client in two_processes.clients:
+        infer(client)
+    assert batches() == tuple(count + len(two_processes.clients) for count in before)
+    assert two_processes.metric("halfserve_ready") == 1
+    assert two_processes.metric("halfserve_connections") >= len(two_processes.clients)
 
 
-class Processes:
-    """Two servers behind one port, and connections to both."""
-
-    def __init__(self, process: subprocess.Popen[str], ready: dict[str, Any], clients: list[Client]) -> None:
-        self.process = process
-        self.ready = ready
-        self.clients = clients
-
-    def page(self, port: str, path: str, data: bytes | None = None) -> str:
-        with urllib.request.urlopen(f"http://{HOST}:{self.ready[port]}{path}", data, timeout=WAIT_S) as answer:
-            text: str = answer.read().decode()
-        return text
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.page("metrics_port", "/metrics"), re.MULTILINE)
-        return sum(map(float, values))
-
-    def workers(self) -> list[int]:
-        """Their process numbers, the oldest first."""
-        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
-
-    def agree(self, ask: Callable[[Client], T]) -> T:
-        """What each connection gets: it must be the same."""
-        answers = [ask(client) for client in self.clients]
-        assert all(answer == answers[0] for answer in answers), answers
-        return answers[0]
-
-
-@contextmanager
-def processes(*arguments: str | Path, **settings: Any) -> Iterator[Processes]:
-    command = [*HALFSERVE, *map(str, arguments), "--processes", "2", "--grpc-port", "0", "--cpu", *FLOAT32, "--json"]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-        ExitStack() as stack,
-    ):
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        address = f"{HOST}:{ready['grpc_port']}"
-        clients = [stack.enter_context(Client(address, timeout_s=WAIT_S, retries=PATIENT, **settings)) for _ in range(4)]
-        for client in clients:
-            assert client.is_live()
-        yield Processes(process, ready, clients)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    repository = tmp_path_factory.mktemp("members")
-    save_mlp(repository / "mlp" / "1" / "model.onnx")
-    save_picky(repository / "picky" / "1" / "model.onnx")
-    options = ("--model-control", "explicit", "--load-model", "mlp", "--shared-memory", "--warm-up-seconds", "0")
-    with processes(repository, *options) as found:
-        yield found
-
-
-def rows(client: Client) -> int:
-    (counters,) = client.statistics("mlp")
-    assert counters.inference_stats.success.count == counters.execution_count
-    return int(counters.inference_count)
-
-
-def test_connections_are_spread_and_counters_are_sums(served: Processes) -> None:
-    before = served.agree(rows)
-    sent = [len([client.infer("mlp", {"x": X}) for _ in range(number)]) for number, client in enumerate(served.clients, 1)]
-    assert served.agree(rows) == before + sum(sent)
-    listed = json.loads(served.page("http_port", "/v2/models/stats"))["model_stats"]
-    assert [one["inference_count"] for one in listed if one["name"] == "mlp"] == [served.agree(rows)]
-    assert served.metric("nv_inference_count") == served.agree(rows)
-    assert served.metric("nv_inference_exec_count") == served.metric("halfserve_batch_rows_count")
-    assert served.metric("halfserve_processes") == 2
-    assert served.metric("halfserve_ready") == 1
-    assert served.metric("halfserve_connections") >= len(served.clients)
-
-
-def test_a_model_is_loaded_and_unloaded_everywhere(served: Processes) -> None:
-    def states(client: Client) -> dict[str, str]:
-        return {one.name: one.state for one in client.models()}
-
-    first, second = served.clients[:2]
-    first.load_model("picky")
-    assert served.agree(lambda client: client.is_ready("picky"))
-    assert served.agree(states) == {"mlp": "READY", "picky": "READY"}
-    for client in served.clients:
-        client.infer("picky", {"i": np.zeros((1, 1), np.int64)})
-    assert served.page("http_port", "/v2/models/picky/ready") == "", "its status says that it is ready"
-    second.unload_model("picky")
-    assert not served.agree(lambda client: client.is_ready("picky"))
-    assert served.agree(states) == {"mlp": "READY", "picky": "UNAVAILABLE"}
-
-
-def test_what_one_refuses_no_other_one_does(served: Processes) -> None:
-    with pytest.raises(InvalidRequest, match="log_verbose_level is 'loud'"):
-        served.clients[0].log_settings(log_verbose_level="loud")
-    assert served.agree(lambda client: client.log_settings()["log_verbose_level"]) == 0
-
-
-def test_settings_and_shared_memory_hold_everywhere(served: Processes) -> None:
-    served.clients[0].log_settings(access_log_every=7)
-    assert served.agree(lambda client: client.log_settings()["access_log_every"]) == 7
-    before = set(served.clients[0].shared_regions())
-    with served.clients[1].shared_region(X.nbytes):
-        assert served.agree(lambda client: len(set(client.shared_regions()) - before)) == 1
-    assert served.agree(lambda client: set(client.shared_regions())) == before
+def test_shared_memory_holds_everywhere(two_processes: Processes) -> None:
+    before = set(two_processes.clients[0].shared_regions())
+    with two_processes.clients[1].shared_region(X.nbytes):
+        assert two_processes.agree(lambda client: len(set(client.shared_regions()) - before)) == 1
+    assert two_processes.agree(lambda client: set(client.shared_regions())) == before
 
 
 WAITS = """
@@ -202,28 +104,24 @@ def unregister(address: str, name: str) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_a_process_that_is_killed_is_replaced_by_one_that_knows_what_it_knew(served: Processes) -> None:
-    first, second = served.clients[0], served.clients[-1]
+@pytest.mark.long
+def test_a_process_that_is_killed_is_replaced_by_one_that_knows_what_it_knew(two_processes: Processes) -> None:
+    first, second = two_processes.clients[0], two_processes.clients[-1]
     first.load_model("picky")
     first.log_settings(access_log_every=9)
-    restarts = served.metric("halfserve_worker_restarts_total")
+    restarts = two_processes.metric("halfserve_worker_restarts_total")
     with second.shared_region(X.nbytes) as region:
         shared = region.array(X.shape, X.dtype)
         shared[...] = X
-        killed = served.workers()[0]
-        os.kill(killed, signal.SIGKILL)
-        for client in served.clients:  # those of the other process notice nothing, and these reconnect
-            np.testing.assert_array_equal(client.infer("mlp", {"x": X})["y"], first.infer("mlp", {"x": X})["y"])
-        while served.metric("halfserve_processes") < 2:
-            assert served.process.poll() is None
-        assert killed not in served.workers()
-        assert served.metric("halfserve_worker_restarts_total") == restarts + 1
+        two_processes.lose_one(infer)
+        for client in two_processes.clients:  # those of the other process notice nothing, and these reconnect
+            np.testing.assert_array_equal(infer(client), infer(first))
+        assert two_processes.metric("halfserve_worker_restarts_total") == restarts + 1
         with Client(first.address, timeout_s=WAIT_S) as newcomer:  # of the process with the fewest connections
             assert newcomer.is_ready("picky")
             assert newcomer.log_settings()["access_log_every"] == 9
-            np.testing.assert_array_equal(newcomer.infer("mlp", {"x": shared})["y"], first.infer("mlp", {"x": X})["y"])
-            assert rows(newcomer) == served.agree(rows)
-    first.unload_model("picky")
+            np.testing.assert_array_equal(newcomer.infer("mlp", {"x": shared})["y"], infer(first))
+            assert rows(newcomer) == two_processes.agree(rows)
 
 
 @pytest.mark.long
@@ -282,6 +180,7 @@ def test_a_port_of_another_program_is_one_line() -> None:
             CliRunner().invoke(cli.app, command, catch_exceptions=False)
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"no model")
     command = [*HALFSERVE, str(tmp_path / "broken.onnx"), "--processes", "2", "--grpc-port", "0"]

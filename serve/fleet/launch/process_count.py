@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.engine.resource_limits import available_bytes, usable_cores
@@ -13,7 +10,6 @@ from halfserve.serve.protocol.open_files import FEWEST_FILES, most_files
 AUTO = "auto"
 PROCESS_BYTES = 100 * 2**20  # memory of a server without models
 FILES_EACH = 4  # open files in each process per other process
-STATM = Path("/proc/self/statm")  # sizes in pages: total, resident, shared
 
 
 def process_count(text: str, *, use_gpu: bool) -> int:
@@ -47,27 +43,3 @@ def check_room(count: int) -> None:
             f"--processes {count} needs {needed} open files in each process, and the limit is {most_files()}; "
             "raise it (ulimit -n), or ask for fewer processes"
         )
-
-
-def check_room_for_models(count: int) -> None:
-    """Check, in the first of `count` processes, that there is memory for the same models in the others.
-
-    Raises:
-        FailedPreconditionError: there is too little memory.
-    """
-    room, own = available_bytes(), _own_bytes()
-    if room is None or own is None or (count - 1) * own <= room:
-        return
-    raise FailedPreconditionError(
-        f"--processes {count}: with these models a server process takes {own >> 20} MiB, and {room >> 20} MiB are available "
-        f"for {count - 1} more; ask for {1 + room // own} or fewer"
-    )
-
-
-def _own_bytes() -> int | None:
-    """Memory of this process that is not shared with others, in bytes; None if the system does not report it."""
-    try:
-        _, resident, shared = STATM.read_text(encoding="ascii").split()[:3]
-    except OSError:
-        return None
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,145 @@
+"""RPCs that concern all members: what each changes, and how a service that answers for all replaces its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
+
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.model import VersionState
+from halfserve.serve.protocol.rpcs import one_message
+from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
+
+Local = Callable[[Any], Awaitable[Any]]
+Thing = tuple[str, str, Message]  # kind and name of a thing, and the command for it alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A method that changes something at all members.
+
+    Attributes:
+        answer: class of its answers.
+        things: splits a request into the things that it changes, to be kept for members that join later; empty for a mere
+            query.
+        undoes: path of the command whose things (that of the request's `name`, or all) this one takes back; "" for none.
+        timeout_s: time limit of another member's answer in seconds; None for no limit.
+    """
+
+    answer: type[Message]
+    things: Callable[[Any], Iterable[Thing]] = lambda _: ()
+    undoes: str = ""
+    timeout_s: float | None = 5.0
+
+
+def _model(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> list[Thing]:
+    return [("model", request.model_name, request)]
+
+
+def _settings(kind: str, request: Any) -> list[Thing]:
+    """Split a TraceSettingRequest or a LogSettingsRequest."""
+    found: list[Thing] = []
+    for name, setting in request.settings.items():
+        one = type(request)()
+        one.CopyFrom(request)
+        one.ClearField("settings")
+        one.settings[name].CopyFrom(setting)
+        found.append((kind, f"{name} {getattr(request, 'model_name', '')}", one))
+    return found
+
+
+LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
+TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettings"
+SYSTEM_REGISTER, CUDA_REGISTER = f"/{SERVICE}/SystemSharedMemoryRegister", f"/{SERVICE}/CudaSharedMemoryRegister"
+# Loads take long, so they have a journal and a lock of their own.
+MODEL_COMMANDS = {
+    LOAD: Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
+    UNLOAD: Command(answer=pb.RepositoryModelUnloadResponse, things=_model, timeout_s=None),
+}
+OTHER_COMMANDS = {
+    TRACE_SETTING: Command(answer=pb.TraceSettingResponse, things=partial(_settings, "trace")),
+    LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, things=partial(_settings, "log")),
+    SYSTEM_REGISTER: Command(
+        answer=pb.SystemSharedMemoryRegisterResponse, things=lambda request: [("system", request.name, request)]
+    ),
+    f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, undoes=SYSTEM_REGISTER),
+    CUDA_REGISTER: Command(
+        answer=pb.CudaSharedMemoryRegisterResponse, things=lambda request: [("cuda", request.name, request)]
+    ),
+    f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, undoes=CUDA_REGISTER),
+}
+COMMANDS = MODEL_COMMANDS | OTHER_COMMANDS
+# From best to worst: a version has the worst state among its members.
+STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
+Versions = dict[tuple[str, str], pb.RepositoryIndexResponse.ModelIndex]
+STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
+
+
+def answer_for_all(service: Service, path: str, answer: Callable[[Local, Any], Awaitable[Message]]) -> None:
+    """Replace a method by `answer`, which gets the service's own method and the request.
+
+    The method becomes a stream with one message each way, because other members take time; the wire format is the same.
+    """
+    request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
+    whole = one_message(partial(answer, local_method(service, path)))
+    service.unary.pop(path, None)
+    service.streams[path] = StreamMethod(request, whole, is_large=is_large)
+
+
+def request_class(service: Service, path: str) -> type[Message]:
+    """Class of a method's requests."""
+    method = service.unary.get(path) or service.streams[path]
+    return method.request
+
+
+def local_method(service: Service, path: str) -> Local:
+    """The service's current implementation of a method with one message each way."""
+    unary = service.unary.get(path)
+    if unary is not None:
+        answer = unary.answer
+
+        async def at_once(request: Any) -> Message:
+            return answer(request)
+
+        return at_once
+    stream = service.streams[path].answer
+
+    async def in_time(request: Any) -> Message:
+        return await anext(stream(only(request)))
+
+    return in_time
+
+
+async def only(request: Any) -> AsyncIterator[Any]:
+    """Yield a single request as a stream."""
+    yield request
+
+
+def merge_index(
+    own: pb.RepositoryIndexResponse, others: Mapping[str, pb.RepositoryIndexResponse], *, ready: bool
+) -> pb.RepositoryIndexResponse:
+    """List every version that the member knows, each in the worst state among all members.
+
+    Args:
+        own: index of the member itself, with versions in all states.
+        others: indexes of other members, by the name for messages.
+        ready: return only ready versions.
+    """
+    merged: Versions = {(one.name, one.version): one for one in own.models}
+    for title, other in others.items():
+        found: Versions = {(one.name, one.version): one for one in other.models}
+        for key, mine in merged.items():
+            theirs = found.get(key)
+            if theirs is None:
+                state, reason = VersionState.UNAVAILABLE, "it has no such version now"
+            else:
+                state, reason = VersionState(theirs.state), theirs.reason
+            if STATES.index(state) > STATES.index(VersionState(mine.state)):
+                mine.state, mine.reason = state.value, f"{title}: {reason}" if reason else title
+    return pb.RepositoryIndexResponse(
+        models=[one for one in merged.values() if one.state == VersionState.READY.value or not ready]
+    )
