@@ -1,4 +1,4 @@
-"""Reads connections in turns, whatever they speak, so that a crowd of them delays no other client for long.
+"""Reads the connections of all protocols in turns, so that a crowd of them delays no other client for long.
 
 Received bytes are read at once until a loop iteration has spent TURN_S or PIECES_A_TURN on reading. After that only small
 input, such as a health check, is read at once. Other connections queue and are not polled meanwhile. In each later iteration a

@@ -286,13 +286,13 @@ class GrpcConnection(GrpcSession):
     def _notice_read(self) -> None:
         self.loop.call_soon(self.go_away)  # not while reading
 
-    def _flush_soon(self) -> None:
+    def _flush_soon(self, *, is_last: bool = False) -> None:
         self.unflushed += 1
         if self.unflushed == 1 and not self._receiving:
-            if self._calls:
-                self._owner.flush_soon(self)
-            else:
+            if is_last:
                 self._owner.flush_last(self)
+            else:
+                self._owner.flush_soon(self)
 
     def _explain(self) -> bool:
         """Answer the calls that libnghttp2 is about to reset; True, as it has written.

@@ -72,7 +72,7 @@ class Nghttp2Server:
         self._listener: Listener | None = None  # once it listens
         self._closing = False
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
-        self._sweeping: asyncio.TimerHandle | None = None
+        self._time_limits = TimeLimits(self._limits, self._connections, self.budget)
         self._busy_poll: BusyPoll | None = None  # once it listens
         self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
         service.tell("connections", lambda: len(self._connections))
@@ -96,7 +96,7 @@ class Nghttp2Server:
             handshake_s=self._limits.handshake_s,
         )
         self._listener.begin(bound)
-        self._sweep_later(loop)
+        self._time_limits.look_later(loop)
         return 0 if self._socket is not None else self._listener.port
 
     async def give_notice(self) -> None:
@@ -121,8 +121,7 @@ class Nghttp2Server:
         self._listener.close()
         if self._socket is not None and not self._listening:
             self._socket.unlink(missing_ok=True)
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        self._time_limits.stop()
         for connection in list(self._connections):
             connection.go_away()
         with contextlib.suppress(TimeoutError):
@@ -195,38 +194,51 @@ class Nghttp2Server:
         if self._busy_poll is not None:
             self._busy_poll.answered(alone=responses <= 1 == len(connections))
 
-    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        seconds = self._limits.sweep_s
-        self._sweeping = loop.call_later(seconds, self._sweep, loop.time() + seconds)
 
-    def _sweep(self, due_s: float) -> None:
+class TimeLimits:
+    """Ends the connections of a server that exceed a time limit. Lives on the event loop."""
+
+    def __init__(self, limits: TransportLimits, connections: set[GrpcConnection], budget: MemoryBudget) -> None:
+        """Watch the connections that are in `connections` at each look."""
+        self._limits = limits
+        self._connections = connections
+        self._budget = budget
+        self._timer: asyncio.TimerHandle | None = None
+
+    def look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        seconds = self._limits.sweep_s
+        self._timer = loop.call_later(seconds, self._look, loop, loop.time() + seconds)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         """Check time limits, unless the process was suspended: clients may have sent data that is not read yet."""
-        loop = asyncio.get_running_loop()
         now = loop.time()
         if now - due_s < STOOD_STILL_S:
-            self._look_after_time(now)
-        self._sweep_later(loop)
+            for connection in list(self._connections):
+                self._check(connection, now)
+            self._budget.look_after(now)
+        self.look_later(loop)
 
-    def _look_after_time(self, now: float) -> None:
-        """End connections that exceed a time limit."""
+    def _check(self, connection: GrpcConnection, now: float) -> None:
         limits = self._limits
-        for connection in list(self._connections):
-            age_s, silent_s = now - connection.opened_s, now - connection.heard_s
-            unanswered_s = 0.0 if connection.pinged_s is None else now - connection.pinged_s
-            strange = not connection.greeted and age_s > limits.handshake_s
-            outlived_s = 0.0 if limits.max_age_s is None else age_s - limits.max_age_s
-            if strange or unanswered_s > limits.keepalive_timeout_s or outlived_s > limits.max_age_grace_s:
-                connection.abort()
-                continue
-            if outlived_s > NOTICE_S:
-                connection.go_away()
-            elif outlived_s > 0:
-                connection.give_notice()
-            if silent_s > limits.keepalive_s and connection.pinged_s is None:
-                connection.ping()
-            connection.give_up_stalled(now - limits.stall_s)
-            connection.give_up_unread(now)
-        self.budget.look_after(now)
+        age_s, silent_s = now - connection.opened_s, now - connection.heard_s
+        unanswered_s = 0.0 if connection.pinged_s is None else now - connection.pinged_s
+        strange = not connection.greeted and age_s > limits.handshake_s
+        outlived_s = 0.0 if limits.max_age_s is None else age_s - limits.max_age_s
+        if strange or unanswered_s > limits.keepalive_timeout_s or outlived_s > limits.max_age_grace_s:
+            connection.abort()
+            return
+        if outlived_s > NOTICE_S:
+            connection.go_away()
+        elif outlived_s > 0:
+            connection.give_notice()
+        if silent_s > limits.keepalive_s and connection.pinged_s is None:
+            connection.ping()
+        connection.give_up_stalled(now - limits.stall_s)
+        connection.give_up_unread(now)
 
 
 class BusyPoll:

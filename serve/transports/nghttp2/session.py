@@ -107,8 +107,8 @@ class GrpcSession(ABC):
         return len(self._calls)
 
     @abstractmethod
-    def _flush_soon(self) -> None:
-        """Have pending data written at the end of this loop iteration."""
+    def _flush_soon(self, *, is_last: bool = False) -> None:
+        """Have pending data written at the end of this loop iteration; at once if the last call in flight was answered."""
 
     @abstractmethod
     def _notice_read(self) -> None:
@@ -211,7 +211,7 @@ class GrpcSession(ABC):
     def answer(self, stream: int, message: bytes) -> None:
         """Send the only response of a call, with status OK."""
         if stream in self._fast_path.granted and self._fast_path.answer(stream, message):
-            self._flush_soon()
+            self._flush_soon(is_last=not self._calls)
             return
         if self._forget(stream) is None:
             return
