@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 LINES = ".jsonl"
 SUFFIXES = (".npz", ".json")
 FAILED_EXIT_CODE = 1  # a request of a stream failed
+_request = partial(typer.Option, rich_help_panel="Request")
+_answer = partial(typer.Option, rich_help_panel="Answer")
 _streaming = partial(typer.Option, rich_help_panel="Many requests over one call")
 
 
@@ -47,20 +49,20 @@ class InferArguments:
 
     inputs: Annotated[
         list[str],
-        typer.Option(
+        _request(
             "--input",
             help="NAME=FILE.npy, .npz or .json; NAME=JSON; NAME=@FILE for bytes as they are; NAME=- for standard input; or "
             "FILE.npz, FILE.json or - for several inputs at once. Once per input.",
         ),
     ]
-    version: Annotated[str, typer.Option(help="The model's version; without it, the server's choice.")] = ""
-    outputs: Annotated[list[str] | None, typer.Option("--output", help="An output wanted; without it, all.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Name the K best classes instead of the numbers.", min=1)] = None
-    priority: Annotated[int, typer.Option(help="1 is the most urgent; 0 leaves it to the model.", min=0)] = 0
-    parameters: Annotated[
-        list[str] | None, typer.Option("--parameter", help="NAME=VALUE for the model: JSON, or else text.")
-    ] = None
-    output_file: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz or .json file.")] = None
+    version: Annotated[str, _request(help="The model's version; without it, the server's choice.")] = ""
+    outputs: Annotated[list[str] | None, _answer("--output", help="An output wanted; without it, all.")] = None
+    top_k: Annotated[int | None, _answer(help="Name the K best classes instead of the numbers.", min=1)] = None
+    priority: Annotated[int, _request(help="1 is the most urgent; 0 leaves it to the model.", min=0)] = 0
+    parameters: Annotated[list[str] | None, _request("--parameter", help="NAME=VALUE for the model: JSON, or else text.")] = (
+        None
+    )
+    output_file: Annotated[Path | None, _answer(help="Write the outputs to this .npz or .json file.")] = None
     stream: Annotated[
         bool,
         _streaming(
@@ -73,11 +75,11 @@ class InferArguments:
     in_flight: Annotated[int, _streaming(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32
     shared_memory: Annotated[
         bool,
-        typer.Option(
+        _request(
             "--shared-memory", help="Leave large tensors in shared memory; without --stream, of a server on this machine."
         ),
     ] = False
-    compression: Annotated[Literal["gzip", "deflate"] | None, typer.Option(help="Compress what is sent.")] = None
+    compression: Annotated[Literal["gzip", "deflate"] | None, _request(help="Compress what is sent.")] = None
     as_json: AsJson = False
 
     def request_options(self) -> RequestOptions:
