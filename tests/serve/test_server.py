@@ -270,7 +270,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(mlp: Path) -> None:
     program = (
-        "import sys; import halfserve.serve.cli, halfserve.serve.server; from pathlib import Path; "
+        "import sys; import halfserve.serve.serve_command, halfserve.serve.server; from pathlib import Path; "
         "import halfserve.serve.backends.onnx_runtime.onnx_backend as b; "
         "from halfserve.serve.engine.backend import DevicePlacement; "
         "from halfserve.protos.model_config_pb2 import ModelConfig; "
