@@ -93,7 +93,7 @@ BELOW = {
 # Rooms that know nothing of the command line: their settings are plain dataclasses, which serve/options/ makes.
 WITHOUT_COMMANDS = (
     *("serve/engine", "serve/backends", "serve/protocol", "serve/transports", "serve/http", "serve/model_control"),
-    *("serve/observability", "serve/storage", "serve/members", "serve/supervisor"),
+    *("serve/observability", "serve/storage", "serve/fleet/member", "serve/fleet/agent", "serve/fleet/control"),
 )
 OPENVINO_ROOM = "serve/backends/openvino"
 RAY = "serve/fleet/launch/ray_"  # start of the names of its modules
