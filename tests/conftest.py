@@ -29,6 +29,12 @@ if BUILD.name == "plain" and BUILD.reason != "not compiled":
     os.environ[SWITCH] = "0"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Use three workers for two cores: tests wait a third of the time, for processes and sockets."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + (cores + 1) // 2
+
+
 def pytest_report_header() -> str:
     return f"hot path: {BUILD}"
 

@@ -412,7 +412,9 @@ def test_metrics_that_prometheus_cannot_read_are_refused(tmp_path: Path) -> None
                     family.Metric({name: "value"}, buckets)
                 except pb_utils.TritonModelException as error:
                     refused += repr(name) in str(error)
-            gauge.Metric({"model": 'a\n"b" \\ \ud800'}).set(3)
+            depth = gauge.Metric({"model": 'a\n"b" \\ \ud800'})
+            depth.set(3)
+            depth.value()  # returns once the server has set it
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([refused], np.float32))])]
     """
     save_python_model(tmp_path, "measures", code)
