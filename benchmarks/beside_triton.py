@@ -52,7 +52,7 @@ PATH = "/inference.GRPCInferenceService/ModelInfer"
 
 @dataclass(frozen=True)
 class Result:
-    """What one load measured; p99 is None where the program does not report it."""
+    """Result of one load; p99 is None where the program does not report it."""
 
     per_second: float
     p99_us: float | None
@@ -186,7 +186,7 @@ PROGRAMS = {
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a program printed, on either stream."""
+    """Run a program and return its standard output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise typer.BadParameter(f"{command[0]} failed:\n{done.stdout[-1500:]}{done.stderr[-1500:]}")

@@ -21,7 +21,7 @@ from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
 
 # h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Ordinary clients send chunks
-# of 4 KiB and more, which all fit into one turn.
+# that have 4 KiB and more, and all fit into one turn.
 EVENTS = 64
 TASK_BYTES = SMALL_BYTES + 1  # what input counts at least: it may begin a request, whose task costs more than a large read
 LENGTHS = {b"content-length", b"transfer-encoding"}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # traces that are exported at a time: some hundred KB
 SCOPE = ("halfserve", version("halfserve"))
-ERROR_CODE = 2  # of OTLP's status codes
+ERROR_CODE = 2  # OTLP's status code of an error
 SAMPLED_FLAG = 1
 SPAN_KINDS = {"INTERNAL": 1, "SERVER": 2}
 
@@ -225,8 +225,8 @@ def to_line(spans: Sequence[Span], resource: Mapping[str, Any], scope: tuple[str
     Formatted by hand: json.dumps takes three times as long, and protobuf's own JSON 25 times.
 
     Args:
-        spans: of one process.
-        resource: its attributes.
+        spans: finished spans of one process.
+        resource: attributes of the process.
         scope: name and version of the library that made the spans.
     """
     name, version = scope

@@ -38,7 +38,9 @@ class CachedRequest:
     rows: int  # size of the batch dimension
     bucket: Hashable  # requests of one bucket can share a batch
     turn: Turn  # priority and queue timeouts
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # by name; sequence_id has the first request's value
+    parameters: Mapping[str, Parameter] = field(
+        default_factory=dict
+    )  # values by name; that of sequence_id is the first request's
     # Shared memory slice of each input, None for an input whose bytes are in the request; None if this holds for all inputs.
     input_slices: tuple[RegionSlice | None, ...] | None = None
     slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs
@@ -46,7 +48,7 @@ class CachedRequest:
     shared_bytes: int = field(init=False)  # total size of the inputs in shared memory
     takes_long: bool = field(init=False)  # whether responses may be slow to serialize: outputs are special or text
     responses: ResponseTemplates = field(init=False)
-    binding: RegionBinding = field(init=False)  # of the slices
+    binding: RegionBinding = field(init=False)  # where the slices lie in the registered regions
 
     def __post_init__(self) -> None:
         texts = any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)

@@ -1,4 +1,4 @@
-"""All routes of the text endpoints, and those that say which models they have."""
+"""Routes of the text endpoints, and of the list of models that they have."""
 
 from __future__ import annotations
 
