@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
-from halfserve.serve.engine.backend import LaterAnswer
-from halfserve.serve.engine.errors import InferenceError, UnavailableError
-from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
-from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled
-from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
+from halfserve.serve.engine.execution.delivery import Delivery
+from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, Results, seconds_of
+from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, LoopOccupancy, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
@@ -27,9 +24,7 @@ from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeS
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.tensors import Tensors
 
-ALONE_AFTER_S: Final = 1.0  # since another model has computed
 # Seconds for which a turn of the event loop computes short batches: TURN_S, or as long as the loop has handled other events
 # since the last turn, up to LONGEST_TURN_S. Otherwise a flood of requests would leave no time to answer.
 TURN_S = 0.002
@@ -38,134 +33,6 @@ LONGEST_TURN_S = 0.02
 FEW: Final = 8
 LOADING_S: Final = 0.1  # retry delay while a copy is being loaded again
 SHUTTING_DOWN: Final = "the model is shutting down; send the request to another replica"
-
-
-class LoopOccupancy:
-    """Tracks whether one model has the event loop to itself, so that its batches on the loop delay no other model."""
-
-    __slots__ = ("_latest", "_since")
-
-    def __init__(self) -> None:
-        self._latest: int | None = None  # an id(): a reference would keep an unloaded model
-        self._since = -math.inf
-
-    def is_alone(self, who: object, now: float) -> bool:
-        """Note that `who` computes at `now` (seconds); returns whether no other model has computed for ALONE_AFTER_S."""
-        if id(who) != self._latest:
-            self._latest, self._since = id(who), now
-        return now - self._since >= ALONE_AFTER_S
-
-
-class Delivery:
-    """Gives one model's requests their answers, in the order in which their batches were computed.
-
-    Attributes:
-        awaited: number of requests whose answers come after the end of their batch.
-        on_late_answer: called after each of these answers.
-        on_reschedule: called with each request that the model wants once more, before it is queued.
-    """
-
-    def __init__(self, queue: BatchQueue, statistics: Statistics) -> None:
-        self.awaited = 0
-        self.on_late_answer: Callable[[], None] = _nothing
-        self.on_reschedule: Callable[[InferRequest], None] = _nothing_with
-        self._queue = queue
-        self._statistics = statistics
-        self._computed: deque[tuple[Results, int]] = deque()  # results of computed batches, with their rows
-
-    def add(self, results: Results, rows: int) -> None:
-        self._computed.append((results, rows))
-
-    def deliver(self) -> bool:
-        """Answer all added batches; returns whether requests have been queued again."""
-        again = False
-        while self._computed:
-            results, rows = self._computed.popleft()
-            for result in results:
-                if isinstance(result, Answered):
-                    self._answer(result, rows if len(results) == 1 else sum(request.rows for request in result.requests))
-                elif isinstance(result, Failed):
-                    self.fail(result.request, result.error)
-                elif isinstance(result, LostRequests):
-                    again |= self._replay(result)
-                elif isinstance(result, PendingAnswers):
-                    self._await(result)
-                elif isinstance(result, Rescheduled):
-                    again |= self._reschedule(result)
-        return again
-
-    def let_go(self) -> None:
-        """Drop the listeners after the last answer, which breaks a reference cycle that would keep an unloaded model."""
-        self.on_late_answer, self.on_reschedule = _nothing, _nothing_with
-
-    def fail(self, request: InferRequest, error: InferenceError) -> None:
-        self._statistics.failed(request.arrived_ns, error)
-        request.finish(error)
-
-    def _answer(self, computed: Answered, rows: int) -> None:
-        requests = computed.requests
-        arrivals_ns = [request.arrived_ns for request in requests if not request.cancelled]
-        self._statistics.batch_done(computed.times, arrivals_ns, rows)
-        for request, answer in zip(requests, computed.answers, strict=True):
-            if request.cancelled:
-                self._statistics.failed(request.arrived_ns)
-            else:
-                request.finish(answer)
-
-    def _await(self, pending: PendingAnswers) -> None:
-        """Answer requests once their model has given its answers."""
-
-        def answer_later(request: InferRequest, later: LaterAnswer) -> None:
-            def answered(result: Tensors | InferenceError) -> None:
-                self.awaited -= 1
-                if isinstance(result, InferenceError):
-                    self.fail(request, result)
-                else:
-                    self._answer(Answered([request], [result], pending.times), request.rows)
-                self.on_late_answer()
-
-            self.awaited += 1
-            later.then(answered)
-
-        for request, later in pending.later:
-            answer_later(request, later)
-
-    def _reschedule(self, rescheduled: Rescheduled) -> bool:
-        """Queue requests once more, because their model wants them again."""
-        queued = False
-        for request in rescheduled.requests:
-            if request.cancelled:
-                self._statistics.failed(request.arrived_ns)
-                continue
-            request.leave_by = request.patience = None  # the limits held for the first stay in the queue
-            self.on_reschedule(request)
-            try:
-                self._queue.offer(request)
-            except FullError as full:
-                self.fail(request, full_error(full, len(self._queue), self._statistics))
-            else:
-                queued = True
-        return queued
-
-    def _replay(self, lost: LostRequests) -> bool:
-        """Queue requests of a lost copy once more; a request that is lost twice fails, because it may be the one that breaks
-        copies.
-        """
-        queued = False
-        for request in lost.requests:
-            if request.cancelled or request.replayed:
-                self.fail(request, lost.error)
-                continue
-            if not lost.untouched:
-                request.bucket = object()  # each is computed alone, because one of them may break copies
-            try:
-                self._queue.offer(request)
-            except FullError:
-                self.fail(request, lost.error)
-            else:
-                request.replayed = True
-                queued = True
-        return queued
 
 
 class Batcher:
@@ -544,14 +411,6 @@ class Batcher:
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self.waiting and not self._delivery.awaited:
             self._drained.set()
-
-
-def _nothing() -> None:
-    """Do nothing, until a listener is set."""
-
-
-def _nothing_with(_: InferRequest) -> None:
-    """Do nothing, until a listener is set."""
 
 
 def _loop_limit_s(batch: Batch, *, alone: bool) -> float:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from halfserve.serve.engine.backend import CPU_PROVIDERS
-from halfserve.serve.engine.batcher import LoopOccupancy
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.execution.short_batches import LoopOccupancy
 from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures

@@ -1,23 +1,26 @@
-"""Decodes the tensors of a ModelInferRequest and checks them against the model."""
+"""Decodes the parameters and tensors of a ModelInferRequest, and checks the tensors against the model."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Lock
 from typing import Any, Final
 
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
 from halfserve.protos.shared_memory_parameters import PARAMETERS
-from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
-from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
-from halfserve.serve.protocol.encoded_pictures import encoded_spec, late_pictures
+from halfserve.serve.engine.repository.picture_inputs import LACKING
+from halfserve.serve.engine.requests import NO_PARAMETERS, LateArray, LateInputs, Parameter, RawInput, RawLayout
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
 
@@ -29,6 +32,12 @@ LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 LATE_BYTES: Final = 2**14
 LATE_ELEMENTS: Final = 2**12
 PIECE: Final = 4096  # elements per assignment; the GIL is held during each
+LARGE_PICTURE_BYTES: Final = 2**26  # memory to decode a picture from which on only one is decoded at a time
+_large: Final = Lock()  # held while a large picture is decoded, so that all instances together decode one
+EMPTY_FINAL: Final = "triton_enable_empty_final_response"
+TRITONS: Final = "triton_"  # prefix of the parameters that are for the server, not for models
+# Parameters that mean something to the server.
+RESERVED: Final = re.compile(f"{TRITONS}.*|sequence_(id|start|end)|priority|timeout")
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,39 @@ class DecodedInputs:
     inputs: Tensors  # read-only views on the received bytes where possible; slow or shared-memory tensors are read on first use
     rows: int  # size of the batch dimension; 1 for a model without one
     bucket: Hashable  # equal for requests whose shapes differ at most in the batch dimension
+
+
+def parameters_of_request(request: ModelInferRequest) -> Mapping[str, Parameter]:
+    """The request's parameters by name; one without a value is left out.
+
+    Raises:
+        InvalidArgumentError: a parameter's name has the prefix that is reserved for the server.
+    """
+    for name in request.parameters:
+        if name.startswith(TRITONS) and name != EMPTY_FINAL:
+            raise InvalidArgumentError(
+                f"parameter {name!r:.60} begins with {TRITONS!r}, which is reserved for the server; expected another name"
+            )
+    given = {name: parameter.WhichOneof("parameter_choice") for name, parameter in request.parameters.items()}
+    return {name: getattr(request.parameters[name], kind) for name, kind in given.items() if kind} or NO_PARAMETERS
+
+
+def queue_timeout_s(request: ModelInferRequest) -> float | None:
+    """Return the request parameter `timeout`, in seconds; None if it is absent or 0."""
+    microseconds = whole_parameter(request, "timeout", "microseconds")
+    return microseconds / 1e6 if microseconds else None
+
+
+def whole_parameter(request: ModelInferRequest, name: str, what: str) -> int:
+    """Return a non-negative integer parameter; 0 if absent."""
+    parameter = request.parameters.get(name)
+    if parameter is None:
+        return 0
+    choice = parameter.WhichOneof("parameter_choice")
+    number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
+    if number < 0:
+        raise InvalidArgumentError(f"parameter {name!r} is not a whole number of 0 or more, expected {what} as an int64")
+    return number
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
@@ -70,7 +112,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
         except ValueError as error:
             raise _wrong(spec, error) from None
         is_encoded = spec.datatype is not model.inputs[spec.name].datatype
-        arrays[spec.name] = late_pictures(spec.name, array, model.pictures[spec.name]) if is_encoded else array
+        arrays[spec.name] = _late_pictures(spec.name, array, model.pictures[spec.name]) if is_encoded else array
     if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
         missing = ", ".join(map(repr, left_out))
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
@@ -124,7 +166,7 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mappin
         raise InvalidArgumentError(f"input {spec.name!r} is given twice; expected once")
     if tensor.datatype != spec.datatype.wire:
         if tensor.datatype == BYTES.wire and spec.name in model.pictures:
-            spec = encoded_spec(spec, len(tensor.shape))
+            spec = _encoded_spec(spec, len(tensor.shape))
         else:
             raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
     mismatch = spec.mismatch(tensor.shape)
@@ -220,3 +262,37 @@ def _wrong(spec: TensorSpec, error: ValueError) -> InvalidArgumentError:
 
 def _names(specs: dict[str, TensorSpec]) -> str:
     return ", ".join(map(repr, specs))
+
+
+def _encoded_spec(spec: TensorSpec, dimensions: int) -> TensorSpec:
+    """Return the spec of encoded pictures that an input takes in place of pixels: BYTES of shape [n], or [n, 1]."""
+    shape = (ANY_SIZE, 1) if dimensions == 2 else (ANY_SIZE,)
+    return TensorSpec(name=spec.name, datatype=BY_WIRE["BYTES"], shape=shape)
+
+
+def _late_pictures(name: str, encoded: Array | LateArray, preparation: PicturePreparation) -> LateArray:
+    """Return prepared pixels, uint8 (n, height, width, 3), of encoded pictures (n,) or (n, 1), which are read on first use."""
+    shape = (encoded.shape[0], preparation.height, preparation.width, 3)
+
+    def read() -> Array:
+        pictures = encoded.read() if isinstance(encoded, LateArray) else encoded
+        pixels = np.empty(shape, np.uint8)
+        for index, data in enumerate(pictures.ravel().tolist()):
+            try:
+                pixels[index] = _pixels(data, preparation)
+            except PictureError as error:
+                raise InvalidArgumentError(f"input {name!r} has an element {index} that {error}") from None
+            except ImportError:
+                raise UnsupportedError(f"input {name!r} takes no encoded pictures here: {LACKING}") from None
+        return pixels
+
+    return LateArray(shape, read)
+
+
+def _pixels(data: bytes, preparation: PicturePreparation) -> Array:
+    picture = EncodedPicture(data)
+    prepare = partial(picture.pixels, preparation)
+    if picture.memory_bytes(preparation) <= LARGE_PICTURE_BYTES:
+        return prepare()
+    with _large:
+        return prepare()

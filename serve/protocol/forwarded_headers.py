@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.protocol.inference import RESERVED, Cancel, ManyReplies, Reply, Watch, WatchableInference
+from halfserve.serve.protocol.codec import RESERVED
+from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch, WatchableInference
 
 CASE_SENSITIVE = "(?-i)"  # Triton's spelling at a pattern's start; Python's syntax allows it only with a group
 # The transport's own headers, which Triton does not show as metadata either, and parameters that this server would obey.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import (
@@ -20,12 +17,21 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, Parameter, RawInputs, RawLayout
+from halfserve.serve.engine.requests import Answer, InferRequest, Parameter, RawInputs, RawLayout
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
-from halfserve.serve.protocol.codec import decode_inputs, input_slices, raw_layout
+from halfserve.serve.protocol.codec import (
+    EMPTY_FINAL,
+    decode_inputs,
+    input_slices,
+    parameters_of_request,
+    queue_timeout_s,
+    raw_layout,
+    whole_parameter,
+)
+from halfserve.serve.protocol.deferred_response import DeferredResponse
 from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
 from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
 from halfserve.serve.protocol.requested_outputs import requested_names, special_outputs
@@ -35,14 +41,6 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
-MANY_TEXTS: Final = 4096  # number of texts in a response from which a thread serializes it
-LARGE_BYTES: Final = 2**20
-WRITER_THREADS: Final = 2
-MOST_WAITING_BYTES: Final = 2**24  # size of the outputs that wait for a thread before the event loop serializes further ones
-EMPTY_FINAL: Final = "triton_enable_empty_final_response"
-TRITONS: Final = "triton_"  # prefix of the parameters that are for the server, not for models
-# Parameters that mean something to the server.
-RESERVED: Final = re.compile(f"{TRITONS}.*|sequence_(id|start|end)|priority|timeout")
 
 
 class Watch(Protocol):
@@ -252,8 +250,8 @@ class Inference:
             outputs=outputs,
             rows=decoded.rows,
             bucket=decoded.bucket,
-            turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),
-            parameters=_parameters(request),
+            turn=model.queue_policy.turn(whole_parameter(request, "priority", "the priority"), queue_timeout_s(request)),
+            parameters=parameters_of_request(request),
             input_slices=tuple(of_inputs) if any(of_inputs) else None,
             slices=tuple(places),
             special=special,
@@ -370,116 +368,9 @@ class _Cancellation:
         self._scheduler.cancel(self._request)
 
 
-def _parameters(request: ModelInferRequest) -> Mapping[str, Parameter]:
-    """The request's parameters by name; one without a value is left out.
-
-    Raises:
-        InvalidArgumentError: a parameter's name has the prefix that is reserved for the server.
-    """
-    for name in request.parameters:
-        if name.startswith(TRITONS) and name != EMPTY_FINAL:
-            raise InvalidArgumentError(
-                f"parameter {name!r:.60} begins with {TRITONS!r}, which is reserved for the server; expected another name"
-            )
-    given = {name: parameter.WhichOneof("parameter_choice") for name, parameter in request.parameters.items()}
-    return {name: getattr(request.parameters[name], kind) for name, kind in given.items() if kind} or NO_PARAMETERS
-
-
-def _timeout(request: ModelInferRequest) -> float | None:
-    """Return the request parameter `timeout`, in seconds; None if it is absent or 0."""
-    microseconds = _whole(request, "timeout", "microseconds")
-    return microseconds / 1e6 if microseconds else None
-
-
-def _whole(request: ModelInferRequest, name: str, what: str) -> int:
-    """Return a non-negative integer parameter; 0 if absent."""
-    parameter = request.parameters.get(name)
-    if parameter is None:
-        return 0
-    choice = parameter.WhichOneof("parameter_choice")
-    number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
-    if number < 0:
-        raise InvalidArgumentError(f"parameter {name!r} is not a whole number of 0 or more, expected {what} as an int64")
-    return number
-
-
 def _deadline(seconds: float) -> float:
     """Return the time in `seconds` from now, on time.monotonic()'s clock."""
     return time.monotonic() + seconds
-
-
-class ResponseWriters:
-    """Threads that serialize large responses.
-
-    They are not the event loop's own, which may be busy with answers that clients do not read: a response counts for the memory
-    budget once it is serialized.
-
-    Attributes:
-        threads: the threads.
-        waiting_bytes: size of the outputs that wait for them. On the event loop only.
-    """
-
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(WRITER_THREADS, "responses")
-        self.waiting_bytes = 0
-
-
-WRITERS: Final = ResponseWriters()
-
-
-class DeferredResponse:
-    """A response that a thread serializes if it is large, to keep the event loop free. Lives on the event loop.
-
-    Serializing a text takes 0.3 us, writing a megabyte to shared memory 0.2 to 1 ms.
-    """
-
-    __slots__ = ("_is_gone", "_keep", "_reply", "_write")
-
-    def __init__(
-        self,
-        write: Callable[[Tensors | InferenceError], bytes | InferenceError],
-        reply: Callable[[bytes | InferenceError], None],
-        keep: Callable[[asyncio.Task[None]], None],
-    ) -> None:
-        """`write` serializes the response, on a thread if outputs are large; `keep` holds the task until it ends."""
-        self._write = write
-        self._reply = reply
-        self._keep = keep
-        self._is_gone = False
-
-    def done(self, result: Tensors | InferenceError) -> None:
-        """Take the outputs or the error."""
-        if isinstance(result, InferenceError) or not _takes_long(result) or WRITERS.waiting_bytes > MOST_WAITING_BYTES:
-            self._reply(self._write(result))
-        else:
-            WRITERS.waiting_bytes += (size := sum([array.nbytes for array in result.values()]))
-            self._keep(asyncio.get_running_loop().create_task(self._apart(result, size)))
-
-    def gone(self) -> None:
-        """Drop the response."""
-        self._is_gone = True
-
-    async def _apart(self, result: Tensors, size: int) -> None:
-        try:
-            if self._is_gone:
-                return
-            written = await asyncio.get_running_loop().run_in_executor(WRITERS.threads, self._write, result)
-        except RuntimeError:  # no thread can be started
-            written = self._write(result)
-        finally:
-            WRITERS.waiting_bytes -= size
-        if not self._is_gone:
-            self._reply(written)
-
-
-def _takes_long(outputs: Tensors) -> bool:
-    texts = size = 0
-    for array in outputs.values():
-        if array.dtype.hasobject:
-            texts += array.size
-        else:
-            size += array.nbytes
-    return texts > MANY_TEXTS or size > LARGE_BYTES
 
 
 class ObservedInference:

@@ -8,6 +8,7 @@ size, and withdrawn as soon as they take longer: the loop must not stall. Models
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -31,6 +32,7 @@ NEW: Final = 1 / 8  # weight of a batch on the loop in the average
 # A time on a thread includes waits for Python's lock: the minimum is used, and forgotten at this rate.
 DRIFT: Final = 1 / 64
 
+ALONE_AFTER_S: Final = 1.0  # time in which no other model has computed, from which on a model has the loop to itself
 
 NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 
@@ -42,6 +44,22 @@ def limit_s(requests: int, size: int, *, alone: bool) -> float:
     if alone and requests <= LONE_REQUESTS and size <= LONE_BYTES:
         return LONE_S
     return SHORT_S if size <= LOOP_BYTES else -1.0
+
+
+class LoopOccupancy:
+    """Tracks whether one model has the event loop to itself, so that its batches on the loop delay no other model."""
+
+    __slots__ = ("_latest", "_since")
+
+    def __init__(self) -> None:
+        self._latest: int | None = None  # an id(): a reference would keep an unloaded model
+        self._since = -math.inf
+
+    def is_alone(self, who: object, now: float) -> bool:
+        """Note that `who` computes at `now` (seconds); returns whether no other model has computed for ALONE_AFTER_S."""
+        if id(who) != self._latest:
+            self._latest, self._since = id(who), now
+        return now - self._since >= ALONE_AFTER_S
 
 
 class _Size:

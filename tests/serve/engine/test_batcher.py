@@ -12,9 +12,10 @@ import weakref
 import numpy as np
 import pytest
 
-from halfserve.serve.engine.batcher import Batcher, Delivery
+from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
 from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.execution.delivery import Delivery
 from halfserve.serve.engine.execution.instance import LostRequests
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics

@@ -17,7 +17,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, MOST_WAITING_BYTES, WRITERS, DeferredResponse
+from halfserve.serve.protocol.deferred_response import LARGE_BYTES, MANY_TEXTS, MOST_WAITING_BYTES, WRITERS, DeferredResponse
 from halfserve.serve.protocol.raw_tensors import to_raw
 from halfserve.serve.protocol.service import INFER_PATH
 from tests.models import save_model

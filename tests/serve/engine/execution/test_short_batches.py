@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine import batcher as batcher_module
-from halfserve.serve.engine.batcher import ALONE_AFTER_S, LoopOccupancy
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.execution.short_batches import (
     AFTER_STALL,
+    ALONE_AFTER_S,
     FIRST,
     LONE_BYTES,
     LONE_REQUESTS,
@@ -27,6 +27,7 @@ from halfserve.serve.engine.execution.short_batches import (
     SHORT_S,
     STALL_S,
     STANDSTILL_S,
+    LoopOccupancy,
     ShortBatches,
 )
 from halfserve.serve.engine.model import Model
