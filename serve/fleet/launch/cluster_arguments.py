@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from halfserve.serve.fleet.agent.server_process import NOT_HERE
 
@@ -24,31 +26,40 @@ class ClusterArgumentError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterArguments:
+class MemberOptions:
+    """Number, size and addresses of a cluster's servers: options of `cluster run`, and arguments of its application."""
+
+    replicas: Annotated[str, typer.Option(help="How many servers: 2, or 1:8 for as many between these as the load needs.")] = (
+        "1"
+    )
+    cpus: Annotated[float, typer.Option(help="Cores of each server.")] = 1.0  # also its threads for one operator
+    gpus: Annotated[float, typer.Option(help="GPUs of each server.")] = 0.0
+    models_per_member: Annotated[
+        int, typer.Option(help="Models that one server may hold, those with most load on most servers; 0 puts all on all.")
+    ] = 0
+    latency_target_ms: Annotated[
+        float, typer.Option(help="Milliseconds in the queue above which more servers are started.")
+    ] = 50.0
+    scale_down_seconds: Annotated[float, typer.Option(help="A server is ended if it was not needed for so long.")] = 300.0
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; by default the one by which Ray knows the machine.", show_default=False)
+    ] = ""
+    first_port: Annotated[
+        int,
+        typer.Option(help="First of the three ports of a server (gRPC, HTTP, metrics); where taken, the next row of three."),
+    ] = 8001
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments(MemberOptions):
     """The arguments of the Ray Serve application.
 
     Attributes:
         path: model repository: a folder, or a URL of object storage; each machine must reach it under this path.
-        replicas: number of servers: "2", or "1:8" for autoscaling between these bounds.
-        cpus: CPU cores of each server; also its CPU threads for one operator.
-        gpus: GPUs of each server.
-        models_per_member: most models per server; the models with the most load are on the most servers. 0 puts all on all.
-        latency_target_ms: queue time above which more servers are started, in milliseconds.
-        scale_down_seconds: a server is ended after it was not needed for this many seconds.
-        host: address to listen on; "" for the one by which Ray knows the machine.
-        first_port: first of a server's ports, which are consecutive: gRPC, HTTP, metrics.
         server: further options of `halfserve serve`.
     """
 
     path: str
-    replicas: str = "1"
-    cpus: float = 1.0
-    gpus: float = 0.0
-    models_per_member: int = 0
-    latency_target_ms: float = 50.0
-    scale_down_seconds: float = 300.0
-    host: str = ""
-    first_port: int = 8001
     server: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -91,7 +102,7 @@ class ClusterArguments:
     def as_given(self) -> dict[str, Any]:
         """Input of `read` that gives these arguments: JSON values, without those equal to the default."""
         defaults = asdict(ClusterArguments(path=self.path))
-        own = {name: value for name, value in asdict(self).items() if name == "path" or value != defaults[name]}
+        own = {"path": self.path} | {name: value for name, value in asdict(self).items() if value != defaults[name]}
         return own | ({"server": list(self.server)} if self.server else {})
 
     def serve_config(self, name: str) -> dict[str, Any]:

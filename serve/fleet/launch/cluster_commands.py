@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +15,19 @@ from typing import Annotated, Any
 
 import typer
 
+from halfserve.option_groups import takes_option_groups
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.channel_settings import Tls
 from halfserve.serve.client.cli.connection_options import read_token, reading_options
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.fleet.launch.cluster_arguments import ClusterArgumentError, ClusterArguments, ClusterError, bounds_of
+from halfserve.serve.fleet.launch.cluster_arguments import (
+    ClusterArgumentError,
+    ClusterArguments,
+    ClusterError,
+    MemberOptions,
+    bounds_of,
+)
 from halfserve.serve.fleet.launch.proxy import ProxyError
 from halfserve.serve.fleet.launch.proxy import proxy as run_proxy
 from halfserve.serve.protocol.service import SERVICE
@@ -84,6 +91,7 @@ def _connected() -> Any:
 
 
 @cluster.command()
+@takes_option_groups
 def run(
     path: Annotated[
         str,
@@ -97,27 +105,7 @@ def run(
         typer.Argument(metavar="-- OPTIONS", help="Further options of halfserve serve, for each server.", show_default=False),
     ] = None,
     *,
-    replicas: Annotated[
-        str, typer.Option(help="How many servers: 2, or 1:8 for as many between these as the load needs.")
-    ] = ClusterArguments.replicas,
-    cpus: Annotated[float, typer.Option(help="Cores of each server.")] = ClusterArguments.cpus,
-    gpus: Annotated[float, typer.Option(help="GPUs of each server.")] = ClusterArguments.gpus,
-    models_per_member: Annotated[
-        int, typer.Option(help="Models that one server may hold, those with most load on most servers; 0 puts all on all.")
-    ] = ClusterArguments.models_per_member,
-    latency_target_ms: Annotated[
-        float, typer.Option(help="Milliseconds in the queue above which more servers are started.")
-    ] = ClusterArguments.latency_target_ms,
-    scale_down_seconds: Annotated[
-        float, typer.Option(help="A server is ended if it was not needed for so long.")
-    ] = ClusterArguments.scale_down_seconds,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; by default the one by which Ray knows the machine.", show_default=False)
-    ] = ClusterArguments.host,
-    first_port: Annotated[
-        int,
-        typer.Option(help="First of the three ports of a server (gRPC, HTTP, metrics); where taken, the next row of three."),
-    ] = ClusterArguments.first_port,
+    members: MemberOptions,
     name: Name = NAME,
     wait_seconds: WaitSeconds = WAIT_S,
     detach: Annotated[bool, typer.Option("--detach", help="Leave the cluster running, and end this command.")] = False,
@@ -135,18 +123,7 @@ def run(
 
     Example: halfserve cluster run runs/demo/repository --replicas 2 -- --max-batch-size 64
     """
-    arguments = ClusterArguments(
-        path=path,
-        replicas=replicas,
-        cpus=cpus,
-        gpus=gpus,
-        models_per_member=models_per_member,
-        latency_target_ms=latency_target_ms,
-        scale_down_seconds=scale_down_seconds,
-        host=host,
-        first_port=first_port,
-        server=tuple(server or ()),
-    )
+    arguments = ClusterArguments(path=path, server=tuple(server or ()), **asdict(members))
     if print_serve_config:
         import yaml  # noqa: PLC0415  (comes with Ray)
 
@@ -156,7 +133,7 @@ def run(
     is_own = ray_cluster.connect(start=True, detach=detach)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has installed its own handler
     if is_own:
-        arguments = replace(arguments, host=host or LOOPBACK)
+        arguments = replace(arguments, host=members.host or LOOPBACK)
         typer.echo(f"started Ray on this machine, at {ray_cluster.address()}" + "; end it with `ray stop`" * detach, err=True)
         ray_cluster.check_room(arguments)
     ray_cluster.deploy(name, arguments, wait_s=wait_seconds, say=_say)
@@ -168,8 +145,12 @@ def run(
     addresses = [member["grpc_address"] for member in found["members"]]
     servers = "1 server" if len(addresses) == 1 else f"{len(addresses)} servers"
     typer.echo(f"ready: {servers}; clients take cluster://{','.join(addresses)}")
-    if detach:
-        return
+    if not detach:
+        _follow(ray_cluster, name, is_own=is_own)
+
+
+def _follow(ray_cluster: Any, name: str, *, is_own: bool) -> None:
+    """Report servers that end, until the cluster is deleted or this command is stopped, which deletes the cluster."""
     try:
         running: frozenset[str] = frozenset()
         while (now := ray_cluster.deployed(name)) is not None:
