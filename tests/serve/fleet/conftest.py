@@ -19,7 +19,8 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with the models "mlp" and "picky". Its name is its own: `server` of tests/serve takes `repository`."""
     made = tmp_path_factory.mktemp("repository")
     save_mlp(made / "mlp" / "1" / "model.onnx")
     save_picky(made / "picky" / "1" / "model.onnx")
@@ -27,16 +28,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two_processes(repository: Path) -> Iterator[Processes]:
+def two_processes(two_models: Path) -> Iterator[Processes]:
     """Two processes that serve the repository; tests leave them and its models as they were."""
     options = ("--model-control", "explicit", "--load-model", "mlp", "--load-model", "picky")
-    with processes(repository, *options, "--shared-memory", "--warm-up-seconds", "0") as found:
+    with processes(two_models, *options, "--shared-memory", "--warm-up-seconds", "0") as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def cluster(repository: Path) -> Iterator[LocalCluster]:
+def cluster(two_models: Path) -> Iterator[LocalCluster]:
     """Two members of a cluster that serve the repository; tests leave them and its models as they were."""
-    with TemporaryDirectory() as name, local_cluster(Path(name), repository) as made:
+    with TemporaryDirectory() as name, local_cluster(Path(name), two_models) as made:
         made.start(2)
         yield made
