@@ -20,8 +20,8 @@ from halfserve.serve.http.unread_answer import LARGE_BYTES, TimeLimit, UnreadAns
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
 
-# h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Ordinary clients send chunks
-# that have 4 KiB and more, and all fit into one turn.
+# h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Chunks of 4 KiB
+# and more, as ordinary clients send them, all fit into one turn.
 EVENTS = 64
 TASK_BYTES = SMALL_BYTES + 1  # what input counts at least: it may begin a request, whose task costs more than a large read
 LENGTHS = {b"content-length", b"transfer-encoding"}

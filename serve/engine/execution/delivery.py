@@ -1,4 +1,4 @@
-"""Gives requests the answers of computed batches, and queues again those that a batch has not answered."""
+"""Gives requests the answers of computed batches, and queues unanswered requests again."""
 
 from __future__ import annotations
 
