@@ -339,7 +339,7 @@ class Controller:
     async def _change_settings(self, path: str, request: Any) -> Message:
         """Apply settings that one member accepted to all members, present and future."""
         command = OTHER_COMMANDS[path]
-        self._memory.set({f"{kind} {name}": one.SerializeToString() for kind, name, one in command.things(request)}, path)
+        self._memory.set({f"{kind} {name}": one.SerializeToString() for kind, name, one in command.targets(request)}, path)
         number, asked = self._memory.settings_number, set(self._members)
         self._table.wake_all()
 

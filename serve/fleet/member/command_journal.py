@@ -1,4 +1,4 @@
-"""Commands that all members have carried out, kept for members that join later: one file per thing that commands can change.
+"""Commands that all members have carried out, kept for members that join later: one file per target that commands can change.
 
 A command that replaces an earlier one replaces its file. Members take turns by an exclusive lock, which the system releases
 when a member ends.
@@ -63,8 +63,8 @@ class Journal:
         """Record a command that this member has carried out, but the others have not.
 
         Args:
-            kind: kind of the thing, without a dash.
-            name: name of the thing.
+            kind: kind of the target, without a dash.
+            name: name of the target.
             path: path of the method.
             request: serialized request.
         """
@@ -76,7 +76,7 @@ class Journal:
         return entry
 
     def done(self, entry: JournalEntry) -> None:
-        """Mark a command as carried out by all members; it replaces earlier commands for the same thing."""
+        """Mark a command as carried out by all members; it replaces earlier commands for the same target."""
         key = entry.name.partition("-")[2]
         for older in self._files():
             if older.name.partition("-")[2] == key:
@@ -84,7 +84,7 @@ class Journal:
         (self._folder / f"{entry.name}{BEGUN}").rename(self._folder / entry.name)
 
     def forget(self, kind: str, name: str = "") -> None:
-        """Remove the commands for a thing; without a name, those for all things of its kind."""
+        """Remove the commands for a target; without a name, those for all targets of its kind."""
         key = _key(kind, name) if name else f"{kind}-"
         for file in self._files():
             if file.name.partition("-")[2].startswith(key):

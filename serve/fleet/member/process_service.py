@@ -83,15 +83,15 @@ class ProcessService:
         return await asyncio.shield(task)
 
     async def _carry_out(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
-        things = list(command.things(request))
-        if not things:
+        targets = list(command.targets(request))
+        if not targets:
             asked: Message = await local(request)
             return asked
         async with journal.turn():
             answer: Message = await local(request)
             # On a thread, as a load request may contain a model's files.
             begun = [
-                await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in things
+                await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in targets
             ]
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
             for entry in begun:
@@ -116,7 +116,7 @@ class ProcessService:
                 if entry.path != command.undoes:
                     continue
                 region = registration.FromString(entry.request)
-                ((kind, name, _whole),) = registers.things(region)
+                ((kind, name, _whole),) = registers.targets(region)
                 if request.name not in {"", name}:
                     continue
                 one = type(request)(name=name)

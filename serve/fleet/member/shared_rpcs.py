@@ -15,7 +15,7 @@ from halfserve.serve.protocol.rpcs import one_message
 from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
 
 Local = Callable[[Any], Awaitable[Any]]
-Thing = tuple[str, str, Message]  # kind and name of a thing, and the command for it alone
+Target = tuple[str, str, Message]  # kind and name of what a command changes, such as a model, and the command for it alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,25 +24,25 @@ class Command:
 
     Attributes:
         answer: class of its answers.
-        things: splits a request into the things that it changes, to be kept for members that join later; empty for a mere
+        targets: splits a request into the targets that it changes, to be kept for members that join later; empty for a mere
             query.
-        undoes: path of the command whose things (that of the request's `name`, or all) this one takes back; "" for none.
+        undoes: path of the command whose targets (that of the request's `name`, or all) this one takes back; "" for none.
         timeout_s: time limit of another member's answer in seconds; None for no limit.
     """
 
     answer: type[Message]
-    things: Callable[[Any], Iterable[Thing]] = lambda _: ()
+    targets: Callable[[Any], Iterable[Target]] = lambda _: ()
     undoes: str = ""
     timeout_s: float | None = 5.0
 
 
-def _model(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> list[Thing]:
+def _model(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> list[Target]:
     return [("model", request.model_name, request)]
 
 
-def _settings(kind: str, request: Any) -> list[Thing]:
+def _settings(kind: str, request: Any) -> list[Target]:
     """Split a TraceSettingRequest or a LogSettingsRequest."""
-    found: list[Thing] = []
+    found: list[Target] = []
     for name, setting in request.settings.items():
         one = type(request)()
         one.CopyFrom(request)
@@ -57,18 +57,18 @@ TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettin
 SYSTEM_REGISTER, CUDA_REGISTER = f"/{SERVICE}/SystemSharedMemoryRegister", f"/{SERVICE}/CudaSharedMemoryRegister"
 # Loads take long, so they have a journal and a lock of their own.
 MODEL_COMMANDS = {
-    LOAD: Command(answer=pb.RepositoryModelLoadResponse, things=_model, timeout_s=None),
-    UNLOAD: Command(answer=pb.RepositoryModelUnloadResponse, things=_model, timeout_s=None),
+    LOAD: Command(answer=pb.RepositoryModelLoadResponse, targets=_model, timeout_s=None),
+    UNLOAD: Command(answer=pb.RepositoryModelUnloadResponse, targets=_model, timeout_s=None),
 }
 OTHER_COMMANDS = {
-    TRACE_SETTING: Command(answer=pb.TraceSettingResponse, things=partial(_settings, "trace")),
-    LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, things=partial(_settings, "log")),
+    TRACE_SETTING: Command(answer=pb.TraceSettingResponse, targets=partial(_settings, "trace")),
+    LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, targets=partial(_settings, "log")),
     SYSTEM_REGISTER: Command(
-        answer=pb.SystemSharedMemoryRegisterResponse, things=lambda request: [("system", request.name, request)]
+        answer=pb.SystemSharedMemoryRegisterResponse, targets=lambda request: [("system", request.name, request)]
     ),
     f"/{SERVICE}/SystemSharedMemoryUnregister": Command(answer=pb.SystemSharedMemoryUnregisterResponse, undoes=SYSTEM_REGISTER),
     CUDA_REGISTER: Command(
-        answer=pb.CudaSharedMemoryRegisterResponse, things=lambda request: [("cuda", request.name, request)]
+        answer=pb.CudaSharedMemoryRegisterResponse, targets=lambda request: [("cuda", request.name, request)]
     ),
     f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, undoes=CUDA_REGISTER),
 }

@@ -53,7 +53,7 @@ class Siblings:
         return {name: one for name, one in zip(names, answers, strict=True) if one is not None}
 
     async def query(self, path: str, request: Message, answer: type[M]) -> dict[str, M]:
-        """Call a method that all other members must answer; a member that does not know the requested thing is left out.
+        """Call a method that all other members must answer; a member that does not know the requested target is left out.
 
         Raises:
             UnavailableError: a member refused, or did not answer.
