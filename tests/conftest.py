@@ -29,6 +29,7 @@ if BUILD.name == "plain" and BUILD.reason != "not compiled":
     os.environ[SWITCH] = "0"
 
 
+@pytest.hookimpl(optionalhook=True)  # where tests run without xdist, nobody calls it
 def pytest_xdist_auto_num_workers() -> int:
     """Use three workers for two cores: tests wait a third of the time, for processes and sockets."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
