@@ -38,9 +38,8 @@ class CachedRequest:
     rows: int  # size of the batch dimension
     bucket: Hashable  # requests of one bucket can share a batch
     turn: Turn  # priority and queue timeouts
-    parameters: Mapping[str, Parameter] = field(
-        default_factory=dict
-    )  # values by name; that of sequence_id is the first request's
+    # Values by name. That of sequence_id is the first request's.
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     # Shared memory slice of each input, None for an input whose bytes are in the request; None if this holds for all inputs.
     input_slices: tuple[RegionSlice | None, ...] | None = None
     slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs

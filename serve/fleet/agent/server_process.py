@@ -26,11 +26,11 @@ LEAVE = ("--lame-duck-seconds", "1")  # time for clients to see the server leave
 LAST_LINES = 20  # lines of the server's log that are kept
 BEFORE_WHY = re.compile(r"^(halfserve serve|Error): ")  # start of the log line that says why the server ended
 # Options that the agent sets itself, or that have no meaning for a server started by an agent.
-NOT_HERE = {
-    "--host": "AgentOptions.host sets it",
-    "--grpc-port": "AgentOptions.first_port sets it",
-    "--http-port": "AgentOptions.first_port sets it",
-    "--metrics-port": "AgentOptions.first_port sets it",
+MANAGED_OPTIONS = {
+    "--host": "host sets it",
+    "--grpc-port": "first_port sets it",
+    "--http-port": "first_port sets it",
+    "--metrics-port": "first_port sets it",
     "--model-control": "the controller decides what is served",
     "--load-model": "the controller decides what is served",
     "--processes": "a cluster's servers are its members",
@@ -77,8 +77,8 @@ class AgentOptions:
         """
         for argument in self.arguments:
             option = argument.partition("=")[0]
-            if option in NOT_HERE:
-                raise AgentError(f"{option} is not for a server of a cluster: {NOT_HERE[option]}; leave it out")
+            if option in MANAGED_OPTIONS:
+                raise AgentError(f"{option} is not for a server of a cluster: {MANAGED_OPTIONS[option]}; leave it out")
 
 
 class Ports:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfserve.serve.fleet.agent.server_process import NOT_HERE
+from halfserve.serve.fleet.agent.server_process import MANAGED_OPTIONS
 
 REPLICAS = re.compile(r"(\d+)(?::(\d+))?")
 MOST_REPLICAS = 1000  # most that one controller can handle, measured by benchmarks/cluster_simulation.py
@@ -78,8 +78,9 @@ class ClusterArguments(MemberOptions):
         _check("scale_down_seconds", self.scale_down_seconds, 0 < self.scale_down_seconds < math.inf, "seconds above 0")
         _check("first_port", self.first_port, 0 <= self.first_port <= 65000, "a port up to 65000, or 0 for any free ones")
         for option in self.server:
-            if option.partition("=")[0] in NOT_HERE:
-                raise ClusterArgumentError(f"server has {option}, but {NOT_HERE[option.partition('=')[0]]}; leave it out")
+            reason = MANAGED_OPTIONS.get(option.partition("=")[0])
+            if reason is not None:
+                raise ClusterArgumentError(f"server has {option}, but {reason}; leave it out")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ClusterArguments:

@@ -97,7 +97,7 @@ def test_a_repository_that_cannot_be_served_is_one_line(folder: Path) -> None:
     ("argument", "text"),
     [
         ("--processes=2", "--processes is not for a server of a cluster: a cluster's servers are its members; leave it out"),
-        ("--grpc-port", "--grpc-port is not for a server of a cluster: AgentOptions.first_port sets it; leave it out"),
+        ("--grpc-port", "--grpc-port is not for a server of a cluster: first_port sets it; leave it out"),
     ],
 )
 def test_options_that_the_agent_sets_are_refused(folder: Path, argument: str, text: str) -> None:
