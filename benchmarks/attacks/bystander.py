@@ -24,12 +24,10 @@ class Account:
     Attributes:
         latencies_s: latency of each right answer in seconds, counted from when the request was due.
         lost: the error text of each request that got none.
-        has_second: whether version 2 of the model "flip" was ready at the end.
     """
 
     latencies_s: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    has_second: bool = False
 
     @property
     def p99_ms(self) -> float:
@@ -60,9 +58,17 @@ def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None
                 return f"{error.code}: {error}"
             return None if right else "a wrong answer"
 
-        account = at_a_pace(once, every_s, stop)
-        account.has_second = client.is_ready("flip", "2")
-    return account
+        return at_a_pace(once, every_s, stop)
+
+
+def becomes_ready(model: str, version: str, grpc_address: str, token: str | None, tls: Tls | None) -> bool:
+    """Whether the server takes requests of this version within `TIMEOUT_S`."""
+    with Client(grpc_address, timeout_s=TIMEOUT_S, token=token, tls=tls) as client:
+        try:
+            client.wait_until_ready(model, version)
+        except ClientError:
+            return False
+    return True
 
 
 def at_a_pace(once: Callable[[], str | None], every_s: float, stop: Event) -> Account:

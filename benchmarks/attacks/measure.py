@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.attacks.bystander import Account, ask
+from benchmarks.attacks.bystander import Account, ask, becomes_ready
 from benchmarks.harness.models import save_models
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve.serve.client.channel_settings import Tls
@@ -71,7 +71,7 @@ class Outcome:
         note: the attacker's report of what it reached.
         log_lines: lines of the server's log during the attack.
         tracebacks: among them.
-        has_reloaded: whether a version of a model that came during it was served at its end.
+        has_reloaded: whether a version of a model that came during it was served, then or soon after its end.
         exit_code: exit code of the server after SIGTERM.
     """
 
@@ -116,6 +116,7 @@ def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
             copying.start()
             attacked, note = _beside(ask_it, lambda: _attacker(attack, server, seconds))
             peak_mb = _memory_mb(server, "VmHWM")
+            has_reloaded = becomes_ready("flip", "2", grpc_address, shown, tls)
             log = "\n".join(server.log_text().split("\n")[lines:])
         return Outcome(
             idle_mb=idle_mb,
@@ -125,7 +126,7 @@ def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
             note=note or "",
             log_lines=log.count("\n"),
             tracebacks=log.count("Traceback"),
-            has_reloaded=attacked.has_second,
+            has_reloaded=has_reloaded,
             exit_code=server.process.returncode,
         )
 

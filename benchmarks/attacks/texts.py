@@ -18,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.attacks.bystander import TIMEOUT_S, Account, at_a_pace
-from halfserve import Client
 from halfserve.serve.client.channel_settings import Tls
 
 FREE, FIXED = "free", "fixed"  # models of texts of any length, and of texts that are padded to one length
@@ -92,6 +91,7 @@ def gone_texts(grpc_address: str, http_address: str, seconds: float) -> str:
 
 def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, every_s: float, stop: Event) -> Account:
     """Embed a text of 3,000 characters each `every_s` seconds, or TEXT_EVERY_S if that is longer; see `bystander.ask`."""
+    del grpc_address, tls
     host, _, port = http_address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -112,8 +112,6 @@ def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls 
 
     account = at_a_pace(once, max(every_s, TEXT_EVERY_S), stop)
     connection.close()
-    with Client(grpc_address, timeout_s=TIMEOUT_S, token=token, tls=tls) as client:
-        account.has_second = client.is_ready("flip", "2")
     return account
 
 
