@@ -188,9 +188,8 @@ class ClientConnection(ABC):
     def _check_usable(self, *, closing: bool = False) -> None:
         """Refuse a call that would hang.
 
-        Raises:
-            Cancelled: the client is closed.
-            ClientError: this process is a fork of the one that connected, or the client belongs to another event loop.
+        Raises Cancelled: the client is closed; ClientError: this process is a fork of the one that connected, or the client
+        belongs to another event loop.
         """
         if self._closed and not closing:
             raise Cancelled("this client is closed; make a new one")

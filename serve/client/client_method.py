@@ -24,19 +24,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """Settings for the RPCs of one operation.
+    """Settings for the RPCs of one operation."""
 
-    Attributes:
-        deadline: deadline of the whole operation.
-        headers: gRPC metadata.
-        compression: compression as a grpc value; None for the channel's.
-        closing: whether the client is being closed, in which case other operations are refused.
-    """
-
-    deadline: Deadline
-    headers: Headers
-    compression: Any
-    closing: bool = False
+    deadline: Deadline  # deadline of the whole operation
+    headers: Headers  # gRPC metadata
+    compression: Any  # compression as a grpc value; None for the channel's
+    closing: bool = False  # whether the client is being closed, in which case other operations are refused
 
 
 @dataclass(frozen=True)

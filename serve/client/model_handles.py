@@ -196,9 +196,7 @@ def _info(tensor: ModelMetadataResponse.TensorMetadata, *, optional: bool = Fals
 
 def bound_infer(state: InferState, model: BoundModel, inputs: Any, options: Mapping[str, Any]) -> Exchange[dict[str, Array]]:
     """Check a request, then send it; if it does not fit, the model may have been replaced, so its description is read again.
-
-    Raises:
-        InvalidRequest: the request does not fit the model's current description.
+    Raises InvalidRequest: the request does not fit the model's current description.
     """
     try:
         named = model.description.named(inputs)

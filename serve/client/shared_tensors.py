@@ -30,14 +30,10 @@ MAY_STILL_RUN = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE", "UNKNOWN", "IN
 
 
 class SlabPool:
-    """Reusable shared memory regions, each for one tensor at a time. Thread-safe.
-
-    Attributes:
-        is_on: whether the server supports shared memory, as far as is known.
-    """
+    """Reusable shared memory regions, each for one tensor at a time. Thread-safe."""
 
     def __init__(self) -> None:
-        self.is_on = True
+        self.is_on = True  # whether the server supports shared memory, as far as is known
         self._free: list[SharedRegion] = []
         self._registered: set[str] = set()
         self._abandoned: list[str] = []
@@ -110,25 +106,15 @@ class SlabPool:
 
 
 class SharedTensors:
-    """The tensors of one request that are in shared memory.
-
-    Args:
-        own: regions that the caller has open.
-        pool: regions for large tensors that are in none of the caller's; None if such tensors are sent.
-
-    Attributes:
-        regions: regions that the request uses, by name.
-        into: locations for outputs, by output name.
-        own: dtypes of the caller's arrays for outputs, by output name.
-    """
+    """The tensors of one request that are in shared memory: in a region of the caller's, or, if they are large, of the pool."""
 
     def __init__(self, own: Iterable[SharedRegion], pool: SlabPool | None) -> None:
         self._own = tuple(own)
         self._pool = pool
         self.slabs: list[SharedRegion] = []
-        self.regions: dict[str, SharedRegion] = {}
-        self.into: dict[str, SharedSlice] = {}
-        self.own: dict[str, np.dtype[Any]] = {}
+        self.regions: dict[str, SharedRegion] = {}  # regions that the request uses, by name
+        self.into: dict[str, SharedSlice] = {}  # locations for outputs, by output name
+        self.own: dict[str, np.dtype[Any]] = {}  # dtypes of the caller's arrays for outputs, by output name
 
     def find_place(self, _: str, array: Array) -> SharedSlice | None:
         """Location of an input in shared memory, where it is or where it was copied to; None if it must be sent."""
@@ -145,9 +131,7 @@ class SharedTensors:
 
     def place_outputs(self, metadata: ModelMetadataResponse, into: Mapping[str, Array]) -> None:
         """Have outputs written to arrays of the caller.
-
-        Raises:
-            InvalidRequest: an array does not lie in a region of this client, or has another dtype than the output.
+        Raises InvalidRequest: an array does not lie in a region of this client, or has another dtype than the output.
         """
         dtypes = {tensor.name: datatype_named(tensor.datatype).array_dtype for tensor in metadata.outputs}
         for name, array in into.items():
@@ -166,11 +150,7 @@ class SharedTensors:
     ) -> None:
         """Have large outputs of known size written to regions of the pool.
 
-        Args:
-            metadata: metadata of the model.
-            inputs: name -> array.
-            wanted: names of the requested outputs; None for all.
-            batching: whether outputs have as many rows as the inputs.
+        `wanted` names the requested outputs (None for all); `batching`: whether outputs have as many rows as the inputs.
         """
         if self._pool is None:
             return
@@ -192,9 +172,7 @@ class SharedTensors:
 
     def check_own(self, name: str, datatype: Datatype) -> None:
         """Refuse an output whose dtype differs from that of the caller's array.
-
-        Raises:
-            ClientError: the dtypes differ (code "INTERNAL").
+        Raises ClientError: the dtypes differ (code "INTERNAL").
         """
         if datatype.array_dtype != self.own[name]:
             text = f"output {name!r} of the server's answer is {datatype.wire}, but the array for it has the dtype"
@@ -202,9 +180,7 @@ class SharedTensors:
 
     def write_own(self, name: str, raw: bytes) -> None:
         """Copy an output that came in the message to the caller's array.
-
-        Raises:
-            ClientError: it is longer than the array (code "INTERNAL").
+        Raises ClientError: it is longer than the array (code "INTERNAL").
         """
         place = self.into[name]
         if len(raw) > place.byte_size:
@@ -243,20 +219,11 @@ class SharingRefused(Exception):  # noqa: N818  (leads to a second attempt, not 
 def ask_sharing(
     pool: SlabPool | None, sharing: SharedTensors, call: UnaryRpc, check: Callable[[ModelInferResponse], None]
 ) -> Exchange[InferAnswer]:
-    """Make a ModelInfer call with some tensors in shared memory.
+    """Make a ModelInfer call with some tensors in shared memory; `check` raises if the response answers another request.
 
-    Args:
-        pool: pool of the client; None if it has none.
-        sharing: the tensors in shared memory.
-        call: ModelInfer call to make.
-        check: raises if the response answers another request.
+    Outputs in the caller's arrays are views of these; the caller owns the others.
 
-    Returns:
-        The answer. Outputs in the caller's arrays are views of these; the caller owns the others.
-
-    Raises:
-        SharingRefused: the server cannot open the memory of the pool.
-        ClientError: any error of an inference.
+    Raises SharingRefused: the server cannot open the memory of the pool; ClientError: any error of an inference.
     """
     if pool is not None:
         yield from _unregister(pool, pool.take_abandoned())

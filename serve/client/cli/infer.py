@@ -207,10 +207,7 @@ def _of_open_file(name: str, file: IO[bytes], metadata: ModelMetadataResponse) -
 
 def _check_output_file(path: Path) -> None:
     """Check that outputs can be written there, before the server is asked for them.
-
-    Raises:
-        InputArgumentError: its name does not end in .npz or .json.
-        OSError: the file cannot be written.
+    Raises InputArgumentError: its name does not end in .npz or .json; OSError: the file cannot be written.
     """
     if path.suffix not in SUFFIXES:
         raise InputArgumentError(f"--output-file {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
@@ -218,12 +215,7 @@ def _check_output_file(path: Path) -> None:
 
 
 def _write_answer(path: Path, answer: InferAnswer) -> None:
-    """Write the outputs atomically.
-
-    Raises:
-        ClientError: a .npz file cannot keep an output.
-        OSError: the file cannot be written.
-    """
+    """Write the outputs atomically. Raises ClientError: a .npz file cannot keep an output; or OSError."""
     if path.suffix == ".json":
         with atomic_file(path) as file:
             file.write(json.dumps(answer_json(answer), allow_nan=False).encode())

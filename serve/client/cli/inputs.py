@@ -36,15 +36,10 @@ class InputArgumentError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class RawBytes:
-    """The raw bytes of a tensor, or of one BYTES element, from a file.
+    """The raw bytes of a tensor, or of one BYTES element, from a file."""
 
-    Attributes:
-        source: the file, for error texts.
-        content: its bytes.
-    """
-
-    source: str
-    content: bytes
+    source: str  # the file, for error texts
+    content: bytes  # its bytes
 
 
 def read_raw(argument: str, path: str) -> RawBytes:
@@ -54,12 +49,9 @@ def read_raw(argument: str, path: str) -> RawBytes:
 def read_tensors(argument: str, path: str) -> dict[str, Any]:
     """Read named tensors; the tensor of a .npy file, or of JSON that is not an object, has the name "".
 
-    Args:
-        argument: text of the --input option, for error messages.
-        path: path of the file; "-" for standard input, whose format is detected from its first bytes.
+    The format of standard input, the path "-", is detected from its first bytes.
 
-    Raises:
-        InputArgumentError: there is no such file, or it is in none of the formats.
+    Raises InputArgumentError: there is no such file, or it is in none of the formats; the text has `argument`, the --input.
     """
     content = sys.stdin.buffer.read() if path == STDIN else _content(argument, path)
     if path.endswith(".json") or (path == STDIN and not content.startswith((NUMPY_MAGIC, ZIP_MAGIC))):
@@ -69,9 +61,7 @@ def read_tensors(argument: str, path: str) -> dict[str, Any]:
 
 def tensors_of_json(value: Any, where: str) -> dict[str, Any]:
     """Named tensors of a JSON value: {name: values}, the protocol's {"inputs": [{"name", "data"}]}, or values alone.
-
-    Raises:
-        InputArgumentError: an entry of "inputs" has no name or no data.
+    Raises InputArgumentError: an entry of "inputs" has no name or no data.
     """
     if not isinstance(value, dict):
         return {"": value}
@@ -87,11 +77,7 @@ def tensors_of_json(value: Any, where: str) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        InputArgumentError: the text is not JSON.
-    """
+    """Parse JSON. Raises InputArgumentError: the text is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -139,13 +125,8 @@ def _from_numpy(argument: str, path: str, content: bytes) -> dict[str, Array]:
 
 
 def read_inputs(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read every --input.
-
-    Returns:
-        name -> array from a file, bytes of a file, or Python value of a JSON literal.
-
-    Raises:
-        InputArgumentError: a file is missing or malformed, the text is not JSON, or a name is given twice.
+    """Read every --input: name -> array from a file, bytes of a file, or Python value of a JSON literal.
+    Raises InputArgumentError: a file is missing or malformed, the text is not JSON, or a name is given twice.
     """
     if sum(_reads_stdin(argument) for argument in arguments) > 1:
         raise InputArgumentError("--input -: standard input can be read once; give all its tensors as one .npz or JSON object")
@@ -161,11 +142,8 @@ def read_inputs(arguments: Sequence[str]) -> dict[str, Any]:
 def fitted_inputs(inputs: Mapping[str, Any], metadata: ModelMetadataResponse) -> tuple[dict[str, Array], list[str]]:
     """Convert the inputs to the model's datatypes, and add the batch dimension where only that is missing.
 
-    Returns:
-        name -> array to send, and one line for each change made to an input.
-
-    Raises:
-        InvalidRequest: a name is unknown, values do not fit the datatype, or the shape does not fit the model.
+    Returns name -> array to send, and one line for each change made to an input. Raises InvalidRequest: a name is unknown,
+    values do not fit the datatype, or the shape does not fit the model.
     """
     tensors = {tensor.name: tensor for tensor in metadata.inputs}
     fitted: dict[str, Array] = {}

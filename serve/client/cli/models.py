@@ -37,15 +37,10 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsSnapshot:
-    """Statistics of a server's models at one time.
+    """Statistics of a server's models at one time."""
 
-    Attributes:
-        models: statistics by model name and version.
-        at_s: time of the snapshot on the monotonic clock.
-    """
-
-    models: Mapping[Key, ModelStatistics]
-    at_s: float
+    models: Mapping[Key, ModelStatistics]  # statistics by model name and version
+    at_s: float  # time of the snapshot on the monotonic clock
 
 
 def snapshot_of(statistics: Iterable[ModelStatistics], names: Sequence[str], at_s: float) -> StatisticsSnapshot:

@@ -36,10 +36,8 @@ Deserializer = Callable[[bytes], Any]
 class ClusterChannel(ABC):
     """Base of both channels.
 
-    Args:
-        settings: channel settings, with the cluster's addresses as the target.
-        headers: returns the metadata for Watch, which uses connections of its own.
-        has_token: whether calls carry a token, which may leave this machine only encrypted.
+    `headers` returns the metadata for Watch, which uses connections of its own; a token (`has_token`) may leave this machine
+    only encrypted.
     """
 
     def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
@@ -250,15 +248,8 @@ def watch_cluster(
 ) -> DirectoryWatch:
     """Start following the directory of the cluster at cluster://HOST:PORT,...; see `DirectoryWatch`.
 
-    Args:
-        address: address of some members.
-        take: called with each new directory, on the watch's thread.
-        tls: certificates for encrypted connections; None for no encryption.
-        token: token of a caller who may watch; sent only over TLS, or to this machine.
-        headers: further metadata.
-
-    Raises:
-        InvalidRequest: the address or the token is malformed.
+    The token, of a caller who may watch, is sent only over TLS, or to this machine. Raises InvalidRequest: the address or the
+    token is malformed.
     """
     target = parse_address(address)
     settings = ChannelSettings(target=target, tls=tls, balancing="pick_first", compression=None, keepalive_s=None)
@@ -270,9 +261,7 @@ def watch_cluster(
 
 def open_member(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:
     """Open a channel of `library` to a member.
-
-    Raises:
-        InvalidRequest: the address is malformed, or a token would be sent there unencrypted.
+    Raises InvalidRequest: the address is malformed, or a token would be sent there unencrypted.
     """
     target = parse_address(address)
     if has_token:
