@@ -129,11 +129,8 @@ class BenchArguments:
     as_json: AsJson = False
 
     def campaign(self, models: Sequence[str]) -> Campaign:
-        """Build the measurements that the options describe.
-
-        Raises:
-            BenchmarkArgumentError: an option is malformed, or options exclude each other.
-            InputArgumentError: an input or a credential cannot be read.
+        """Build the measurements that the options describe. Raises BenchmarkArgumentError: an option is malformed, or options
+        exclude each other; InputArgumentError: an input or a credential cannot be read.
         """
         given, zeros = self._data()
         most = default_processes()

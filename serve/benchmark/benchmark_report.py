@@ -142,10 +142,6 @@ class BenchmarkReport:
 
 
 def write_json(path: Path, report: BenchmarkReport) -> None:
-    """Write bench.json.
-
-    Raises:
-        OSError: the file cannot be written; an existing file stays unchanged.
-    """
+    """Write bench.json. Raises OSError: the file cannot be written; an existing file stays unchanged."""
     with atomic_file(path) as file:
         file.write(json.dumps(report.to_json(), indent=2, allow_nan=False).encode() + b"\n")

@@ -40,39 +40,25 @@ class ProgressListener(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """Measurements of one `halfserve bench`.
+    """Measurements of one `halfserve bench`."""
 
-    Attributes:
-        address: HOST:PORT of the server.
-        models: names of the models; requests go to them in turn.
-        against: (address, model) of each load target to compare with.
-        loads: loads to measure in order; for a search, its lowest and highest load.
-        how: settings of each measurement.
-        options: contents and transport of the requests.
-        batch_sizes: rows per request; every load is measured with each.
-        goal: latency limit of a search for the highest load; None to measure the loads as they are.
-        rounds: rounds of a comparison.
-        command: the command line.
-    """
-
-    address: str
-    models: Sequence[str]
-    loads: Sequence[Load]
-    how: Measurement
-    options: RequestSettings
-    batch_sizes: Sequence[int] = (1,)
-    against: Sequence[tuple[str, str]] = ()
-    goal: Goal | None = None
-    rounds: int = 5
-    command: str = ""
+    address: str  # HOST:PORT of the server
+    models: Sequence[str]  # names of the models; requests go to them in turn
+    loads: Sequence[Load]  # loads to measure in order; for a search, its lowest and highest load
+    how: Measurement  # settings of each measurement
+    options: RequestSettings  # contents and transport of the requests
+    batch_sizes: Sequence[int] = (1,)  # rows per request; every load is measured with each
+    against: Sequence[tuple[str, str]] = ()  # (address, model) of each load target to compare with
+    goal: Goal | None = None  # latency limit of a search for the highest load; None to measure the loads as they are
+    rounds: int = 5  # rounds of a comparison
+    command: str = ""  # the command line
 
 
 def carry_out(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
     """Measure; return the report, and the error that ended the campaign early: the levels measured before are kept.
 
-    Raises:
-        BenchmarkArgumentError: the options do not fit the model; nothing was measured.
-        ClientError: the server does not answer, or refuses the requests; nothing was measured.
+    Nothing was measured if it raises BenchmarkArgumentError: the options do not fit the model; or ClientError: the server does
+    not answer, or refuses the requests.
     """
     return _compared(campaign, progress) if campaign.against else _swept(campaign, progress)
 

@@ -41,27 +41,16 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLevel:
-    """Results of one load target under one load.
+    """Results of one load target under one load."""
 
-    Attributes:
-        name: name of the target.
-        load: requested load.
-        rounds: one level per round.
-        per_second: successful requests per second.
-        p50_ms: median latency in milliseconds.
-        p99_ms: 99th percentile of the latency in milliseconds.
-        rate_ratio: requests per second, relative to the base in the same round.
-        p99_ratio: p99, relative to the base in the same round.
-    """
-
-    name: str
-    load: Load
-    rounds: Sequence[Level]
-    per_second: Spread
-    p50_ms: Spread
-    p99_ms: Spread
-    rate_ratio: Spread
-    p99_ratio: Spread
+    name: str  # name of the target
+    load: Load  # requested load
+    rounds: Sequence[Level]  # one level per round
+    per_second: Spread  # successful requests per second
+    p50_ms: Spread  # median latency in milliseconds
+    p99_ms: Spread  # 99th percentile of the latency in milliseconds
+    rate_ratio: Spread  # requests per second, relative to the base in the same round
+    p99_ratio: Spread  # p99, relative to the base in the same round
 
     @property
     def mean_batch_size(self) -> float | None:
@@ -93,15 +82,8 @@ class ComparedLevel:
 def compare(names: Sequence[str], load: Load, rounds: int, measure: MeasureOne, *, base: int = 0) -> Iterator[ComparedLevel]:
     """Measure all targets under one load, in turn (A B A B ...), so that a drift in the machine's speed affects all of them.
 
-    Args:
-        names: names of the targets.
-        load: load for every target.
-        rounds: measurements of each target.
-        measure: measures the target of the given index.
-        base: index of the target that the others are compared with.
-
-    Raises:
-        BaseException: raised by `measure`; the complete rounds before it are yielded first.
+    `measure` measures the target of the given index; the targets are compared with that of the index `base`. If it raises an
+    exception, the complete rounds before it are yielded first.
     """
     complete: list[list[Level]] = []
     try:
@@ -136,22 +118,14 @@ def compared(name: str, levels: Sequence[Level], base: Sequence[Level]) -> Compa
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Differences in one output, over all requests compared.
+    """Differences in one output, over all requests compared."""
 
-    Attributes:
-        output: name of the output.
-        max_abs: largest absolute difference of two elements.
-        scaled: max_abs divided by the largest magnitude in the reference's answer to the same request; the maximum over
-            requests.
-        mismatched: elements that are finite on one side only, and differing elements that are not numbers.
-        agreement: fraction of rows [..., classes] with the same argmax; None for outputs without classes.
-    """
-
-    output: str
-    max_abs: float
+    output: str  # name of the output
+    max_abs: float  # largest absolute difference of two elements
+    # max_abs divided by the largest magnitude in the reference's answer to the same request; the maximum over requests.
     scaled: float
-    mismatched: int
-    agreement: float | None
+    mismatched: int  # elements that are finite on one side only, and differing elements that are not numbers
+    agreement: float | None  # fraction of rows [..., classes] with the same argmax; None for outputs without classes
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -163,19 +137,10 @@ def differences(
     reference: Client,
     reference_requests: Sequence[ModelInferRequest],
 ) -> tuple[list[Difference], list[str]]:
-    """Send the same inputs to two models and compare the answers.
+    """Send the same inputs to two models and compare the answers; the reference's requests have them in its own datatypes.
 
-    Args:
-        client: client of the first model's server.
-        requests: requests to the first model.
-        reference: client of the reference model's server.
-        reference_requests: requests with the same inputs in the reference model's datatypes.
-
-    Returns:
-        One difference per output that both have, and the names of the outputs that only one side has.
-
-    Raises:
-        ClientError: a request fails.
+    Returns one difference per output that both have, and the names of the outputs that only one side has. Raises ClientError: a
+    request fails.
     """
     found: dict[str, list[tuple[Array, Array]]] = {}
     alone: set[str] = set()

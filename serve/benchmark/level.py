@@ -45,11 +45,7 @@ class Load:
 
 
 def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
-    """Read whole numbers and ranges of them.
-
-    Raises:
-        BenchmarkArgumentError: the text is malformed, or a number is below 1.
-    """
+    """Read whole numbers and ranges of them. Raises BenchmarkArgumentError: the text is malformed, or a number is below 1."""
     numbers = list(_numbers(text, option))
     if not all(number >= 1 and number.is_integer() for number in numbers):
         raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
@@ -57,11 +53,7 @@ def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
 
 
 def parse_rates(text: str) -> list[float]:
-    """Read numbers and ranges of them.
-
-    Raises:
-        BenchmarkArgumentError: the text is malformed, or a number is 0.
-    """
+    """Read numbers and ranges of them. Raises BenchmarkArgumentError: the text is malformed, or a number is 0."""
     numbers = list(_numbers(text, "--rate"))
     if not all(0 < number < math.inf for number in numbers):
         raise BenchmarkArgumentError(f"--rate {text}: {EXPECTED}")
@@ -94,31 +86,18 @@ def _range(match: re.Match[str], given: str) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTotals:
-    """Server counters since the model was loaded, or between two times.
+    """Server counters since the model was loaded, or between two times."""
 
-    Attributes:
-        requests: successful requests.
-        failed: failed requests.
-        rows: rows computed (`inference_count`).
-        executions: batches computed.
-        queued: requests counted in `queue_ns`.
-        queue_ns: total queue time in nanoseconds.
-        computed: requests counted in the following three times.
-        compute_input_ns: time for assembling the requests' batches, in nanoseconds.
-        compute_infer_ns: time for running the model, in nanoseconds.
-        compute_output_ns: time for splitting the batches, in nanoseconds.
-    """
-
-    requests: int = 0
-    failed: int = 0
-    rows: int = 0
-    executions: int = 0
-    queued: int = 0
-    queue_ns: int = 0
-    computed: int = 0
-    compute_input_ns: int = 0
-    compute_infer_ns: int = 0
-    compute_output_ns: int = 0
+    requests: int = 0  # successful requests
+    failed: int = 0  # failed requests
+    rows: int = 0  # rows computed (`inference_count`)
+    executions: int = 0  # batches computed
+    queued: int = 0  # requests counted in `queue_ns`
+    queue_ns: int = 0  # total queue time in nanoseconds
+    computed: int = 0  # requests counted in the following three times
+    compute_input_ns: int = 0  # time for assembling the requests' batches, in nanoseconds
+    compute_infer_ns: int = 0  # time for running the model, in nanoseconds
+    compute_output_ns: int = 0  # time for splitting the batches, in nanoseconds
 
     @classmethod
     def of(cls, statistics: Iterable[ModelStatistics]) -> ServerTotals:
@@ -204,30 +183,20 @@ class Latency:
 class Level:
     """Results of one load.
 
-    Attributes:
-        load: requested load.
-        batch_size: rows per request.
-        tally: statistics of the whole load.
-        server: the server's counters over this load; None if the server keeps none, or was restarted meanwhile.
-        models: names of the models that the requests were for.
-        windows: consecutive slices of the tally, for as long as requests were started.
-        goodput_ms: latency limit of a useful answer in milliseconds; None for no limit.
-        stable: whether the last windows agreed; None if this was not required.
-        ended_early: reason why the load ended early; None if it did not.
-
     Raises:
         BenchmarkError: no request succeeded; the text has the server's message.
     """
 
-    load: Load
-    batch_size: int
-    tally: LoadStatistics
+    load: Load  # requested load
+    batch_size: int  # rows per request
+    tally: LoadStatistics  # statistics of the whole load
+    # The server's counters over this load; None if the server keeps none, or was restarted meanwhile.
     server: ServerTotals | None
-    models: Sequence[str] = ()
-    windows: Sequence[LoadStatistics] = ()
-    goodput_ms: float | None = None
-    stable: bool | None = None
-    ended_early: str | None = None
+    models: Sequence[str] = ()  # names of the models that the requests were for
+    windows: Sequence[LoadStatistics] = ()  # consecutive slices of the tally, for as long as requests were started
+    goodput_ms: float | None = None  # latency limit of a useful answer in milliseconds; None for no limit
+    stable: bool | None = None  # whether the last windows agreed; None if this was not required
+    ended_early: str | None = None  # reason why the load ended early; None if it did not
 
     def __post_init__(self) -> None:
         if not self.histogram.total:

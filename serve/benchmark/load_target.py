@@ -60,17 +60,11 @@ def shared_requests(
     kind: SharedMemory,
     stack: ExitStack,
 ) -> list[pb.ModelInferRequest]:
-    """Requests whose inputs and outputs are in shared memory.
+    """Requests whose inputs and outputs are in shared memory, which is open until `stack` is closed.
 
     Each distinct request has its own places for inputs and outputs. Requests in flight at the same time may share a place for
-    outputs, because the answers are not read.
-
-    Args:
-        client: client of the server, which must be on this machine.
-        requests: requests with raw inputs.
-        answers: the answer to each of them; it determines the outputs and their sizes.
-        kind: the system's memory, or that of the first CUDA device.
-        stack: keeps the memory open until it is closed.
+    outputs, because the answers are not read. `answers` has the answer to each request; it determines the outputs and their
+    sizes.
 
     Raises:
         ClientError: the server does not support shared memory, is not on this machine, or there is too little of it.
@@ -131,54 +125,28 @@ def _rewritten(
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings:
-    """Contents and transport of the requests.
+    """Contents and transport of the requests."""
 
-    Attributes:
-        batch_size: rows per request.
-        shapes: shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
-        given: input name -> array or parsed JSON.
-        zeros: whether other inputs are zeros instead of random.
-        parameters: parameters of every request.
-        version: version of the model; empty for the server's choice.
-        streaming: whether to use ModelStreamInfer instead of ModelInfer.
-        shared_memory: kind of memory that holds the tensors; None sends them.
-        processes: number of load processes.
-        timeout_s: time limit of the calls that prepare the load, in seconds.
-        tls: certificates for an encrypted connection; None for no encryption.
-        token: bearer token of every call; only over TLS, or to this machine.
-        metadata: gRPC metadata of every call.
-    """
-
-    batch_size: int = 1
+    batch_size: int = 1  # rows per request
+    # Shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
     shapes: Sequence[Mapping[str, Sequence[int]]] = ()
-    given: Mapping[str, Any] = field(default_factory=dict)
-    zeros: bool = False
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    version: str = ""
-    streaming: bool = False
-    shared_memory: SharedMemory | None = None
-    processes: int = 1
-    timeout_s: float = 30.0
-    tls: Tls | None = None
-    token: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)  # input name -> array or parsed JSON
+    zeros: bool = False  # whether other inputs are zeros instead of random
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # parameters of every request
+    version: str = ""  # version of the model; empty for the server's choice
+    streaming: bool = False  # whether to use ModelStreamInfer instead of ModelInfer
+    shared_memory: SharedMemory | None = None  # kind of memory that holds the tensors; None sends them
+    processes: int = 1  # number of load processes
+    timeout_s: float = 30.0  # time limit of the calls that prepare the load, in seconds
+    tls: Tls | None = None  # certificates for an encrypted connection; None for no encryption
+    token: str | None = None  # bearer token of every call; only over TLS, or to this machine
+    metadata: Mapping[str, str] = field(default_factory=dict)  # gRPC metadata of every call
 
 
 class LoadTarget:
     """A server or cluster that is ready to be loaded: it has answered one request for each model.
 
-    Args:
-        address: HOST:PORT of its gRPC port, or cluster://HOST:PORT,...: then all members that serve the models are loaded.
-        models: names of the models; requests go to them in turn.
-        options: contents and transport of the requests.
-
-    Attributes:
-        models: names of the models.
-        versions: version that answered, by model.
-        provider: execution provider of the first model; None if the server does not say.
-        requests: (index of the model, request) for every distinct request, the models in turn.
-        plain_requests: requests to the first model with their tensors in the message.
-        notes: one line for each change made to the given inputs.
+    Of a cluster (cluster://HOST:PORT,...) all members that serve the models are loaded. Requests go to the models in turn.
 
     Raises:
         BenchmarkArgumentError: the options do not fit a model.
@@ -186,11 +154,11 @@ class LoadTarget:
     """
 
     def __init__(self, address: str, models: Sequence[str], options: RequestSettings) -> None:
-        self.models = tuple(models)
-        self.versions: dict[str, str] = {}
-        self.provider: str | None = None
-        self.notes: list[str] = []
-        self.plain_requests: list[ModelInferRequest] = []
+        self.models = tuple(models)  # names of the models
+        self.versions: dict[str, str] = {}  # version that answered, by model
+        self.provider: str | None = None  # execution provider of the first model; None if the server does not say
+        self.notes: list[str] = []  # one line for each change made to the given inputs
+        self.plain_requests: list[ModelInferRequest] = []  # requests to the first model with their tensors in the message
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
         self._stack = ExitStack()
@@ -201,7 +169,7 @@ class LoadTarget:
             self.client = self._stack.enter_context(
                 Client(address, timeout_s=options.timeout_s, tls=options.tls, token=options.token, metadata=options.metadata)
             )
-            self.requests = self._all_requests()
+            self.requests = self._all_requests()  # (index of the model, request) for every distinct request, the models in turn
             self.generator = self._stack.enter_context(self._generator(places or self._members(address)))
         except BaseException:
             self._stack.close()
@@ -333,11 +301,7 @@ class LoadTarget:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of HOST:PORT.
-
-    Raises:
-        BenchmarkArgumentError: it is not HOST:PORT.
-    """
+    """The two parts of HOST:PORT. Raises BenchmarkArgumentError: it is not HOST:PORT."""
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not (port.isdecimal() and port.isascii()) or not 0 < int(port) < 2**16:
         raise BenchmarkArgumentError(f"the address must be HOST:PORT, such as 127.0.0.1:8001, not {address!r}")

@@ -25,9 +25,7 @@ WriteFile = Callable[[Path, BenchmarkReport], None]
 
 def write_csv(path: Path, report: BenchmarkReport) -> None:
     """Write a table of the levels with a header line; times are in milliseconds, and values that the server lacks are empty.
-
-    Raises:
-        OSError: the file cannot be written; an existing file stays unchanged.
+    Raises OSError: the file cannot be written; an existing file stays unchanged.
     """
     text = io.StringIO(newline="")
     lines = list(_lines(report))
@@ -82,9 +80,7 @@ def _rows(level: Level) -> str:
 
 def write_percentiles(path: Path, report: BenchmarkReport) -> None:
     """Write the distributions in milliseconds, as HdrHistogram's percentile text, which its plotters read.
-
-    Raises:
-        OSError: a file cannot be written; an existing file stays unchanged.
+    Raises OSError: a file cannot be written; an existing file stays unchanged.
     """
     for where, level in level_paths(path, report):
         with atomic_file(where) as file:
@@ -124,8 +120,7 @@ def hdr_histogram(latencies: LatencyHistogram) -> Any:
 def report_writers(outputs: Mapping[str, Path | None]) -> list[Writer]:
     """One function per file to write; anything that would prevent the writing is found here, before the measurement.
 
-    Args:
-        outputs: path by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
+    `outputs` has the path by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
 
     Raises:
         BenchmarkArgumentError: two options name the same file.

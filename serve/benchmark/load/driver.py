@@ -195,14 +195,7 @@ def _histogram(nanoseconds: array[int]) -> LatencyHistogram:
 
 
 class Driver:
-    """Generates one process's share of a load.
-
-    Args:
-        target: server and RPC.
-        requests: serialized requests, sent in turn.
-        models: index of each request's model.
-        spec: this process's share of the load.
-    """
+    """Generates one process's share of a load: sends serialized requests in turn, each for the model with its index."""
 
     def __init__(self, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int], spec: LoadSpec) -> None:
         self._spec = spec
@@ -219,13 +212,9 @@ class Driver:
         self._links.open()
 
     def run(self, tell: Tell) -> str | None:
-        """Load the server until the share is done.
+        """Load the server until the share is done; return the reason why the load ended early, None if it did not.
 
-        Args:
-            tell: called with every window's statistics; when it returns False no more requests are started.
-
-        Returns:
-            Reason why the load ended early; None if it did not.
+        `tell` is called with every window's statistics; when it returns False no more requests are started.
         """
         started_ns = time.perf_counter_ns()
         self._pacer, self._recorder = pacer_of(self._spec, started_ns), StatisticsRecorder(self._model_count, started_ns)

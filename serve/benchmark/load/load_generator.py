@@ -55,15 +55,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def work(pipe: Any, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int]) -> None:
-    """Run a load process until the other end of the pipe is closed.
+    """Run a load process until the other end of the pipe is closed; see `Driver` for the arguments.
 
-    Args:
-        pipe: receives a LoadSpec, sends "ready", receives "start" (or "abort"), then sends (WINDOW, LoadStatistics) repeatedly
-            and (DONE, reason why the load ended early or None). Meanwhile "stop" ends the sending, and "abort" also the
-            waiting.
-        target: server and RPC.
-        requests: serialized requests, sent in turn.
-        models: index of each request's model.
+    The pipe receives a LoadSpec, sends "ready", receives "start" (or "abort"), then sends (WINDOW, LoadStatistics) repeatedly
+    and (DONE, reason why the load ended early or None). Meanwhile "stop" ends the sending, and "abort" also the waiting.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     gc.disable()  # a collection would pause the measurement, and nothing here makes reference cycles
@@ -114,15 +109,10 @@ def _told(pipe: Any, tally: LoadStatistics) -> bool:
 
 
 class LoadGenerator:
-    """Processes that generate load on one server.
+    """Processes that generate load on one server; one can send about ten thousand requests a second.
 
-    The processes are spawned, so a script that uses this needs the usual `if __name__ == "__main__":`.
-
-    Args:
-        target: server and RPC.
-        requests: serialized ModelInferRequests, sent in turn.
-        models: index of each request's model; None if there is one model.
-        processes: number of processes that share the load; one can send about ten thousand requests a second.
+    The processes are spawned, so a script that uses this needs the usual `if __name__ == "__main__":`. See `Driver` for the
+    arguments; `models` may be left out if there is one model.
     """
 
     def __init__(
@@ -142,16 +132,11 @@ class LoadGenerator:
                 self._processes.append(process)
 
     def run(self, spec: LoadSpec, on_window: OnWindow = lambda _: True) -> LoadResult:
-        """Generate one load and wait for its end.
+        """Generate one load and wait for its end; a KeyboardInterrupt ends it early, and the result has the statistics until
+        then.
 
-        A KeyboardInterrupt during the load ends it; the result has the statistics until then.
-
-        Args:
-            spec: the load.
-            on_window: called with each window's statistics over all processes; returning False ends the load.
-
-        Raises:
-            BenchmarkError: a process has died.
+        `on_window` is called with each window's statistics over all processes; returning False ends the load. Raises
+        BenchmarkError: a process has died.
         """
         pairs = list(zip(self._pipes, _shares(spec, len(self._pipes)), strict=True))
         shares = [(pipe, share) for pipe, share in pairs if share is not None]
