@@ -29,28 +29,16 @@ _TEI_STATUSES = {Fault.WRONG: 422, Fault.EMPTY: 400, Fault.TOO_LONG: 413, Fault.
 
 
 class InputError(InvalidArgumentError):
-    """A field of a request is wrong.
-
-    Attributes:
-        param: the field's name.
-        fault: kind of the fault.
-    """
+    """A field of a request is wrong."""
 
     def __init__(self, text: str, *, param: str, fault: Fault = Fault.WRONG) -> None:
         super().__init__(text)
-        self.param = param
-        self.fault = fault
+        self.param = param  # the field's name
+        self.fault = fault  # kind of the fault
 
 
 def in_form(path: str, status: int, text: str, error: Exception | None = None) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON of an error.
-
-    Args:
-        path: requested path.
-        status: the usual one of HTTP.
-        text: message for the client.
-        error: the cause, where it is known.
-    """
+    """The status and the JSON of an error, from the usual status of HTTP and the message for the client."""
     if path in TEI_PATHS:
         if isinstance(error, InputError):
             status = _TEI_STATUSES[error.fault]

@@ -47,7 +47,7 @@ class BrowserGuard:
     """An ASGI application around another one."""
 
     def __init__(self, app: App, *, host: str, allowed_hosts: Iterable[str], allowed_origins: Iterable[str] = ()) -> None:
-        """A guard.
+        """Guard `app`, which is served at the address `host`.
 
         Args:
             app: ASGI application to guard.
@@ -123,13 +123,7 @@ class TokenGuard:
     """Admits requests by their headers; one application per set of permitted models answers them."""
 
     def __init__(self, app_of: Callable[[Service], App], service: Service, gate: Gate) -> None:
-        """A guard.
-
-        Args:
-            app_of: makes an application that answers from a service.
-            service: methods of all models.
-            gate: admits requests, and restricts the service.
-        """
+        """Guard the application that `app_of` makes of a service."""
         self._app_of = app_of
         self._app = app_of(service)
         self._service = service

@@ -113,15 +113,8 @@ def _parse_numbers(text: str) -> list[Any]:
 
 
 def parse_object(body: bytes | memoryview, *, empty: bool = False, unique: bool = False) -> Fields:
-    """Parse a body as a JSON object.
-
-    Args:
-        body: UTF-8 text.
-        empty: whether an empty body stands for {}.
-        unique: whether the names of an object's fields must differ; otherwise the last field of a name counts.
-
-    Raises:
-        InvalidArgumentError: the body is not JSON, or no object.
+    """Parse a body of UTF-8 text as a JSON object; with `empty`, an empty body stands for {}. See `loads` for `unique`.
+    Raises InvalidArgumentError: the body is not JSON, or no object.
     """
     if empty and not bytes(body).strip():
         return {}

@@ -211,11 +211,7 @@ class Certificates:
         return self._read[id(copy)]
 
     async def full(self, model: Model) -> Certificate:
-        """A model version's certificate.
-
-        Raises:
-            NotFoundError: it has none.
-        """
+        """A model version's certificate. Raises NotFoundError: it has none."""
         certificate = await self.of(model)
         if certificate is None:
             raise NotFoundError(

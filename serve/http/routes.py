@@ -240,11 +240,7 @@ class SettingRoutes:
 
 
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
-    """The response message of an RPC.
-
-    Raises:
-        InferenceError: the errors of the RPC.
-    """
+    """The response message of an RPC. Raises InferenceError: the errors of the RPC."""
     path = f"/{SERVICE}/{rpc}"
     unary = service.unary.get(path)
     if unary is not None:

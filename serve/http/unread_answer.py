@@ -55,15 +55,7 @@ class UnreadAnswer:
         share: MemoryShare,
         count: Callable[[], None],
     ) -> None:
-        """Watch a connection that has written nothing.
-
-        Args:
-            transport: the connection's transport.
-            loop: the event loop.
-            limits: time limits of reading.
-            share: the connection's part of the memory budget.
-            count: called when the client has read some bytes.
-        """
+        """Watch a connection that has written nothing; `count` is called when the client has read some bytes."""
         self._transport, self._loop, self._limits, self._share, self._count = transport, loop, limits, share, count
         self._limit = TimeLimit(loop)
         self._bytes, self._since_s = 0, 0.0  # unread bytes at the latest look, and its time
