@@ -29,18 +29,12 @@ BUDGET_S = 2.0  # seconds for the runs of one model; each way is run at least tw
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Attributes:
-        half_ms: milliseconds of the shortest run in half precision.
-        float32_ms: milliseconds of the shortest run in float32.
-        error: the largest difference of the answers, divided by the output's largest value; infinite if one is not finite.
-        recorded: whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
-    """
-
-    half_ms: float
-    float32_ms: float
-    error: float
+    half_ms: float  # milliseconds of the shortest run in half precision
+    float32_ms: float  # milliseconds of the shortest run in float32
+    error: float  # the largest difference of the answers, divided by the output's largest value; infinite if one is not finite
+    # Whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
     recorded: bool = False
 
 
@@ -75,12 +69,8 @@ def compared(
 ) -> TrialResult | None:
     """Run both backends in turns on the same batch; None if the model cannot compute a made-up one.
 
-    Args:
-        half: the model in half precision.
-        float32: the model in float32.
-        interface: interface of the model file.
-        rows: rows of the largest batch; 0 for a model without a batch dimension.
-        samples: recorded samples, with whose answers those in half precision are compared; None makes a batch up.
+    `rows` is the largest batch, 0 for a model without a batch dimension. With `samples`, the answers in half precision are
+    compared with the recorded ones; otherwise a batch is made up.
     """
     batches: Iterable[tuple[Mapping[str, Array], Mapping[str, Array] | None]]
     if samples is None:
@@ -161,14 +151,7 @@ def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
 
 
 def describe(result: TrialResult, precision: Any, rows: int, float32_runtime: str) -> str:
-    """Describe a measurement in words.
-
-    Args:
-        result: the measurement.
-        precision: the half precision.
-        rows: rows of the model's largest batch; 0 for a model without a batch dimension.
-        float32_runtime: name of the runtime that computed in float32.
-    """
+    """Describe a measurement in words; `rows` is the model's largest batch, 0 for a model without a batch dimension."""
     batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
     half, float32 = (f"{ms:.3g}" if ms < SHORT_MS else f"{ms:,.0f}" for ms in (result.half_ms, result.float32_ms))
     times = f"OpenVINO in {precision} {half} ms, {float32_runtime} in float32 {float32} ms {batch}"

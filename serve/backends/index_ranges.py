@@ -25,11 +25,7 @@ class IndexRange:
 
 
 def check_indices(ranges: Mapping[str, IndexRange], inputs: Tensors) -> None:
-    """Check the inputs whose range is known.
-
-    Raises:
-        InvalidArgumentError: an input has a value outside its range.
-    """
+    """Check the inputs whose range is known. Raises InvalidArgumentError: an input has a value outside its range."""
     for name, known in ranges.items():
         value = known.outside(inputs[name]) if name in inputs else None
         if value is not None:

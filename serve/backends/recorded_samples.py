@@ -32,13 +32,10 @@ class RecordedSamples:
 
 
 def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelInterface) -> RecordedSamples | None:
-    """Read the samples beside a model file; None if its certificate vouches for none, and with a warning if they cannot be
-    used.
+    """Read the samples beside a model file; None if `certificate`, the one that the model names, vouches for none.
 
-    Args:
-        model: path of the model file.
-        certificate: the certificate that the model names; empty if it names none.
-        interface: the model's interface, whose inputs the samples must fit; answers of further outputs are left out.
+    A warning is logged if they cannot be used. They must have all inputs of the interface; answers of further outputs are left
+    out.
     """
     files = certificate.get("files")
     digest = files.get(SAMPLES) if isinstance(files, Mapping) else None

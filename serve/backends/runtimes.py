@@ -44,10 +44,8 @@ class Runtimes:
     def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
         """Make the runtimes.
 
-        Args:
-            probe: loads ONNX models in another process first; None loads them without a trial.
-            trust: permissions for code of a repository.
-            trials: caches which precision is faster on the CPU; None measures at each load.
+        `probe` loads ONNX models in another process first; None loads them without a trial. `trials` caches which precision is
+        faster on the CPU; None measures at each load.
         """
         self._probe = probe
         self._trust = trust
@@ -63,26 +61,19 @@ class Runtimes:
 
     def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
         """See `DeclaringRuntime`; only Python models have their interface in their configuration.
-
-        Raises:
-            ModelLoadError: Python models are not trusted here, or this one cannot be used.
+        Raises ModelLoadError: Python models are not trusted here, or this one cannot be used.
         """
         return self._trusted_python(path).declared(path, config, name) if path.suffix == PYTHON_SUFFIX else None
 
     def describe(self, path: Path) -> ModelInterface:
-        """Read a model file's interface.
-
-        Raises:
-            ModelLoadError: the file is missing, is not a model, is an untrusted torch program, needs a package that is not
-                installed, or has inputs without a wire type.
+        """Read a model file's interface. Raises ModelLoadError: the file is missing, is not a model, is an untrusted torch
+        program, needs a package that is not installed, or has inputs without a wire type.
         """
         return self._of(path).describe(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
         """Load one copy; see the runtimes.
-
-        Raises:
-            ModelLoadError: a setting is invalid, the runtime refuses the model, or a required GPU is missing.
+        Raises ModelLoadError: a setting is invalid, the runtime refuses the model, or a required GPU is missing.
         """
         return self._of(path).load(path, interface, placement, config)
 

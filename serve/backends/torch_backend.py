@@ -58,9 +58,7 @@ class TorchRuntime:
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a program's interface, and keep the program for the `load` that follows.
-
-        Raises:
-            ModelLoadError: the file is not an exported program, or has inputs or outputs without a wire type.
+        Raises ModelLoadError: the file is not an exported program, or has inputs or outputs without a wire type.
         """
         file, program = _file(path), _read(path)
         self._described = (file, program)
@@ -132,11 +130,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def run(self, inputs: Tensors) -> Tensors:
-        """Compute every output, in the dtypes of the program's interface.
-
-        Raises:
-            InvalidArgumentError: the program was not exported for such a size, or an index is out of its table's range.
-            BackendError: torch refused these inputs.
+        """Compute every output, in the dtypes of the program's interface. Raises InvalidArgumentError: the program was not
+        exported for such a size, or an index is out of its table's range; BackendError: torch refused these inputs.
         """
         if self._device != CPU:
             settle_thread(self._device.index)

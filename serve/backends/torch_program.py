@@ -103,9 +103,7 @@ def size_ranges(program: ExportedProgram) -> tuple[SizeRange, ...]:
 
 def check_sizes(ranges: tuple[SizeRange, ...], inputs: Tensors) -> None:
     """Check sizes against the exported bounds, which the program itself does not check.
-
-    Raises:
-        InvalidArgumentError: a size is out of range, or related sizes do not match.
+    Raises InvalidArgumentError: a size is out of range, or related sizes do not match.
     """
     known: dict[str, tuple[int, str]] = {}
     for rule in ranges:

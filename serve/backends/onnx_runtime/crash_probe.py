@@ -175,12 +175,7 @@ class CrashProbe:
     def safe_level(self, trial: CrashTrial, source: str | bytes) -> OptimizationLevel:
         """Return the highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
 
-        Args:
-            trial: conditions of the trial.
-            source: the model's bytes, or the path of its file.
-
-        Raises:
-            ModelLoadError: the model crashes at every level.
+        `source` is the model's bytes, or the path of its file. Raises ModelLoadError: the model crashes at every level.
         """
         verdict = self.verdict(trial, source)
         if verdict is None:
@@ -199,12 +194,7 @@ class CrashProbe:
         return verdict.level
 
     def verdict(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict | None:
-        """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning.
-
-        Args:
-            trial: conditions of the trial.
-            source: the model's bytes, or the path of its file.
-        """
+        """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning."""
         key = trial.key
         verdict = self._verdicts.find(key)
         if verdict is None:

@@ -23,15 +23,10 @@ FOLDERS = 3  # number of folders to search: a version's, the fp32 twin's below i
 
 
 def operator_libraries(config: ModelConfig, path: Path, *, trusted: bool) -> tuple[str, ...]:
-    """Return the paths of the libraries that a model's sessions register.
+    """Return the paths of the libraries that a model's sessions register, from the folder of its version or of its model.
 
-    Args:
-        config: configuration of the model.
-        path: path of the model file. A library lies in the folder of its version or of its model.
-        trusted: whether libraries of the repository may be loaded.
-
-    Raises:
-        ModelLoadError: a library is not trusted, not there, or not in the model's folder, or the package is not installed.
+    `trusted`: whether libraries of the repository may be loaded. Raises ModelLoadError: see `library_path`; or the package is
+    not installed.
     """
     return tuple(_library(name, path, trusted=trusted) for name in config.model_operations.op_library_filename)
 
@@ -50,17 +45,9 @@ def _library(name: str, path: Path, *, trusted: bool) -> str:
 
 
 def library_path(name: str, path: Path, setting: str, *, trusted: bool, hint: str = "") -> str:
-    """Return the path of a library in a version's folder, or in its model's.
+    """Return the path of a library in a version's folder, or in its model's; `setting` is the setting that names it.
 
-    Args:
-        name: the file's name in the configuration.
-        path: path of the model file.
-        setting: name of the setting that contains it.
-        trusted: whether libraries of the repository may be loaded.
-        hint: addition to the error if they may not.
-
-    Raises:
-        ModelLoadError: the library is not trusted, not there, or not in the model's folder.
+    Raises ModelLoadError: the library is not trusted (the text ends in `hint`), not there, or not in the model's folder.
     """
     if not trusted:
         raise ModelLoadError(

@@ -53,9 +53,7 @@ class OnnxRuntime:
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface without its weights.
-
-        Raises:
-            ModelLoadError: the file is missing, is not ONNX, or has inputs without a wire type.
+        Raises ModelLoadError: the file is missing, is not ONNX, or has inputs without a wire type.
         """
         return read_interface(path)
 

@@ -36,9 +36,7 @@ OF_SHAPES = frozenset({"Shape", "Size"})  # operators whose results do not depen
 
 def read_interface(path: Path) -> ModelInterface:
     """Read a model file's interface without its weights.
-
-    Raises:
-        ModelLoadError: the file is not ONNX, or a value has no wire type.
+    Raises ModelLoadError: the file is not ONNX, or a value has no wire type.
     """
     with open_onnx(path) as opened:
         graph, files, open_ended = opened.model.graph, opened.data_files, is_open_ended(opened.model)

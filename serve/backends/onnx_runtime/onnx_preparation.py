@@ -46,15 +46,10 @@ def prepared(path: Path, *, for_gpu: bool, types: Mapping[int, int] | None = Non
     """Prepare a model file; temporary files are removed afterwards.
 
     NumPy, and with it ONNX Runtime's Python interface, has no bf16: such inputs and outputs are fp32 at the session's border.
+    `types` replaces TensorProto types (see `retype`); by default none for ONNX Runtime on CUDA (`for_gpu`), and all
+    half-precision types by fp32 on the CPU.
 
-    Args:
-        path: path of the model file.
-        for_gpu: whether ONNX Runtime on CUDA opens the model, which computes half precision.
-        types: replacements of TensorProto types (see `retype`); by default none on a GPU, and fp32 for all half-precision types
-            on the CPU.
-
-    Raises:
-        ModelLoadError: the file or its external weights cannot be read, or the disk is full.
+    Raises ModelLoadError: the file or its external weights cannot be read, or the disk is full.
     """
     with open_onnx(path) as opened:
         model = opened.model
@@ -148,13 +143,7 @@ def set_border(model: ModelProto, types: Mapping[str, int]) -> dict[str, str]:
     """Change the types of inputs and outputs by casts that the runtime computes, in place; inner names and types stay.
 
     ONNX Runtime converts fp16 with processor instructions, NumPy element by element: 12 and 198 us for an image of 3x224x224.
-
-    Args:
-        model: the parsed model, with or without its weights.
-        types: TensorProto type at the border, by the name of an input or output.
-
-    Returns:
-        The new name of every input whose type differed.
+    `types` has the TensorProto type at the border by name. Returns the new name of every input whose type differed.
     """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
@@ -191,14 +180,8 @@ def large_weights_bytes(opened: OnnxFile) -> int:
 def move_weights(opened: OnnxFile, file: Path, to: Mapping[int, int]) -> None:
     """Move large weights to a file, and replace them in the model by references; the model must be saved beside the file.
 
-    Args:
-        opened: the open file, whose model is changed in place.
-        file: path of the file to write.
-        to: TensorProto types to write, by the types that they replace.
-
-    Raises:
-        OSError: the file cannot be written.
-        ModelLoadError: the model's file cannot be read, or a weight has an impossible size.
+    `to` has the TensorProto types to write, by the types that they replace. Raises OSError: the file cannot be written;
+    ModelLoadError: the model's file cannot be read, or a weight has an impossible size.
     """
     with file.open("wb") as output:
         for tensor, place in opened.large_weights():

@@ -45,11 +45,7 @@ class ProbeProcess:
     """One child process. A start takes 0.1 s; the process is reused until a model crashes it."""
 
     def __init__(self, command: tuple[str, ...] = DEFAULT_COMMAND) -> None:
-        """Start the process without waiting for its readiness.
-
-        Raises:
-            OSError: the process cannot be started.
-        """
+        """Start the process without waiting for its readiness. Raises OSError: the process cannot be started."""
         self._peak_kb: int | None = 0
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=False
@@ -67,16 +63,9 @@ class ProbeProcess:
         return self._peak_kb is not None and self._peak_kb < LIGHT_KB
 
     def try_out(self, trial: dict[str, Any], model: bytes, limit_s: float) -> None:
-        """Load and run a model once.
+        """Load and run a model once; `model` has its bytes, or is empty if it has a file.
 
-        Args:
-            trial: the request to the child.
-            model: the model's bytes; empty if it has a file.
-            limit_s: time limit in seconds.
-
-        Raises:
-            CrashedError: the model crashed the process.
-            TrialEndedError: the trial took too long, or the process was killed.
+        Raises CrashedError: the model crashed the process; TrialEndedError: the trial took too long, or the process was killed.
         """
         limit = timer(limit_s, self._run_out)
         try:

@@ -74,26 +74,18 @@ def _origin(name: str, makers: Mapping[str, NodeProto], passing: frozenset[str])
 
 
 class RequestErrors:
-    """Distinguishes errors of requests from errors of one model. Used by one thread at a time.
-
-    Attributes:
-        checks_first: whether inputs must be checked before each batch.
-        has_computed: whether a batch was computed. Before, a size that does not fit may be the model's own defect.
-    """
+    """Distinguishes errors of requests from errors of one model. Used by one thread at a time."""
 
     def __init__(self, ranges: Mapping[str, IndexRange], sizes: tuple[str, ...] = (), *, on_device: bool = False) -> None:
         """`sizes`: the inputs with a free size beside the batch dimension. `on_device`: wrong indices are no errors there."""
-        self.checks_first = on_device and bool(ranges)
+        self.checks_first = on_device and bool(ranges)  # whether inputs must be checked before each batch
+        # Whether a batch was computed. Before, a size that does not fit may be the model's own defect.
         self.has_computed = False
         self._ranges = ranges
         self._sizes = sizes
 
     def check(self, inputs: Tensors) -> None:
-        """Check the inputs whose range is known.
-
-        Raises:
-            InvalidArgumentError: an input has a value outside its range.
-        """
+        """Check the inputs whose range is known. Raises InvalidArgumentError: an input has a value outside its range."""
         check_indices(self._ranges, inputs)
 
     def explain(self, inputs: Tensors, text: str) -> InferenceError:

@@ -269,11 +269,7 @@ def is_quick(session: ort.InferenceSession, rows: int) -> bool:
     """Return whether the largest batch is too fast to benefit from several threads; False if its size is unknown.
 
     Threads here do not spin, so that each parallel operator waits for the system to wake a thread: an MLP of 64-256-10 takes 19
-    us for 64 rows on one thread, and 30 us on two.
-
-    Args:
-        session: session with one thread.
-        rows: rows of the largest batch.
+    us for 64 rows on one thread, and 30 us on two. The session has one thread.
     """
     inputs = session.get_inputs()
     if any(not isinstance(size, int) for value in inputs for size in value.shape[1:]):

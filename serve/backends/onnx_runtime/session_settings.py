@@ -64,9 +64,7 @@ TRITON_LEVELS = {
 
 def declared_level(config: ModelConfig, path: Path) -> OptimizationLevel | None:
     """Read the configured level, from halfserve's parameter or Triton's field; None if not configured.
-
-    Raises:
-        ModelLoadError: there is no such level.
+    Raises ModelLoadError: there is no such level.
     """
     own = own_parameter(config, OPTIMIZATION_LEVEL, path)
     if own is not None:
@@ -91,14 +89,8 @@ class Accelerators:
 def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
     """Read provider options from the accelerators of GPUs in a configuration, with the keys of Triton's ONNX Runtime backend.
 
-    Accelerators of CPUs belong to another runtime: see onnx_models.py.
-
-    Args:
-        config: configuration of the model.
-        path: path of the model file, for errors.
-
-    Raises:
-        ModelLoadError: an accelerator or precision is unknown, or CUDA graphs are requested for TensorRT.
+    Accelerators of CPUs belong to another runtime: see onnx_models.py. Raises ModelLoadError: an accelerator or precision is
+    unknown, or CUDA graphs are requested for TensorRT.
     """
     cuda = {**CUDA_DEFAULTS, **_from_parameters(config)}
     tensorrt = None
@@ -162,9 +154,7 @@ class SessionSettings:
 
 def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
     """Read the settings in a model's configuration; `path` is the model file, for errors.
-
-    Raises:
-        ModelLoadError: a value is invalid.
+    Raises ModelLoadError: a value is invalid.
     """
     parameters = {key: value.string_value.strip() for key, value in config.parameters.items()}
     graphs, accelerators = own_parameter(config, "halfserve.cuda_graphs", path), read_accelerators(config, path)

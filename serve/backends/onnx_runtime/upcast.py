@@ -37,9 +37,7 @@ def upcast_to_fp32(model: ModelProto) -> None:
 def retype(model: ModelProto, to: Mapping[int, int]) -> None:
     """Change types in place, in weights, constants, casts, inputs, outputs, subgraphs and functions.
 
-    Args:
-        model: the parsed model, with or without its weights.
-        to: new TensorProto types, by the types that they replace.
+    `to` has the new TensorProto types, by the types that they replace. The model may be without its weights.
     """
     for tensor in all_tensors(model):
         _retype_tensor(tensor, to)

@@ -28,21 +28,13 @@ NARROWED = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint3
 
 @dataclass(eq=False)
 class _Output:
-    """One output of a compiled model.
+    """One output of a compiled model."""
 
-    Attributes:
-        place: number of the output in the model.
-        element: element type in the model.
-        dtype: dtype of the arrays that clients get.
-        empty: smallest shape; None if the rank is open, so that its answers are copied.
-        is_large: whether an answer was too large to be copied, so that each gets memory of its own.
-    """
-
-    place: int
-    element: ov.Type
-    dtype: np.dtype[Any]
-    empty: Sequence[int] | None
-    is_large: bool = False
+    place: int  # number of the output in the model
+    element: ov.Type  # element type in the model
+    dtype: np.dtype[Any]  # dtype of the arrays that clients get
+    empty: Sequence[int] | None  # smallest shape; None if the rank is open, so that its answers are copied
+    is_large: bool = False  # whether an answer was too large to be copied, so that each gets memory of its own
 
     def prepare(self, request: ov.InferRequest) -> None:
         """Prepare a run: give the output memory that no other answer has, if that is cheaper than a copy."""
@@ -67,17 +59,11 @@ class _Output:
 
 @dataclass(eq=False, kw_only=True)
 class OpenVinoBackend:
-    """One compiled model with the one request that it computes.
+    """One compiled model with the one request that it computes."""
 
-    Attributes:
-        provider: see `Backend`.
-        precision: precision of the computation, in words.
-        compiled: the compiled model.
-    """
-
-    provider: str = OPENVINO_PROVIDER
-    precision: str
-    compiled: ov.CompiledModel
+    provider: str = OPENVINO_PROVIDER  # see `Backend`
+    precision: str  # precision of the computation, in words
+    compiled: ov.CompiledModel  # the compiled model
     _request: ov.InferRequest
     _places: Mapping[str, int]  # numbers of the inputs in the compiled model
     _elements: Mapping[str, ov.Type]
@@ -101,15 +87,9 @@ class OpenVinoBackend:
     ) -> OpenVinoBackend:
         """Make the backend.
 
-        Args:
-            compilation: the compiled model.
-            interface: interface of the model file.
-            ranges: ranges of the inputs of indices: the plugin answers zeros for indices out of range.
-            given_names: see `PreparedModel`.
-            can_give_up: whether runs can be cancelled from another thread, which costs each 0.1 ms.
-
-        Raises:
-            ModelLoadError: OpenVINO has other outputs, or cannot compute every number of rows.
+        The plugin answers zeros for indices out of `ranges`. `given_names`: see `PreparedModel`. `can_give_up`: whether runs
+        can be cancelled from another thread, which costs each 0.1 ms. Raises ModelLoadError: OpenVINO has other outputs, or
+        cannot compute every number of rows.
         """
         compiled = compilation.compiled
         own = [given_names.get(spec.name, spec.name) for spec in interface.inputs]
@@ -217,11 +197,7 @@ def _shareable(array: Array) -> Array:
 
 
 def _require_narrow(name: str, array: Array) -> None:
-    """Check that integers fit into 32 bits.
-
-    Raises:
-        InvalidArgumentError: an integer does not fit.
-    """
+    """Check that integers fit into 32 bits. Raises InvalidArgumentError: an integer does not fit."""
     if not array.size:
         return
     least, most = int(array.min()), int(array.max())

@@ -40,9 +40,7 @@ def weights_file(path: Path) -> Path:
 
 def read_ir_interface(path: Path) -> ModelInterface:
     """Read the interface of model.xml.
-
-    Raises:
-        ModelLoadError: the file or its weights cannot be read, it is no OpenVINO graph, or a value has no wire type.
+    Raises ModelLoadError: the file or its weights cannot be read, it is no OpenVINO graph, or a value has no wire type.
     """
     graph = _Graph(_read(path), path)
     inputs = tuple(_spec(layer, layer, f"{path}: input") for layer in graph.of_type("Parameter"))
@@ -104,9 +102,7 @@ class _Graph:
 
     def source(self, result: Element) -> Element:
         """Return a copy of the layer that makes a Result's value, with only that output.
-
-        Raises:
-            ModelLoadError: there is no such layer.
+        Raises ModelLoadError: there is no such layer.
         """
         port = result.find("input/port")
         place = self._edges.get((result.get("id", ""), "" if port is None else port.get("id", "")))

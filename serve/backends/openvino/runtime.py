@@ -75,17 +75,13 @@ class OpenVinoRuntime:
 
     def describe(self, path: Path) -> ModelInterface:
         """Read the interface of an OpenVINO file without its weights.
-
-        Raises:
-            ModelLoadError: a file is missing or unreadable, is no OpenVINO graph, or has inputs without a wire type.
+        Raises ModelLoadError: a file is missing or unreadable, is no OpenVINO graph, or has inputs without a wire type.
         """
         return read_ir_interface(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> OpenVinoBackend:
         """Load one copy on the CPU. An OpenVINO graph is computed in the types in which it is written.
-
-        Raises:
-            ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
+        Raises ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
         """
         if interface.kind is ONNX:
             return self.load_onnx(path, interface, placement, config, placement.cpu_precision)

@@ -31,11 +31,8 @@ class SizeCheck:
     """Infers shapes in a copy of a model's graph that holds no weights. Used by one thread at a time."""
 
     def __init__(self, model: ov.Model, interface: ModelInterface, places: Mapping[str, int]) -> None:
-        """`places`: numbers of the inputs in the model, by their names.
-
-        Raises:
-            InvalidArgumentError: all of the model's sizes are known except the number of rows, and it cannot compute any
-                number.
+        """`places`: numbers of the inputs in the model, by their names. Raises InvalidArgumentError: all of the model's sizes
+        are known except the number of rows, and it cannot compute any number.
         """
         self._graph = _without_weights(model)
         self._places = places
@@ -46,11 +43,7 @@ class SizeCheck:
             self._infer(tuple((ROWS, *spec.shape[1:]) for spec in interface.inputs if spec.name in self._places))
 
     def check(self, inputs: Tensors) -> None:
-        """Check the sizes of a batch.
-
-        Raises:
-            InvalidArgumentError: the model cannot compute these sizes.
-        """
+        """Check the sizes of a batch. Raises InvalidArgumentError: the model cannot compute these sizes."""
         if not self._is_open:
             return
         shapes = tuple(inputs[name].shape for name in self._places)
