@@ -14,7 +14,7 @@ from halfserve import convert_float_to_float16
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import HALF_TYPES, HalfName
 from halfserve.export.verification.simulation import round_every_node
-from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
+from halfserve.serve.backends.openvino.fitness import why_unfit
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, ModelLoadError
 from tests.export.conversions.cases import Case, Value

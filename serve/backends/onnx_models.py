@@ -21,16 +21,22 @@ import onnxruntime as ort
 
 from halfserve.protos.certificates import CERTIFICATE, NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared, describe, recorded_error
+from halfserve.serve.backends.cpu_trials import (
+    RecordedSamples,
+    TrialCache,
+    TrialResult,
+    compared,
+    describe,
+    read_samples,
+    recorded_error,
+)
 from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import HALF_TYPES, half_types
 from halfserve.serve.backends.onnx_runtime.session import why_no_device
 from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettings, read_settings
-from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types
-from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
-from halfserve.serve.backends.openvino.processor import computed_halves, fast_halves, processor_name
-from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
+from halfserve.serve.backends.openvino.fitness import computed_halves, fast_halves, processor_name, why_unfit
 from halfserve.serve.engine.backend import (
     OPENVINO_BACKEND,
     Backend,

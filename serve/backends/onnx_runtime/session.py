@@ -18,7 +18,7 @@ from typing import Any
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashTrial
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
@@ -160,7 +160,7 @@ class SessionOpener:
 
     def _open(self, providers: Providers, *, for_gpu: bool) -> OpenSession:
         probe = None if self.settings.level is not None or providers[0][0] == TENSORRT else self.probe
-        trial = CrashTrial(path=self.path, providers=providers, settings=self.settings)
+        trial = onnx_trial(self.path, providers, self.settings)
         if probe is not None:
             probe.expect(trial)
             pause()

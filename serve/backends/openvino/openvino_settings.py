@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.custom_operators import library_path
+from halfserve.serve.backends.onnx_runtime.session_settings import library_path
 from halfserve.serve.engine.config.model_config import EXTENSION
 from halfserve.serve.engine.config.parameters import PREFIX
 from halfserve.serve.engine.errors import ModelLoadError
