@@ -48,13 +48,6 @@ class ServerAddress:
     members: tuple[str, ...] = ()
 
 
-def checked_balancing(balancing: Balancing) -> Balancing:
-    """Return the balancing policy if it is valid. Raises InvalidRequest: it is not one of BALANCINGS."""
-    if balancing not in BALANCINGS:
-        raise InvalidRequest(f"balancing must be one of {', '.join(BALANCINGS)}, not {balancing!r}")
-    return balancing
-
-
 def parse_address(address: str | Sequence[str]) -> ServerAddress:
     """The server's address from HOST:PORT, "unix:/path", "cluster://HOST:PORT,..." or a sequence of IP:PORT.
 

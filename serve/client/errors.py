@@ -120,10 +120,11 @@ class Overloaded(ClientError):
     code = "RESOURCE_EXHAUSTED"
 
 
-_BY_CODE: dict[str, type[ClientError]] = {kind.code: kind for kind in ClientError.__subclasses__()}
-
-
-_BY_CODE |= {"UNAUTHENTICATED": AccessDenied, "FAILED_PRECONDITION": InvalidRequest, "OUT_OF_RANGE": InvalidRequest}
+_BY_CODE: dict[str, type[ClientError]] = {kind.code: kind for kind in ClientError.__subclasses__()} | {
+    "UNAUTHENTICATED": AccessDenied,
+    "FAILED_PRECONDITION": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+}
 
 
 def error_of_code(code: str, message: str, *, retry_after_s: float | None = None, repeat: Repeat = Repeat.NO) -> ClientError:

@@ -30,8 +30,6 @@ TOKENS_PER_SUCCESS = 0.1
 
 @dataclass(frozen=True)
 class UnaryRpc:
-    """One unary RPC to make."""
-
     request: Message  # message to send; its class determines the RPC and the class of the answer
     # Whether making the call twice has the same effect as making it once; such a call may be repeated when it is unknown
     # whether the server received it.
@@ -44,15 +42,12 @@ class UnaryRpc:
 
     @property
     def answer(self) -> type[Message]:
-        """The class of the answer, such as ModelInferResponse."""
         answer: type[Message] = getattr(pb, f"{self.method}Response")
         return answer
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Time to wait before the next step."""
-
     seconds: float
 
 

@@ -31,7 +31,7 @@ from halfserve.serve.client.shared_tensors import (
     SlabPool,
     ask_sharing,
     settle,
-    unregister_all,
+    unregister,
 )
 
 ModelKey = tuple[str, str]  # name and version; the version is empty for the server's choice
@@ -301,7 +301,7 @@ def close_region(state: InferState, region: SharedRegion) -> Exchange[None]:
 def unregister_everything(state: InferState) -> Exchange[None]:
     """Unregister all memory of this client that the server may have registered, while the server answers."""
     if state.pool is not None:
-        yield from unregister_all(state.pool)
+        yield from unregister(state.pool, state.pool.take_all())
     state.leave(*(region.name for region in state.regions))  # the caller's `with` blocks may end after the client is closed
     yield from _unregister_left(state)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
+from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelMetadataResponse
 from halfserve.serve.client.array_conversion import (
     Array,
     as_bfloat16,
@@ -22,9 +22,6 @@ from halfserve.serve.client.array_conversion import (
 from halfserve.serve.client.channel_settings import MAX_MESSAGE_BYTES
 from halfserve.serve.client.errors import ClientError, InvalidRequest, check_text, is_above_0
 from halfserve.serve.protocol.raw_tensors import from_raw
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
 
 Parameter = bool | int | float | str
 SEQUENCE_ID = "sequence_id"
@@ -90,7 +87,6 @@ class SharedSlice:
     byte_size: int  # size of the tensor, or of the space for it
 
     def write_to(self, parameters: Any) -> None:
-        """Write this location to a tensor's map of InferParameter."""
         parameters[REGION].string_param = self.region
         parameters[SIZE].int64_param = self.byte_size
         if self.offset:
@@ -102,7 +98,6 @@ FindPlace = Callable[[str, Array], SharedSlice | None]
 
 
 def check_named(inputs: object) -> None:
-    """Refuse inputs that are not a mapping."""
     if not isinstance(inputs, Mapping):
         raise InvalidRequest(f"inputs must be arrays by name, such as {{'x': array}}, not {type(inputs).__name__}")
 

@@ -18,7 +18,6 @@ FILE = "file:"
 
 
 def server_live() -> Exchange[bool]:
-    """Whether a server answers."""
     return (yield from _flag(UnaryRpc(pb.ServerLiveRequest()), "live"))
 
 
@@ -69,7 +68,6 @@ def model_metadata(name: str, version: str) -> Exchange[pb.ModelMetadataResponse
 
 
 def model_config(name: str, version: str) -> Exchange[Any]:
-    """The ModelConfig message that the model is served with."""
     _check_model(name, version)
     answer = yield UnaryRpc(pb.ModelConfigRequest(name=name, version=version))
     return answer.config
@@ -181,7 +179,6 @@ def unregister_cuda_region(name: str) -> Exchange[None]:
 
 
 def regions() -> Exchange[dict[str, pb.SystemSharedMemoryStatusResponse.RegionStatus]]:
-    """Registered regions by name."""
     answer = yield UnaryRpc(pb.SystemSharedMemoryStatusRequest())
     return dict(answer.regions)
 

@@ -6,21 +6,18 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
-from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
 from halfserve.serve.client.array_conversion import Array, datatype_named
 from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
 from halfserve.serve.client.infer_messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
 from halfserve.serve.client.management import register_region, unregister_region
 from halfserve.serve.client.shared_regions import SharedRegion
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
 WORTH_SHARING_BYTES = 128 * 1024  # measured: below, sending costs no more; at 512 KiB it costs twice as much
 SMALLEST_SLAB_BYTES = 256 * 1024
@@ -78,7 +75,6 @@ class SlabPool:
         return names
 
     def not_unregistered(self, names: Iterable[str]) -> None:
-        """Keep names whose unregistration failed."""
         with self._lock:
             self._abandoned += names
 
@@ -170,22 +166,17 @@ class SharedTensors:
         place = self.into[name]
         return self.regions[place.region].bytes_at(place.offset, min(byte_size, place.byte_size))
 
-    def check_own(self, name: str, datatype: Datatype) -> None:
-        """Refuse an output whose dtype differs from that of the caller's array.
-        Raises ClientError: the dtypes differ (code "INTERNAL").
+    def take_own(self, name: str, datatype: Datatype, raw: bytes) -> None:
+        """Check an output that belongs into the caller's array, and copy it there if it came in the message.
+        Raises ClientError: its dtype differs from the array's, or it is longer than the array (code "INTERNAL").
         """
+        place, what = self.into[name], f"output {name!r} of the server's answer"
         if datatype.array_dtype != self.own[name]:
-            text = f"output {name!r} of the server's answer is {datatype.wire}, but the array for it has the dtype"
-            raise ClientError(f"{text} {self.own[name]}", code="INTERNAL")
-
-    def write_own(self, name: str, raw: bytes) -> None:
-        """Copy an output that came in the message to the caller's array.
-        Raises ClientError: it is longer than the array (code "INTERNAL").
-        """
-        place = self.into[name]
+            raise ClientError(
+                f"{what} is {datatype.wire}, but the array for it has the dtype {self.own[name]}", code="INTERNAL"
+            )
         if len(raw) > place.byte_size:
-            text = f"output {name!r} of the server's answer has {len(raw)} bytes, the array for it {place.byte_size}"
-            raise ClientError(text, code="INTERNAL")
+            raise ClientError(f"{what} has {len(raw)} bytes, the array for it {place.byte_size}", code="INTERNAL")
         self.output_bytes(name, len(raw))[:] = raw
 
     def _in_own(self, array: Array) -> SharedSlice | None:
@@ -226,7 +217,7 @@ def ask_sharing(
     Raises SharingRefused: the server cannot open the memory of the pool; ClientError: any error of an inference.
     """
     if pool is not None:
-        yield from _unregister(pool, pool.take_abandoned())
+        yield from unregister(pool, pool.take_abandoned())
     for slab in sharing.slabs:
         if pool is not None and not pool.is_registered(slab):
             yield from _register_slab(pool, slab)
@@ -277,12 +268,8 @@ def _register_again(sharing: SharedTensors) -> Exchange[None]:
             yield from register_region(region.name, region.key, region.byte_size)
 
 
-def unregister_all(pool: SlabPool) -> Exchange[None]:
-    """Unregister every region of the pool, while the server answers."""
-    yield from _unregister(pool, pool.take_all())
-
-
-def _unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
+def unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
+    """Unregister regions of the pool, while the server answers."""
     position = 0
     try:
         for position, name in enumerate(names):  # noqa: B007  (counted for what follows)
@@ -298,9 +285,8 @@ def _outputs(sharing: SharedTensors, response: ModelInferResponse) -> dict[str, 
     arrays = output_arrays(response, sharing.into)
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if tensor.name in sharing.own:
-            sharing.check_own(tensor.name, datatype_named(tensor.datatype))
+            sharing.take_own(tensor.name, datatype_named(tensor.datatype), raw)
             if raw:  # the server does not support shared memory for outputs
-                sharing.write_own(tensor.name, raw)
                 del arrays[tensor.name]
         if tensor.name in sharing.into and tensor.name not in arrays:
             itemsize = (BY_WIRE[tensor.datatype].itemsize if tensor.datatype in BY_WIRE else None) or 0

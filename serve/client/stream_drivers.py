@@ -13,7 +13,7 @@ import grpc
 
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
 from halfserve.serve.client.errors import ClientError
-from halfserve.serve.client.streams.streaming import StreamAnswer, StreamSession
+from halfserve.serve.client.streaming import StreamAnswer, StreamSession
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 # Events besides answers and errors: a request was answered without being sent; the call has ended.

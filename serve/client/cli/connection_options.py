@@ -32,8 +32,6 @@ def reading_options() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """Options of TLS, the token and gRPC metadata."""
-
     use_tls: Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")] = False
     tls_ca: Annotated[
         Path | None,
@@ -76,8 +74,6 @@ class Credentials:
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """Options of a client's connection."""
-
     address: Annotated[
         str,
         _connection(
@@ -96,13 +92,7 @@ class Connection:
         tls, token, metadata = self.credentials.tls(), self.credentials.token(), self.credentials.metadata()
         with reading_options():
             return Client(
-                self.address,
-                timeout_s=self.timeout,
-                retries=self.retries,
-                tls=tls,
-                token=token,
-                metadata=metadata,
-                **options,
+                self.address, timeout_s=self.timeout, retries=self.retries, tls=tls, token=token, metadata=metadata, **options
             )
 
 

@@ -63,7 +63,6 @@ class DirectoryWatch:
             call.cancel()
 
     def join(self) -> None:
-        """Wait for the thread, after `stop`."""
         self._thread.join()
 
     @property

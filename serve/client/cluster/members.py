@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from random import random
 from typing import Any
 
@@ -17,8 +18,6 @@ AVOIDED_S = (0.25, 4.0)  # first and longest time for which a failed member is a
 
 
 class MemberConnection:
-    """Client-side state of one member."""
-
     def __init__(self, address: str) -> None:
         self.address = address  # HOST:PORT of the member
         self.channel: Any = None  # channel to the member; None before the first call
@@ -27,15 +26,18 @@ class MemberConnection:
         self.outstanding = 0  # number of calls that it has not answered
         self.avoided_until_s = 0.0  # time on the monotonic clock until which it gets no calls because it failed
         self.avoided_s = AVOIDED_S[0]
-        self._is_here: bool | None = None
 
-    @property
+    @cached_property
     def is_here(self) -> bool:
-        """Whether the member is on this machine."""
-        if self._is_here is None:
-            host = self.address.rpartition(":")[0].strip("[]")
-            self._is_here = _is_of_this_machine(host)
-        return self._is_here
+        """Whether the member is on this machine: a socket can be bound to its host's first address."""
+        host = self.address.rpartition(":")[0].strip("[]")
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+        except OSError:
+            return False
+        return True
 
 
 class Members:
@@ -63,7 +65,6 @@ class Members:
         return self._sharing is not None
 
     def take(self, directory: cluster_pb2.Directory) -> None:
-        """Switch to the members of a new directory."""
         with self._lock:
             known, self._members = self._members, {}
             serving: list[MemberConnection] = []
@@ -187,14 +188,3 @@ class Members:
             self._leaving.remove(member)
             if member.channel is not None:
                 self._close_channel(member.channel)
-
-
-def _is_of_this_machine(host: str) -> bool:
-    """Whether a socket can be bound to the host's first address."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(where)
-    except OSError:
-        return False
-    return True
