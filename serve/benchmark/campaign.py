@@ -6,36 +6,20 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from halfserve.serve.benchmark import BenchmarkError
-from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, Differences
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.comparison import ComparedLevel, compare, differences
 from halfserve.serve.benchmark.level import Level, Load
-from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
+from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement, measure, search
+from halfserve.serve.benchmark.tables import ProgressBar
 from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
 CPUS_PER_PROCESS = 4  # one load process per this many CPUs; the other CPUs are left to a server on this machine
 Ending = BenchmarkError | ClientError | KeyboardInterrupt | None
-
-
-class ProgressListener(Protocol):
-    """Shows progress."""
-
-    def begin(self, what: str, measurements: int | None) -> None:
-        """Start, with the number of loads to measure, or None for an unknown number."""
-
-    def window(self, load: Load, tally: LoadStatistics) -> None:
-        """Show the statistics of the last window."""
-
-    def done(self, level: Level) -> None:
-        """Record that a load has been measured."""
-
-    def note(self, line: str) -> None:
-        """Show a line of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +38,7 @@ class Campaign:
     command: str = ""  # the command line
 
 
-def carry_out(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+def carry_out(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     """Measure; return the report, and the error that ended the campaign early: the levels measured before are kept.
 
     Nothing was measured if it raises BenchmarkArgumentError: the options do not fit the model; or ClientError: the server does
@@ -69,7 +53,7 @@ def default_processes() -> int:
     return max(1, min(MAX_DEFAULT_PROCESSES, cpus // CPUS_PER_PROCESS))
 
 
-def _swept(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+def _swept(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     levels: list[Level] = []
     report: BenchmarkReport | None = None
     total = None if campaign.goal else len(campaign.loads) * len(campaign.batch_sizes)
@@ -97,14 +81,14 @@ def _swept(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkRep
     return replace(report, levels=levels), ended
 
 
-def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressListener) -> Iterator[Level]:
+def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressBar) -> Iterator[Level]:
     def measured(load: Load) -> Level:
         return measure(target.bench, load, campaign.how, lambda tally: progress.window(load, tally))
 
     return map(measured, campaign.loads) if campaign.goal is None else search(campaign.loads, campaign.goal, measured)
 
 
-def _compared(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     options = replace(campaign.options, batch_size=campaign.batch_sizes[0])
     places = [(campaign.address, list(campaign.models)), *((address, [model]) for address, model in campaign.against)]
     lines: list[ComparedLevel] = []
@@ -118,17 +102,22 @@ def _compared(campaign: Campaign, progress: ProgressListener) -> tuple[Benchmark
         report = _report(campaign, targets[0])
         ending: Ending = None
         try:
-            report = replace(report, differences=_differences(names, targets))
+            first, *others = targets
+            found = [
+                differences(name, first.client, first.plain_requests, other.client, other.plain_requests)
+                for name, other in zip(names[1:], others, strict=True)
+            ]
+            report = replace(report, differences=found)
             for load in campaign.loads:
                 lines += _compared_load(campaign, names, targets, load, progress)
         except (BenchmarkError, ClientError, KeyboardInterrupt) as caught:
             ending = caught
-    first = [line.rounds[0] for line in lines if line.name == names[0]]
-    return replace(report, comparison=lines, levels=first), ending
+    levels = [line.rounds[0] for line in lines if line.name == names[0]]
+    return replace(report, comparison=lines, levels=levels), ending
 
 
 def _compared_load(
-    campaign: Campaign, names: Sequence[str], targets: Sequence[LoadTarget], load: Load, progress: ProgressListener
+    campaign: Campaign, names: Sequence[str], targets: Sequence[LoadTarget], load: Load, progress: ProgressBar
 ) -> Iterator[ComparedLevel]:
     def measured(number: int, load: Load) -> Level:
         level = measure(targets[number].bench, load, campaign.how, lambda tally: progress.window(load, tally))
@@ -144,15 +133,6 @@ def _names(places: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     several = len({address for address, _ in places}) > 1
     plain = [f"{address}/{'+'.join(models)}" if several else "+".join(models) for address, models in places]
     return [name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)]
-
-
-def _differences(names: Sequence[str], targets: Sequence[LoadTarget]) -> list[Differences]:
-    first, *others = targets
-    found = []
-    for name, other in zip(names[1:], others, strict=True):
-        outputs, alone = differences(first.client, first.plain_requests, other.client, other.plain_requests)
-        found.append(Differences(name=name, outputs=outputs, not_compared=alone))
-    return found
 
 
 def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:

@@ -7,13 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from halfserve.protos.inference_pb2 import ModelStatistics
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelStatistics
 
 NUMBER = r"\d+(?:\.\d+)?"
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})(?::(x?)({NUMBER}))?")
@@ -36,7 +34,6 @@ class Load:
 
     @property
     def text(self) -> str:
-        """The load as text, such as "16 in flight"."""
         return f"{self.concurrency} in flight" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
@@ -212,27 +209,22 @@ class Level:
 
     @cached_property
     def latency(self) -> Latency:
-        """The histogram's percentiles."""
         return Latency.of(self.histogram)
 
     @property
     def requests(self) -> int:
-        """Number of successful requests."""
         return self.histogram.total
 
     @property
     def failed(self) -> int:
-        """Number of failed or unanswered requests."""
         return self.tally.failed
 
     @property
     def requests_per_second(self) -> float:
-        """Successful requests per second."""
         return self.requests / self.tally.seconds
 
     @property
     def goodput_per_second(self) -> float | None:
-        """Requests per second that succeeded within `goodput_ms`."""
         return None if self.goodput_ms is None else self.histogram.within(self.goodput_ms) / self.tally.seconds
 
     @property
@@ -245,7 +237,9 @@ class Level:
 
     def doubts(self) -> list[str]:
         """Reasons to doubt these figures, one sentence each."""
-        lines = [self._generator_doubt(), self._stability_doubt(), self._foreign_doubt()]
+        lines = [self._generator_doubt(), self._foreign_doubt()]
+        if self.stable is False:
+            lines.append("the windows kept differing by more than 10 %; the last three are shown")
         if self.ended_early is not None:
             lines.append(f"ended early ({self.ended_early}); the figures are of what was measured until then")
         return [line for line in lines if line]
@@ -298,9 +292,6 @@ class Level:
                 " or a machine that the server does not use"
             )
         return None
-
-    def _stability_doubt(self) -> str | None:
-        return "the windows kept differing by more than 10 %; the last three are shown" if self.stable is False else None
 
     def _foreign_doubt(self) -> str | None:
         answered, ours = self.server.requests if self.server else 0, self.requests + self.failed

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory, Member
+from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
@@ -31,11 +32,6 @@ from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.infer_messages import Parameter, SharedSlice
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from halfserve.protos.inference_pb2 import ModelInferRequest
-
 ALIGNMENT = 64  # alignment of each tensor in bytes; the width of a vector register
 SharedMemory: TypeAlias = Literal["system", "cuda"]
 
@@ -47,7 +43,6 @@ class _Places:
         self.end = 0
 
     def take(self, size: int) -> int:
-        """Allocate a part of `size` bytes and return its offset."""
         offset = -(-self.end // ALIGNMENT) * ALIGNMENT
         self.end = offset + size
         return offset
@@ -125,8 +120,6 @@ def _rewritten(
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings:
-    """Contents and transport of the requests."""
-
     batch_size: int = 1  # rows per request
     # Shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
     shapes: Sequence[Mapping[str, Sequence[int]]] = ()
@@ -177,12 +170,7 @@ class LoadTarget:
 
     @property
     def bench(self) -> Bench:
-        return Bench(
-            generator=self.generator,
-            read_totals=self.totals,
-            batch_size=self._options.batch_size,
-            models=self.models,
-        )
+        return Bench(generator=self.generator, read_totals=self.totals, batch_size=self._options.batch_size, models=self.models)
 
     def totals(self) -> ServerTotals | None:
         """The server's counters for these models; None if the server keeps none."""
@@ -197,13 +185,12 @@ class LoadTarget:
         return ServerTotals.of(counted.values())
 
     def close(self) -> None:
-        """End the processes and close the connection."""
         self._stack.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _all_requests(self) -> list[tuple[int, ModelInferRequest]]:
@@ -313,8 +300,5 @@ def _files(tls: Tls) -> TlsPaths:
         return None if path is None else str(path)
 
     return TlsPaths(
-        authorities=text(tls.authorities),
-        certificate=text(tls.certificate),
-        key=text(tls.key),
-        server_name=tls.server_name,
+        authorities=text(tls.authorities), certificate=text(tls.certificate), key=text(tls.key), server_name=tls.server_name
     )

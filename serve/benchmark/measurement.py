@@ -41,8 +41,6 @@ def _agree(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Settings of a measurement."""
-
     seconds: float | None = 2.0  # length of a load, or of one window if `until_stable`; None if `requests` limits it
     requests: int | None = None  # number of requests of a load; None if `seconds` limits it
     until_stable: bool = False  # measure further windows until three agree
@@ -56,8 +54,6 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A server under load."""
-
     generator: LoadGenerator  # load generator with the requests, connected to the server
     read_totals: ReadTotals  # reads the server's counters; returns None if the server keeps none
     batch_size: int  # rows per request
@@ -169,8 +165,6 @@ def _shown(tally: LoadStatistics, on_window: OnWindow) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A latency limit."""
-
     percent: float  # percentage of requests that must be within the limit
     max_ms: float  # latency limit in milliseconds
 

@@ -241,7 +241,6 @@ def _section(heading: str, svg: str) -> list[str]:
 
 
 def _table(table: Table) -> str:
-    """The terminal's table as HTML."""
     text = io.StringIO()
     text.write(f"<table><caption>{escape(str(table.title))}</caption><tr>")
     text.writelines(f"<th>{escape(str(column.header))}</th>" for column in table.columns)

@@ -7,17 +7,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from halfserve.protos.datatypes import Datatype
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 from halfserve.serve.benchmark import BenchmarkArgumentError
 from halfserve.serve.client.array_conversion import Array, converted, datatype_named
 from halfserve.serve.client.infer_messages import Parameter, infer_request
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 
 SEED = 2024
 DISTINCT_RANDOM = 8  # enough that caches cannot answer instead of the model
@@ -60,8 +57,6 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPlan:
-    """Contents of a load's requests."""
-
     metadata: ModelMetadataResponse  # metadata of the model
     max_batch_size: int  # largest batch size in the model's configuration; 0 for a model without a batch dimension
     batch_size: int  # rows per request
@@ -120,7 +115,6 @@ class RequestPlan:
         return chosen
 
     def _distinct(self) -> int:
-        """Number of distinct requests to make."""
         size = sum(self._request_bytes(tensor.name, datatype_named(tensor.datatype)) for tensor in self.metadata.inputs)
         rows = max((len(array) for array in self.given.values()), default=0)
         wanted = min(DISTINCT_GIVEN, math.ceil(rows / self.batch_size)) if self.max_batch_size else 1

@@ -38,8 +38,6 @@ RECONNECT_TIMEOUT_S = 1.0
 
 
 class InFlightRequest:
-    """A request in flight."""
-
     __slots__ = ("answer_bytes", "answer_prefix", "intended_ns", "message", "model", "status")
 
     def __init__(self, model: int, intended_ns: int) -> None:
@@ -51,7 +49,6 @@ class InFlightRequest:
         self.answer_prefix = b""  # the first PREFIX_BYTES of the answer
 
     def take(self, data: bytes) -> None:
-        """Take in a part of the answer."""
         if len(self.answer_prefix) < PREFIX_BYTES:
             self.answer_prefix += data[: PREFIX_BYTES - len(self.answer_prefix)]
         self.answer_bytes += len(data)
@@ -338,7 +335,6 @@ class ConnectionPool:
         return links[-1] if links[-1].room > 0 else None
 
     def drop(self, link: ConnectionCalls, reason: str) -> None:
-        """Remove a lost connection."""
         self.trouble = reason
         link.connection.close()
         self._links.remove(link)

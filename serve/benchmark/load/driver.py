@@ -11,7 +11,6 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -26,27 +25,8 @@ NEVER_NS = 2**62
 Tell = Callable[[LoadStatistics], bool]
 
 
-class Pacer(Protocol):
-    """Decides when requests are due; all times are nanoseconds of one clock."""
-
-    def due(self, now_ns: int) -> list[int]:
-        """The intended sending times up to now that were not returned before."""
-
-    def answered(self, count: int) -> None:
-        """Record that `count` requests have ended, successfully or not."""
-
-    def next_ns(self) -> int | None:
-        """Next time at which `due` returns something even if no answer arrives; None for never."""
-
-    def stop(self) -> None:
-        """Make no further request due."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether no further request will be due."""
-
-
-def pacer_of(spec: LoadSpec, start_ns: int) -> Pacer:
+def pacer_of(spec: LoadSpec, start_ns: int) -> ClosedLoop | OpenLoop:
+    """The pacer of a load, which decides when requests are due; all times are nanoseconds of one clock."""
     return ClosedLoop(spec, start_ns) if spec.rate is None else OpenLoop(spec, start_ns)
 
 
@@ -59,6 +39,7 @@ class ClosedLoop:
         self._end_ns = None if spec.seconds is None else start_ns + round(spec.seconds * NANOSECONDS)
 
     def due(self, now_ns: int) -> list[int]:
+        """The intended sending times up to now that were not returned before."""
         if self._end_ns is not None and now_ns >= self._end_ns:
             self._left = 0
         count = self._free if self._left is None else min(self._free, self._left)
@@ -68,9 +49,11 @@ class ClosedLoop:
         return [now_ns] * count
 
     def answered(self, count: int) -> None:
+        """Record that `count` requests have ended, successfully or not."""
         self._free += count
 
     def next_ns(self) -> int | None:
+        """Next time at which `due` returns something even if no answer arrives; None for never."""
         return None if self._left == 0 else self._end_ns
 
     def stop(self) -> None:
@@ -78,6 +61,7 @@ class ClosedLoop:
 
     @property
     def exhausted(self) -> bool:
+        """Whether no further request will be due."""
         return self._left == 0
 
 
@@ -204,7 +188,7 @@ class Driver:
         self._links = ConnectionPool(target, spec)
         self._backlog: deque[int] = deque()  # intended times of requests that wait for a connection
         self._timeout_ns = round(spec.timeout_s * NANOSECONDS)
-        self._pacer: Pacer
+        self._pacer: ClosedLoop | OpenLoop
         self._recorder: StatisticsRecorder
         self._next_tick_ns = 0
 
@@ -274,7 +258,6 @@ class Driver:
                     break
 
     def _tick(self, now_ns: int, tell: Tell) -> None:
-        """Work that is done once per window."""
         self._next_tick_ns += self._window_ns
         self._links.retire()
         if not tell(self._recorder.window(now_ns)):

@@ -13,14 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.benchmark.load.driver import Driver
 from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadResult, LoadSpec, LoadStatistics
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM)
 WINDOW, DONE = "window", "done"
@@ -164,7 +161,7 @@ class LoadGenerator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -192,9 +189,7 @@ class _Collection:
         totals = [tallies[0].then(tallies[1:]) for tallies in self._told.values()]
         trouble = next((reason for reason in self._endings.values() if reason), None)
         return LoadResult(
-            tally=totals[0].beside(totals[1:]),
-            windows=self._windows,
-            ended_early=INTERRUPTED if interrupted else trouble,
+            tally=totals[0].beside(totals[1:]), windows=self._windows, ended_early=INTERRUPTED if interrupted else trouble
         )
 
     def _take(self, pipe: Any) -> None:
@@ -219,28 +214,19 @@ class _Collection:
 
 def _shares(spec: LoadSpec, processes: int) -> list[LoadSpec | None]:
     """Divide a load evenly; None for a process without a share."""
-    if spec.rate is not None:
-        return [_open_share(spec, index, processes) for index in range(processes)]
     concurrency = spec.concurrency or 1
-    used = min(processes, concurrency)
-    return [
+    used = processes if spec.rate is not None else min(processes, concurrency)
+    shares = [
         replace(
             spec,
-            concurrency=_part(concurrency, index, used),
+            concurrency=_part(concurrency, index, used) if spec.rate is None else spec.concurrency,
             requests=None if spec.requests is None else _part(spec.requests, index, used),
             connections=max(1, _part(spec.connections, index, used)),
             share=(index, used),
         )
-        if index < used
-        else None
-        for index in range(processes)
+        for index in range(used)
     ]
-
-
-def _open_share(spec: LoadSpec, index: int, processes: int) -> LoadSpec:
-    requests = None if spec.requests is None else _part(spec.requests, index, processes)
-    connections = max(1, _part(spec.connections, index, processes))
-    return replace(spec, requests=requests, connections=connections, share=(index, processes))
+    return [*shares, *[None] * (processes - used)]
 
 
 def _part(total: int, index: int, parts: int) -> int:

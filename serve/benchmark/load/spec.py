@@ -78,7 +78,6 @@ class LatencyHistogram:
         return [float(value) for value in values / NANOSECONDS_PER_MS]
 
     def within(self, bound_ms: float) -> int:
-        """Number of latencies up to `bound_ms` milliseconds."""
         return int(self.counts[self.values_ns <= bound_ms * NANOSECONDS_PER_MS].sum())
 
 
@@ -95,8 +94,6 @@ def _bucketed(latencies_ns: Nanoseconds) -> Nanoseconds:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsPaths:
-    """PEM files for an encrypted connection."""
-
     authorities: str | None = None  # CA certificates to verify the server's with; None for the system's
     certificate: str | None = None  # certificate of this side, if the server requests one
     key: str | None = None  # private key of the certificate
@@ -105,8 +102,6 @@ class TlsPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadEndpoint:
-    """The server and the RPC to load."""
-
     host: str  # host name or address of the server
     port: int  # gRPC port of the server
     path: str  # method path of the RPC
@@ -163,7 +158,6 @@ class LoadStatistics:
 
     @property
     def failed(self) -> int:
-        """Number of failed requests."""
         return self.errors.total()
 
     def beside(self, others: Sequence[LoadStatistics]) -> LoadStatistics:
@@ -180,8 +174,6 @@ class LoadStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """Result of a finished load."""
-
     tally: LoadStatistics  # statistics of the whole load
     windows: Sequence[LoadStatistics] = ()  # the same statistics by window, for as long as requests were started
     ended_early: str | None = None  # reason why the load ended early (INTERRUPTED for Ctrl-C); None if it did not
