@@ -43,26 +43,15 @@ def in_form(path: str, status: int, text: str, error: Exception | None = None) -
         if isinstance(error, InputError):
             status = _TEI_STATUSES[error.fault]
             return status, {"error": text, "error_type": "Empty" if error.fault is Fault.EMPTY else "Validation"}
-        return status, {"error": text, "error_type": "Validation" if status in range(400, 429) else _tei_type(status)}
+        kind = "Validation" if status in range(400, 429) else _TEI_TYPES.get(status, "Backend")
+        return status, {"error": text, "error_type": kind}
     if path in COHERE_PATHS:
         return status, {"message": text}
     if path.startswith(OPENAI_PREFIX):
-        return status, {
-            "error": {"message": text, "type": _openai_type(status), "param": _param(error), "code": _code(status, error)}
-        }
+        kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        param = error.param if isinstance(error, InputError) else None
+        return status, {"error": {"message": text, "type": kind, "param": param, "code": _code(status, error)}}
     return status, {"error": text}
-
-
-def _tei_type(status: int) -> str:
-    return _TEI_TYPES.get(status, "Backend")
-
-
-def _openai_type(status: int) -> str:
-    return _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-
-
-def _param(error: Exception | None) -> str | None:
-    return error.param if isinstance(error, InputError) else None
 
 
 def _code(status: int, error: Exception | None) -> str | None:

@@ -283,7 +283,6 @@ class EventTurns(h11.Connection):
         return len(self._receive_buffer)
 
     def begin_turn(self) -> None:
-        """Reset the limit."""
         self.has_more, self._left = False, EVENTS
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
@@ -320,7 +319,6 @@ class HeldFlow(FlowControl):
             super().resume_reading()
 
     def hold(self) -> None:
-        """Stop reading."""
         self._is_held = True
         super().pause_reading()
 

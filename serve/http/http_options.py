@@ -22,8 +22,6 @@ def memory_of(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Limits of each client."""
-
     max_body_bytes: int = 256 * MIB  # size limit of one request, as received
     # Size limit of a request without tensors or model files, as received and decompressed.
     max_small_body_bytes: int = 64 * 1024
@@ -44,8 +42,6 @@ class HttpLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """How to serve HTTP."""
-
     port: int = 8000  # TCP port of the REST interface and the page; 0 for a free one
     metrics_port: int | None = 8002  # TCP port of the metrics alone; 0 for a free one, None for no such port
     page: bool = True  # whether the page for people is served at "/"

@@ -97,7 +97,6 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """The number of open connections."""
         return len(self._state.connections)
 
     async def start(self) -> int:

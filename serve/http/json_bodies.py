@@ -167,7 +167,6 @@ def members(fields: Fields, name: str, where: str) -> dict[str, Any]:
 
 
 def each_object(entries: list[Any], where: str) -> list[Fields]:
-    """Check that all entries of a list are objects."""
     for entry in entries:
         if not isinstance(entry, dict):
             raise InvalidArgumentError(f"an entry of {where} is {_shown(entry)}, expected an object")
@@ -189,7 +188,6 @@ def flag(fields: Fields, name: str, where: str, default: bool | None = None) -> 
 
 
 def base64_bytes(fields: Fields, name: str, where: str) -> bytes:
-    """A field of base64 text, decoded."""
     encoded = text(fields, name, where)
     try:
         if "=" in encoded[:-2]:

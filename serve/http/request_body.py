@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message
 
 from halfserve.serve.engine.errors import (
     DeadlineExceededError,
@@ -161,15 +160,12 @@ class BodyReader:
         return received
 
     async def _next(self, request: Request, received: RequestMemory) -> tuple[bytes, bool]:
-        message = await self._message(request, received)
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        return message.get("body", b""), message.get("more_body", False)
-
-    async def _message(self, request: Request, received: RequestMemory) -> Message:
         for limit_s in (self._limits.stall_s, MOMENT_S):
             with contextlib.suppress(TimeoutError):
-                return await received.within(limit_s, request.receive())
+                message = await received.within(limit_s, request.receive())
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                return message.get("body", b""), message.get("more_body", False)
             received.check()
         raise DeadlineExceededError("the rest of the request did not come; send it again")
 

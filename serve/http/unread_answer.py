@@ -67,7 +67,6 @@ class UnreadAnswer:
         return max(self._left(), self._held_bytes)
 
     def write(self, data: bytes) -> None:
-        """Send a part of an answer."""
         if len(data) > LARGE_BYTES:
             self._transport.set_write_buffer_limits(0)  # writing is paused until the client has read everything
             self._held_bytes = len(data)
@@ -89,7 +88,6 @@ class UnreadAnswer:
             self._transport.set_write_buffer_limits()
 
     def stop_waiting(self) -> None:
-        """End the time limit."""
         self._limit.cancel()
 
     def press(self) -> None:
