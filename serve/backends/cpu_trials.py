@@ -93,8 +93,6 @@ BUDGET_S = 2.0  # seconds for the runs of one model; each way is run at least tw
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial."""
-
     half_ms: float  # milliseconds of the shortest run in half precision
     float32_ms: float  # milliseconds of the shortest run in float32
     error: float  # the largest difference of the answers, divided by the output's largest value; infinite if one is not finite
@@ -123,7 +121,6 @@ class ResultCache(ABC, Generic[R]):
             return None
 
     def keep(self, key: str, result: R) -> None:
-        """Write a result atomically."""
         if self.folder is None:
             return
         with contextlib.suppress(OSError):

@@ -251,7 +251,6 @@ class OnnxModels:
         self._trials = trials or TrialCache(None)
 
     def describe(self, path: Path) -> ModelInterface:
-        """See `OnnxRuntime`."""
         return self._onnx.describe(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:

@@ -108,8 +108,6 @@ class TorchRuntime:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBackend:
-    """One program with its weights."""
-
     provider: str  # "torch on cpu" or "torch on cuda:0"
     precision: str  # precision of the computation, in words
     _program: torch.fx.GraphModule

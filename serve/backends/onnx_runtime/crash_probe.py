@@ -173,8 +173,6 @@ def verdict_key(path: Path, circumstances: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class CrashVerdict:
-    """The result of a trial."""
-
     level: OptimizationLevel | None  # the first level that did not crash; None if all did
     crashes: dict[str, str]  # signal by level, such as "SIGSEGV"
 

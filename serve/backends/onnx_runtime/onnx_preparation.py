@@ -126,7 +126,6 @@ class TypeAttributes:
                 self._by_function[_key(function)] = found
 
     def of_calls(self, function: FunctionProto) -> AbstractSet[str]:
-        """Return the names of the type attributes of a function."""
         return self._by_function[_key(function)]
 
     def of(self, node: NodeProto) -> AbstractSet[str]:
@@ -319,7 +318,6 @@ def move_weights(opened: OnnxFile, file: Path, to: Mapping[int, int]) -> None:
 
 
 def _write_retyped(opened: OnnxFile, tensor: TensorProto, place: ByteRange | None, output: BinaryIO, data_type: int) -> None:
-    """Write a weight of a half-precision type in another type."""
     dtype: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     wanted: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(data_type)
     for piece in opened.pieces(tensor, place):

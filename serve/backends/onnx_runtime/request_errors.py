@@ -112,7 +112,6 @@ class RequestErrors:
         self._sizes = sizes
 
     def check(self, inputs: Tensors) -> None:
-        """Check the inputs whose range is known. Raises InvalidArgumentError: an input has a value outside its range."""
         check_indices(self._ranges, inputs)
 
     def explain(self, inputs: Tensors, text: str) -> InferenceError:

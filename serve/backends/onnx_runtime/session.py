@@ -57,8 +57,6 @@ class _UnusableDeviceError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSession:
-    """An open session."""
-
     session: ort.InferenceSession  # the runtime's session
     precision: str  # precision of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
     level: OptimizationLevel  # optimization level
@@ -73,8 +71,6 @@ class OpenSession:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpener:
-    """Opens model files in ONNX Runtime."""
-
     path: Path  # the model file
     placement: DevicePlacement  # device and CPU settings of the session
     settings: SessionSettings = field(default_factory=SessionSettings)  # settings in the model's configuration

@@ -65,11 +65,7 @@ class OptimizationLevel(Enum):
 
 
 # Triton's levels in `optimization { graph { level } }`; an absent one reads as 0, which means all.
-TRITON_LEVELS = {
-    -1: OptimizationLevel.BASIC,
-    1: OptimizationLevel.EXTENDED,
-    2: OptimizationLevel.DISABLED,
-}
+TRITON_LEVELS = {-1: OptimizationLevel.BASIC, 1: OptimizationLevel.EXTENDED, 2: OptimizationLevel.DISABLED}
 
 
 def declared_level(config: ModelConfig, path: Path) -> OptimizationLevel | None:
@@ -147,8 +143,6 @@ def _is_on(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """Settings with which a session is opened."""
-
     level: OptimizationLevel | None = None  # optimization level; None leaves the choice to the server
     intra_op_threads: int | None = None  # threads for one operator on the CPU; None if not configured, 0 for one per core
     inter_op_threads: int = 0  # threads for parallel operators; 0 for one per core

@@ -107,8 +107,6 @@ NARROWED = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint3
 
 @dataclass(eq=False)
 class _Output:
-    """One output of a compiled model."""
-
     place: int  # number of the output in the model
     element: ov.Type  # element type in the model
     dtype: np.dtype[Any]  # dtype of the arrays that clients get

@@ -48,8 +48,6 @@ PARAMETERS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoSettings:
-    """Settings with which a model is compiled."""
-
     threads: int | None = None  # number of threads for one batch; None if not configured, 0 for one per core
     streams: str | None = None  # NUM_STREAMS; None for one, because a copy of a model computes one batch at a time
     performance_hint: str | None = None  # PERFORMANCE_HINT; None if not configured

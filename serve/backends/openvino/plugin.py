@@ -39,8 +39,6 @@ PREFIX_LINE = re.compile(r"^(Exception from|Check ').*|^\s*$")
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """A compiled model."""
-
     model: ov.Model  # the model before its compilation
     compiled: ov.CompiledModel  # the compiled model
     nodes: Mapping[str, int]  # number of computing nodes by the type in which they are computed; see `precisions`
