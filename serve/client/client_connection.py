@@ -1,4 +1,4 @@
-"""What both clients have beside their operations: how operations run, settings, the channel, checks whether it may be used."""
+"""Base of both clients: how operations run, settings, the channel, checks whether it may be used."""
 
 from __future__ import annotations
 

@@ -191,8 +191,8 @@ class LoadTrial:
     """A model and the conditions under which a runtime is to load it."""
 
     path: Path  # the original model file
-    request: Mapping[str, Any]  # what the child gets beside the model and the level; see probe_child.py
-    circumstances: Sequence[str]  # what else decides the result, such as the runtime's version
+    request: Mapping[str, Any]  # the child's input beside the model and the level; see probe_child.py
+    circumstances: Sequence[str]  # further conditions of the result, such as the runtime's version
     levels: Sequence[OptimizationLevel] = tuple(OptimizationLevel)  # optimization levels to try, in this order
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What OpenVINO may compute here: the half precisions of the processor, and the ONNX models. Does not need OpenVINO.
+"""Tells what OpenVINO may compute here: half precisions of the processor, and ONNX models. OpenVINO need not be installed.
 
 x86 has bf16 since AVX512-BF16 (Zen 4, Cooper Lake) and AMX (Sapphire Rapids), fp16 since AVX512-FP16 (Sapphire Rapids); the
 latter is only as fast as float32, AMX-FP16 (Granite Rapids) is faster. Arm has both from Neoverse V1 on.

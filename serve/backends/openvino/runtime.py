@@ -16,8 +16,14 @@ from halfserve.serve.backends.onnx_runtime.request_errors import index_ranges
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, read_settings, stamp
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
 from halfserve.serve.backends.openvino.ir_file import read_ir_interface
-from halfserve.serve.backends.openvino.openvino_settings import OpenVinoSettings, read_openvino_settings
-from halfserve.serve.backends.openvino.plugin import Compilation, compiled_with, in_words, properties
+from halfserve.serve.backends.openvino.plugin import (
+    Compilation,
+    OpenVinoSettings,
+    compiled_with,
+    in_words,
+    properties,
+    read_openvino_settings,
+)
 from halfserve.serve.engine.backend import ONNX, OPENVINO_BACKEND, CpuPrecision, DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
