@@ -14,10 +14,7 @@ from halfserve.serve.engine.backend import DevicePlacement
 from tests.models import save_model
 
 INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
-WEIGHTS = {
-    "lowest": np.array([np.iinfo(np.int64).min]),
-    "minus_one": np.array([-1]),
-}
+WEIGHTS = {"lowest": np.array([np.iinfo(np.int64).min]), "minus_one": np.array([-1])}
 
 
 def save_crashing_when_folded(path: Path) -> Path:

@@ -64,12 +64,18 @@ def certify(model: Path, **content: Any) -> Path:
 
 
 def load(
-    path: Path, asked: CpuPrecision = CpuPrecision.AUTO, parameters: Mapping[str, str] | None = None
+    path: Path,
+    asked: CpuPrecision = CpuPrecision.AUTO,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    config: ModelConfig | None = None,
+    trials: TrialCache | None = None,
+    threads: int = 1,
 ) -> tuple[Backend, ModelConfig]:
-    runtimes, config = Runtimes(), ModelConfig(max_batch_size=8)
+    runtimes, config = Runtimes(trials=trials), config or ModelConfig(max_batch_size=8)
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value
-    placement = DevicePlacement(use_gpu=False, threads=1, cpu_precision=asked)
+    placement = DevicePlacement(use_gpu=False, threads=threads, cpu_precision=asked)
     return runtimes.load(path, runtimes.describe(path), placement, config), config
 
 
@@ -141,9 +147,9 @@ def test_an_accelerator_of_the_cpu_takes_effect_or_is_warned_of(
 ) -> None:
     if not is_installed:
         monkeypatch.setattr(onnx_models, "find_spec", lambda _: None)
-    path, runtimes, config = save_network(tmp_path / "m.onnx", BF16), Runtimes(), ModelConfig(max_batch_size=8)
+    config = ModelConfig(max_batch_size=8)
     config.optimization.execution_accelerators.cpu_execution_accelerator.add(name=name)
-    backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(use_gpu=False, threads=1), config)
+    backend, _ = load(save_network(tmp_path / "m.onnx", BF16), config=config)
     taken = name == "openvino" and is_installed
     assert backend.provider == (ON_OPENVINO if taken else ON_ONNX_RUNTIME)
     assert (f"cpu_execution_accelerator '{name}' has no effect: the " in caplog.text) != taken
@@ -168,10 +174,7 @@ def test_without_openvino_a_model_is_computed_in_float32(
 
 @pytest.mark.parametrize(
     ("asked", "types"),
-    [
-        (CpuPrecision.BFLOAT16, "--dtype float16 --precisions bfloat16"),
-        (CpuPrecision.FLOAT16, "--dtype float16"),
-    ],
+    [(CpuPrecision.BFLOAT16, "--dtype float16 --precisions bfloat16"), (CpuPrecision.FLOAT16, "--dtype float16")],
 )
 def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision, types: str) -> None:
     path = save_mlp(tmp_path / "m.onnx")  # in float16
@@ -344,9 +347,8 @@ def test_of_two_proved_precisions_the_faster_one_is_computed(
     providers = set()
     for _ in range(2):  # the second is remembered
         caplog.clear()
-        runtimes, config = Runtimes(trials=cache), ModelConfig(max_batch_size=8)
         with caplog.at_level(logging.INFO):
-            backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(use_gpu=False, threads=1), config)
+            backend, config = load(path, trials=cache)
         assert [text for text in said if text not in caplog.text] == []
         measured = config.parameters["halfserve.measured"].string_value
         assert f"bfloat16 {in_bf16.half_ms:g} ms" in measured
@@ -380,14 +382,10 @@ def test_a_trial_is_remembered_for_a_file_and_a_setting(tmp_path: Path, monkeypa
     cache = TrialCache(tmp_path / "trials")
     path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
     for expected, threads in ((1, 1), (1, 1), (2, 2)):
-        runtimes = Runtimes(trials=cache)
-        placement = DevicePlacement(use_gpu=False, threads=threads)
-        backend = runtimes.load(path, runtimes.describe(path), placement, ModelConfig(max_batch_size=8))
-        assert (backend.provider, len(tried)) == (ON_OPENVINO, expected)
+        assert (load(path, trials=cache, threads=threads)[0].provider, len(tried)) == (ON_OPENVINO, expected)
     for file in (tmp_path / "trials").iterdir():
         file.write_text("[]")
-    load_again = Runtimes(trials=cache)
-    load_again.load(path, load_again.describe(path), DevicePlacement(use_gpu=False, threads=1), ModelConfig(max_batch_size=8))
+    load(path, trials=cache)
     assert len(tried) == 3, "what cannot be read costs another trial"
 
 
@@ -420,9 +418,8 @@ def test_answers_to_recorded_samples_beyond_the_verdict_keep_float32(
     certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": 0.04}, files=record(path, off_by=0.05))
     cache = TrialCache(tmp_path / "trials")
     for _ in range(2):  # the second is remembered
-        runtimes, config = Runtimes(trials=cache), ModelConfig(max_batch_size=8)
-        placement = DevicePlacement(use_gpu=False, threads=1, cpu_precision=asked)
-        assert runtimes.load(path, runtimes.describe(path), placement, config).provider == ON_ONNX_RUNTIME
+        backend, config = load(path, asked, trials=cache)
+        assert backend.provider == ON_ONNX_RUNTIME
         assert "the answers to recorded samples differ by 0.0" in config.parameters["halfserve.measured"].string_value
     warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
     assert len(warned) == 2
@@ -453,12 +450,8 @@ def test_a_model_that_asks_for_openvino_has_its_samples_checked(
 ) -> None:
     path = save_network(tmp_path / "m.onnx", half)
     certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": budget}, files=record(path))
-    config = openvino_config(hint=hint)
-    runtimes = Runtimes()
-    placement = DevicePlacement(
-        use_gpu=False, threads=1, cpu_precision=CpuPrecision.BFLOAT16 if half == BF16 else CpuPrecision.AUTO
-    )
-    backend = runtimes.load(path, runtimes.describe(path), placement, config)
+    asked = CpuPrecision.BFLOAT16 if half == BF16 else CpuPrecision.AUTO
+    backend, _ = load(path, asked, config=openvino_config(hint=hint))
     assert (backend.provider, backend.precision) == (ON_OPENVINO, computed)
     is_worse = half == BF16 and budget < 0.04
     assert ("is computed in float32 by OpenVINO: OpenVINO's answers are wrong here" in caplog.text) == is_worse
@@ -473,11 +466,9 @@ def test_wrong_answers_of_a_model_that_asks_for_openvino_refuse_it(
 ) -> None:
     path = save_network(tmp_path / "m.onnx", half)
     certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": 1e-4}, files=record(path, off_by=off_by))
-    runtimes, config = Runtimes(), openvino_config(hint=hint)
-    with pytest.raises(
-        ModelLoadError, match=f"answers to recorded samples are wrong here: computed in {ran}.* they differ by 0.0"
-    ):
-        runtimes.load(path, runtimes.describe(path), DevicePlacement(use_gpu=False, threads=1), config)
+    text = f"answers to recorded samples are wrong here: computed in {ran}.* they differ by 0.0"
+    with pytest.raises(ModelLoadError, match=text):
+        load(path, config=openvino_config(hint=hint))
 
 
 def openvino_config(*, hint: bool) -> ModelConfig:

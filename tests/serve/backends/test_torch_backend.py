@@ -232,10 +232,7 @@ def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (
-            [],
-            "is a torch archive, which can run any code .*; export .* to ONNX, or start .* --trust-torch-archives if .*",
-        ),
+        ([], "is a torch archive, which can run any code .*; export .* to ONNX, or start .* --trust-torch-archives if .*"),
         (["--trust-torch-archives"], r"is not a readable exported program \(.*\); write it with torch.export.save .*"),
     ],
 )

@@ -145,11 +145,7 @@ def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest
         (["mlp", "--against", "mlp", "--batch-size", "1,2"], 2, "--against compares one model with one --batch-size"),
         (["mlp", "--against", "mlp", "--max-latency-ms", "1"], 2, "searches on one server with one --batch-size"),
         (["mlp", "--until-stable", "--requests", "9"], 2, "--until-stable and --requests both say when to end"),
-        (
-            ["mlp", "--connections", "1", "--processes", "3"],
-            2,
-            "--connections 1: expected 3 at least, one for each of",
-        ),
+        (["mlp", "--connections", "1", "--processes", "3"], 2, "--connections 1: expected 3 at least, one for each of"),
         (["mlp", "--connections", "501", "--processes", "1"], 2, "--connections 501: expected at most 500, 500 for each of"),
         (["mlp", "--header", "x"], 2, "--header x: expected NAME:VALUE"),
         (["mlp", "--tls-key", "/nowhere"], 2, "TLS has a client key without its certificate; give both files"),

@@ -68,6 +68,7 @@ def test_addresses_are_parsed(address: str | Sequence[str], uri: str, is_local: 
         (["10.0.0.1:1", "10.0.0.2"], "must be HOST:PORT, such as 127.0.0.1:8001, not '10.0.0.2'"),
         ("grpc://h:1", "must be HOST:PORT"),
         ("h:²", "must be HOST:PORT"),
+        *((address, "must be HOST:PORT") for address in ("localhost", "http://localhost:8001", "localhost:70000", ":8001")),
         ("::1:8001", r"an IPv6 address needs brackets, such as \[::1\]:8001, not '::1:8001'"),
         ("\udcff:1", r"the address must be text that UTF-8 can encode, not '\\udcff:1'"),
         (["\udcff:1", "h:1"], r"the address must be text that UTF-8 can encode, not '\\udcff:1'"),
@@ -77,11 +78,6 @@ def test_addresses_are_parsed(address: str | Sequence[str], uri: str, is_local: 
 def test_malformed_addresses_are_refused(address: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         parse_address(address)
-
-
-def test_an_unknown_balancing_policy_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="must be one of pick_first, round_robin, not 'random'"):
-        Client("127.0.0.1:8001", balancing="random")  # type: ignore[arg-type]  # (that is the point)
 
 
 def test_names_are_put_into_lower_case() -> None:
@@ -128,6 +124,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     folder, authority = tmp_path_factory.mktemp("certificates"), trustme.CA()
     authority.cert_pem.write_to_path(str(folder / "authority.pem"))
     trustme.CA().cert_pem.write_to_path(str(folder / "stranger.pem"))
+    (folder / "no.pem").write_text("hello")
     for who, identity in (("server", "localhost"), ("client", "me@example.org")):
         issued = authority.issue_cert(identity)
         issued.private_key_pem.write_to_path(str(folder / f"{who}.key"))
@@ -215,17 +212,12 @@ def test_tls_to_a_server_without_it(scripted: ScriptedServer, connect: Connect, 
         ({"certificate": "client.pem"}, "TLS has a client certificate without its key; give both files"),
         ({"key": "client.key"}, "TLS has a client key without its certificate"),
         ({"authorities": "../"}, "cannot be read: Is a directory"),
+        ({"authorities": "no.pem"}, "no.pem is no PEM file; expected a line that begins with -----BEGIN"),
     ],
 )
 def test_incomplete_certificates_are_refused(certificates: Callable[[str], Path], files: dict[str, str], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         Tls(**{name: certificates(file) for name, file in files.items()})  # type: ignore[arg-type]  # (never server_name)
-
-
-def test_a_certificate_file_without_pem_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.pem").write_text("hello")
-    with pytest.raises(InvalidRequest, match="a.pem is no PEM file; expected a line that begins with -----BEGIN"):
-        Tls(authorities=tmp_path / "a.pem")
 
 
 def test_metadata_and_token_go_with_each_call(scripted: ScriptedServer, connect: Connect) -> None:
@@ -263,8 +255,10 @@ def test_compressed_requests(server: RunningServer, connect: Connect, compressio
     [
         ({"compression": "zstd"}, "compression must be one of gzip, deflate or None, not 'zstd'"),
         ({"keepalive_s": 0}, "keepalive_s must be seconds above 0"),
-        ({"balancing": "random"}, "balancing must be one of"),
+        ({"balancing": "random"}, "balancing must be one of pick_first, round_robin, not 'random'"),
         ({"retries": 1.5}, "retries must be 0 to 10, not 1.5"),
+        ({"retries": 11}, "retries must be 0 to 10"),
+        *(({"timeout_s": wrong}, "timeout_s must be seconds above 0") for wrong in (0, float("nan"))),
     ],
 )
 def test_unknown_options_are_refused(connect: Connect, options: dict[str, Any], text: str) -> None:
@@ -337,14 +331,6 @@ def test_a_client_refuses_calls_after_a_fork(
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
     with pytest.raises(ClientError, match="has connected in another process; gRPC does not survive a fork"):
         client.server_metadata()
-
-
-def test_retries_bridge_an_overload(scripted: ScriptedServer, connect: Connect) -> None:
-    full = Failure("RESOURCE_EXHAUSTED", "full", (("grpc-retry-pushback-ms", "1"),))
-    scripted.answers["ServerMetadata"] = [full, full, *NAME["ServerMetadata"]]
-    policy = RetryPolicy(retries=2, initial_backoff_s=0.001, max_backoff_s=0.001)
-    assert connect(scripted.address, retries=policy).server_metadata().name == "s"
-    assert scripted.count("ServerMetadata") == 3
 
 
 @pytest.mark.parametrize("hint", [(), (("grpc-retry-pushback-ms", "-1"),)])

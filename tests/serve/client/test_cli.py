@@ -45,10 +45,7 @@ def test_infer_prints_a_table(server: RunningServer, run: Run, digits: Path) -> 
     assert code == 0
     assert "FP16" in out
     assert "[1, 10]" in out
-    assert err.splitlines() == [
-        "x: converted from float32 to FP16",
-        "x: added the batch dimension, [64] is sent as [1, 64]",
-    ]
+    assert err.splitlines() == ["x: converted from float32 to FP16", "x: added the batch dimension, [64] is sent as [1, 64]"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ from halfserve.serve.client.infer_messages import InferAnswer
 from tests.serve.engine.fakes import MEASURED
 from tests.whole_words import broken_words
 
+FAILED: dict[str, Any] = {"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "", "platform": "", "provider": None}
+FAILED |= {"inputs": [], "outputs": []}
+
 
 def answered(array: np.ndarray[Any, Any], **parameters: Any) -> InferAnswer:
     return InferAnswer(model="m", version="2", request_id="", parameters=parameters, outputs={"y": array})
@@ -59,18 +62,16 @@ def test_texts_of_servers_are_not_read_as_markup(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    row = {"name": text, "version": "1", "state": "UNAVAILABLE", "reason": text, "platform": "", "provider": None}
     PipedConsole().print(outputs_table(answered(np.array([text.encode()], object))))
-    PipedConsole().print(models_table([row | {"inputs": [], "outputs": []}]))
+    PipedConsole().print(models_table([FAILED | {"name": text, "reason": text}]))
     assert capsys.readouterr().out.count(text) == 3
 
 
 def test_control_characters_of_servers_are_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = "a\x1b]0;title\x07\x1b[2J\x9b31m\r"
-    row = {"name": text, "version": "1", "state": "UNAVAILABLE", "reason": text, "platform": "", "provider": None}
     PipedConsole().print(outputs_table(answered(np.array([text.encode()], object))))
-    PipedConsole().print(models_table([row | {"inputs": [], "outputs": []}]))
+    PipedConsole().print(models_table([FAILED | {"name": text, "reason": text}]))
     PipedConsole().print(text)
     shown = capsys.readouterr().out
     assert shown.count(r"a\x1b]0;title\x07\x1b[2J\x9b31m\x0d") == 4
@@ -103,8 +104,7 @@ def test_tables_keep_words_whole_in_eighty_columns() -> None:
 
 
 def test_a_model_that_failed_to_load_shows_why() -> None:
-    row = {"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "no such file"}
-    text = printed(models_table([row | {"platform": "", "provider": None, "inputs": [], "outputs": []}]))
+    text = printed(models_table([FAILED | {"reason": "no such file"}]))
     assert text.split("UNAVAILABLE")[1].split()[:3] == ["no", "such", "file"]
 
 
@@ -120,8 +120,9 @@ def test_the_table_says_in_which_precision_and_what_was_measured() -> None:
     assert computation_of(config) == {}
     config.parameters["halfserve.precision"].string_value = "bf16"
     config.parameters["halfserve.measured"].string_value = MEASURED
-    row = {"name": "m", "version": "1", "state": "READY", "reason": "", "platform": "", "provider": "OpenVINO on cpu"}
-    text = printed(models_table([row | {"inputs": [], "outputs": []} | computation_of(config)]))
+    text = printed(
+        models_table([FAILED | {"state": "READY", "reason": "", "provider": "OpenVINO on cpu"} | computation_of(config)])
+    )
     assert "computed in bf16" in text
     assert MEASURED in " ".join(text.split())
 

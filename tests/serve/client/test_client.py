@@ -227,23 +227,6 @@ def test_a_closed_client_refuses_calls(server: RunningServer, connect: Connect) 
     assert closed.value.code == "CANCELLED"
 
 
-@pytest.mark.parametrize(
-    ("address", "options", "text"),
-    [
-        ("localhost", {}, "must be HOST:PORT"),
-        ("http://localhost:8001", {}, "must be HOST:PORT"),
-        ("localhost:70000", {}, "must be HOST:PORT"),
-        (":8001", {}, "must be HOST:PORT"),
-        ("localhost:8001", {"timeout_s": 0}, "timeout_s must be seconds above 0"),
-        ("localhost:8001", {"timeout_s": float("nan")}, "timeout_s must be seconds above 0"),
-        ("localhost:8001", {"retries": 11}, "retries must be 0 to 10"),
-    ],
-)
-def test_wrong_arguments(connect: Connect, address: str, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidRequest, match=text):
-        connect(address, **options)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Observed(RetryPolicy):
     """Tells when a client is about to pause."""
@@ -315,14 +298,6 @@ def test_both_transports_answer_alike(reference: RunningServer, server: RunningS
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_stream_with_an_error_in_it(reference: RunningServer, connect: Connect) -> None:
-    requests = [{"x": X}, {"x": np.zeros((99, 64), np.float16)}, {"x": X[:1]}]
-    first, second, third = connect(reference.address).stream_infer("mlp", requests, in_flight=2)
-    assert (first.outputs["y"].shape, third.outputs["y"].shape) == ((3, 10), (1, 10))
-    with pytest.raises(InvalidRequest, match="batch size is 99"):
-        _ = second.outputs
-
-
 def test_shared_memory(reference: RunningServer, connect: Connect) -> None:
     client = connect(reference.address)
     expected = client.infer("mlp", {"x": X})["y"]
@@ -331,11 +306,3 @@ def test_shared_memory(reference: RunningServer, connect: Connect) -> None:
         x[:] = X
         client.infer("mlp", {"x": x}, into={"y": y})
     np.testing.assert_array_equal(y, expected)
-
-
-def test_errors_keep_their_kind(reference: RunningServer, connect: Connect) -> None:
-    client = connect(reference.address)
-    with pytest.raises(ModelNotFound, match="nope"):
-        client.infer("nope", {"x": X})
-    with pytest.raises(InvalidRequest, match="batch size is 99"):
-        client.infer("mlp", {"x": np.zeros((99, 64), np.float16)})

@@ -112,6 +112,13 @@ def test_a_call_that_was_never_sent_may_be_repeated(details: str, repeat: Repeat
 
 
 @pytest.mark.parametrize(
+    ("code", "trailers"), [("UNAVAILABLE", (("grpc-retry-pushback-ms", "9" * 400),)), ("DEADLINE_EXCEEDED", ())]
+)
+def test_a_malformed_hint_or_a_queue_that_is_too_long_forbid_a_repetition(code: str, trailers: Any) -> None:
+    assert translated(code, "the model's queue is too long", trailers).repeat is Repeat.NO
+
+
+@pytest.mark.parametrize(
     ("trailers", "seconds"),
     [
         ((("grpc-retry-pushback-ms", "1500"),), 1.5),
@@ -127,14 +134,6 @@ def test_a_call_that_was_never_sent_may_be_repeated(details: str, repeat: Repeat
 )
 def test_the_retry_hint(trailers: Any, seconds: float | None) -> None:
     assert translated("RESOURCE_EXHAUSTED", "full", trailers).retry_after_s == seconds
-
-
-def test_a_malformed_hint_forbids_a_retry() -> None:
-    assert translated("UNAVAILABLE", "full", (("grpc-retry-pushback-ms", "9" * 400),)).repeat is Repeat.NO
-
-
-def test_a_deadline_that_the_server_cannot_meet_is_no_reason_to_repeat() -> None:
-    assert translated("DEADLINE_EXCEEDED", "the model's queue is too long").repeat is Repeat.NO
 
 
 def test_every_error_can_be_caught_as_one() -> None:

@@ -25,6 +25,7 @@ from halfserve.serve.client.shared_regions import SharedRegion
 from tests.serve.client.driving import drive, metadata
 
 LARGE = np.ones(100_000, np.float32)
+AGAIN = [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
 
 
 def state_with(datatype: str, *, shared_memory: bool = False) -> InferState:
@@ -76,8 +77,7 @@ def test_metadata_outlives_an_unreachable_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [({}, True), ({"idempotent": False}, False), ({"parameters": {"sequence_id": 3}}, False)],
+    ("options", "expected"), [({}, True), ({"idempotent": False}, False), ({"parameters": {"sequence_id": 3}}, False)]
 )
 def test_what_counts_as_idempotent(options: dict[str, Any], expected: bool) -> None:
     step = next(ask(state_with("FP32"), [1], **options))
@@ -95,6 +95,15 @@ def register(exchange: Exchange[Any]) -> Any:
     assert next(exchange).method == "SystemSharedMemoryRegister"  # type: ignore[union-attr]  # (a pause would fail the test too)
     assert exchange.send(None).method == "SystemSharedMemoryRegister"  # type: ignore[union-attr]  # (see above)
     return exchange.send(None)
+
+
+def late(state: InferState) -> list[str]:
+    """Make a request that gets no answer in time; returns its input's region."""
+    exchange = ask(state, LARGE)
+    regions = shared(register(exchange))
+    with pytest.raises(DeadlineExceeded):
+        exchange.throw(DeadlineExceeded("late"))
+    return regions
 
 
 def test_large_tensors_reuse_shared_memory() -> None:
@@ -117,50 +126,41 @@ def test_shared_memory_is_tried_once_on_a_server_without_it() -> None:
 
 def test_memory_that_the_server_may_still_write_is_not_reused() -> None:
     state = state_with("FP32", shared_memory=True)
-    late = ask(state, LARGE)
-    (region,) = shared(register(late))
-    with pytest.raises(DeadlineExceeded):
-        late.throw(DeadlineExceeded("late"))
+    (region,) = late(state)
     called, _ = drive(ask(state, LARGE), [None] * 4 + [pb.ModelInferResponse()])
-    assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+    assert called == AGAIN
     assert region not in shared(next(ask(state, LARGE)))
 
 
 def test_failed_unregistrations_are_repeated() -> None:
     state = state_with("FP32", shared_memory=True)
-    late = ask(state, LARGE)
-    register(late)
-    with pytest.raises(DeadlineExceeded):
-        late.throw(DeadlineExceeded("late"))
+    late(state)
     gone = ServerUnavailable("gone", repeat=Repeat.SAFE)
     with pytest.raises(ServerUnavailable, match="gone"):
         drive(ask(state, LARGE), [gone, gone])
     called, _ = drive(ask(state, LARGE), [None, None, AlreadyExists("known"), None, pb.ModelInferResponse()])
-    assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+    assert called == AGAIN
 
 
-@pytest.mark.parametrize("late", [DeadlineExceeded("late"), GeneratorExit()])
-def test_memory_that_may_be_registered_is_unregistered(late: BaseException) -> None:
+@pytest.mark.parametrize("failure", [DeadlineExceeded("late"), GeneratorExit()])
+def test_memory_that_may_be_registered_is_unregistered(failure: BaseException) -> None:
     state = state_with("FP32", shared_memory=True)
     given_up = ask(state, LARGE)
     assert next(given_up).method == "SystemSharedMemoryRegister"  # type: ignore[union-attr]  # (see above)
-    with pytest.raises(type(late)):
-        given_up.throw(late)
+    with pytest.raises(type(failure)):
+        given_up.throw(failure)
     called, _ = drive(ask(state, LARGE), [None] * 3 + [pb.ModelInferResponse()])
     assert called == ["SystemSharedMemoryUnregister", *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
 
 
 def test_a_cancelled_unregistration_is_done_later() -> None:
     state = state_with("FP32", shared_memory=True)
-    late = ask(state, LARGE)
-    register(late)
-    with pytest.raises(DeadlineExceeded):
-        late.throw(DeadlineExceeded("late"))
+    late(state)
     given_up = ask(state, LARGE)
     assert next(given_up).method == "SystemSharedMemoryUnregister"  # type: ignore[union-attr]  # (see above)
     given_up.close()
     called, _ = drive(ask(state, LARGE), [None] * 4 + [pb.ModelInferResponse()])
-    assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+    assert called == AGAIN
 
 
 def test_memory_of_a_refused_request_is_reused() -> None:

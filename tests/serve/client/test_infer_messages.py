@@ -123,22 +123,21 @@ def test_float32_is_cast_when_asked(metadata: pb.ModelMetadataResponse) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("inputs", "options", "text"),
     [
-        ({"outputs": ["z"]}, "model 'm' has no output 'z'; its outputs are: y"),
-        ({"top_k": {"z": 1}}, "has no output 'z'"),
-        ({"top_k": 0}, "top_k of output 'y' must be a whole number above 0, not 0"),
-        ({"outputs": [], "top_k": {"y": 1}}, "output 'y' stands in top_k or into, but not in outputs: "),
+        ({}, {"outputs": ["z"]}, "model 'm' has no output 'z'; its outputs are: y"),
+        ({}, {"top_k": {"z": 1}}, "has no output 'z'"),
+        ({}, {"top_k": 0}, "top_k of output 'y' must be a whole number above 0, not 0"),
+        ({}, {"outputs": [], "top_k": {"y": 1}}, "output 'y' stands in top_k or into, but not in outputs: "),
+        ({"x": [1, 2]}, {}, r"has the shape \[2\], expected \[-1, 2\] \(-1: any size\); only the batch"),
+        ({"z": [1]}, {}, "model 'm' has no input 'z'; its inputs are: x, t"),
     ],
 )
-def test_invalid_output_requests_are_refused(metadata: pb.ModelMetadataResponse, options: Any, text: str) -> None:
+def test_requests_that_do_not_fit_the_model_are_refused(
+    metadata: pb.ModelMetadataResponse, inputs: Any, options: Any, text: str
+) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        infer_request(metadata, {}, **options)
-
-
-def test_another_shape_is_not_sent(metadata: pb.ModelMetadataResponse) -> None:
-    with pytest.raises(InvalidRequest, match=r"has the shape \[2\], expected \[-1, 2\] \(-1: any size\); only the batch"):
-        infer_request(metadata, {"x": [1, 2]})
+        infer_request(metadata, inputs, **options)
 
 
 def test_bf16_arrives_as_bfloat16() -> None:
@@ -146,11 +145,6 @@ def test_bf16_arrives_as_bfloat16() -> None:
     outputs = output_arrays(response(bits.tobytes(), datatype="BF16"))
     assert outputs["y"].dtype == ml_dtypes.bfloat16
     assert outputs["y"].tolist() == [1.0, -2.0]
-
-
-def test_an_unknown_input_is_named_beside_the_known_ones(metadata: pb.ModelMetadataResponse) -> None:
-    with pytest.raises(InvalidRequest, match="model 'm' has no input 'z'; its inputs are: x, t"):
-        infer_request(metadata, {"z": [1]})
 
 
 def test_inputs_larger_than_a_message_are_refused(metadata: pb.ModelMetadataResponse, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,12 @@ from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 
+SHARING: dict[str, list[Any]] = {
+    "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
+    "ModelInfer": [pb.ModelInferResponse()],
+    "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
+}
+
 
 def ours() -> set[str]:
     """This process's shared memory objects."""
@@ -111,9 +117,7 @@ def test_a_server_without_shared_memory_gets_messages(server: RunningServer, con
 
 def test_closing_unregisters_once(scripted: ScriptedServer, connect: Connect) -> None:
     scripted.serve_model()
-    scripted.answers |= {
-        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
-        "ModelInfer": [pb.ModelInferResponse()],
+    scripted.answers |= SHARING | {
         "SystemSharedMemoryUnregister": [Failure("RESOURCE_EXHAUSTED", "busy", (("grpc-retry-pushback-ms", "1"),))],
     }
     client = connect(scripted.address, shared_memory=True, retries=3)
@@ -124,11 +128,7 @@ def test_closing_unregisters_once(scripted: ScriptedServer, connect: Connect) ->
 
 def test_closing_unregisters_regions_in_use(scripted: ScriptedServer) -> None:
     scripted.serve_model()
-    scripted.answers |= {
-        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
-        "ModelInfer": [pb.ModelInferResponse()],
-        "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
-    }
+    scripted.answers |= SHARING
     scripted.held, before = {"ModelInfer"}, ours()
 
     async def close_meanwhile() -> None:
@@ -174,11 +174,7 @@ def test_closing_unregisters_what_a_call_under_way_uses(*, is_async: bool) -> No
 
 def test_nothing_is_registered_while_a_client_closes(scripted: ScriptedServer) -> None:
     scripted.serve_model()
-    scripted.answers |= {
-        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
-        "ModelInfer": [pb.ModelInferResponse()],
-        "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
-    }
+    scripted.answers |= SHARING
     scripted.held = {"SystemSharedMemoryUnregister"}
     inputs = {"x": np.ones((40_000, 2), np.float32)}
 
@@ -204,10 +200,7 @@ def test_closing_unregisters_open_regions(sharing: RunningServer, connect: Conne
 
 
 def test_closing_in_another_loop_unregisters_regions_too(sharing: RunningServer) -> None:
-    client, inputs = (
-        AsyncClient(sharing.address, shared_memory=True),
-        echo_inputs(in_FP32=np.ones((1, 40_000), np.float32)),
-    )
+    client, inputs = (AsyncClient(sharing.address, shared_memory=True), echo_inputs(in_FP32=np.ones((1, 40_000), np.float32)))
 
     async def ask() -> None:
         await client.infer("echo_types", inputs)
@@ -223,10 +216,7 @@ def test_closing_in_another_loop_unregisters_regions_too(sharing: RunningServer)
 @pytest.mark.parametrize("then", ["close", "another region"])
 def test_a_region_of_a_cancelled_request_is_unregistered(scripted: ScriptedServer, held: str, then: str) -> None:
     """The server may have heard of it, and may not have heard that it is gone; it would hold its memory for ever."""
-    scripted.answers |= {
-        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
-        "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
-    }
+    scripted.answers |= SHARING
     scripted.held = {held}
 
     async def use(client: AsyncClient) -> None:

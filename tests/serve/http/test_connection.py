@@ -84,7 +84,7 @@ def test_what_comes_behind_the_last_request_costs_it_no_answer(version: bytes) -
     body = json.dumps(held_body()).encode()
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as peer,
     ):
         head = b"POST /v2/models/held/infer %b\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -123,7 +123,7 @@ class Looker:
 
 @pytest.fixture
 def rest(server: RunningServer) -> Iterator[RestServer]:
-    with running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits())) as rest:
+    with running_http(server, limits=HttpLimits()) as rest:
         yield rest
 
 

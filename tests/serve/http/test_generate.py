@@ -106,10 +106,7 @@ def test_other_fields_and_those_of_parameters_are_parameters(teller: httpx.Clien
 
 
 def test_a_request_has_a_field_once(teller: httpx.Client) -> None:
-    for body in (
-        '{"text": "a", "shout": false, "text": "b"}',
-        '{"text": "a", "shout": false, "parameters": {"shout": true}}',
-    ):
+    for body in ('{"text": "a", "shout": false, "text": "b"}', '{"text": "a", "shout": false, "parameters": {"shout": true}}'):
         for path in ("/generate", "/generate_stream"):
             answer = teller.post(path, content=body)
             assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")

@@ -34,8 +34,20 @@ LIVE = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 @contextmanager
 def limited(server: RunningServer, limits: HttpLimits) -> Iterator[tuple[str, int]]:
-    with running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest:
+    with running_http(server, limits=limits) as rest:
         yield "127.0.0.1", rest.port
+
+
+@contextmanager
+def listening(server: RunningServer, path: str, answer: Any) -> Iterator[tuple[HttpServer, int]]:
+    """A server with one route, and its port."""
+    app = application([Route(path, answer)], "127.0.0.1", HttpOptions())
+    made = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
+    port = server.run(made.start())
+    try:
+        yield made, port
+    finally:
+        server.run(made.stop(1))
 
 
 def ended(peer: socket.socket) -> bool:
@@ -84,10 +96,7 @@ def test_an_idle_connection_is_closed(server: RunningServer) -> None:
 
 
 def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
-    with (
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits(stall_s=0.1))) as rest,
-        socket.socket() as peer,
-    ):
+    with running_http(server, limits=HttpLimits(stall_s=0.1)) as rest, socket.socket() as peer:
         connections = rest._servers[0]._state.connections = Connections()
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", rest.port))
@@ -137,13 +146,8 @@ def test_an_unexpected_error_is_logged_and_not_sent(server: RunningServer, caplo
     async def fail(_: Request) -> Response:
         raise KeyError("/secret/path")
 
-    app = application([Route("/fail", fail)], "127.0.0.1", HttpOptions())
-    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
-    port = server.run(listening.start())
-    try:
+    with listening(server, "/fail", fail) as (_, port):
         answer = httpx.get(f"http://127.0.0.1:{port}/fail")
-    finally:
-        server.run(listening.stop(1))
     assert (answer.status_code, answer.json()) == (500, {"error": "the server failed on this request; its log says why"})
     assert answer.headers["connection"] == "close"  # which uvicorn does
     assert "/secret/path" in caplog.text
@@ -158,7 +162,7 @@ def test_more_is_not_received_than_can_be_held(server: RunningServer) -> None:
     budget = MemoryBudget(memory_of(1000))
     head = b"POST /v2/models/unbatched/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
     with (
-        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        running_http(server, budget=budget) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as first,
         socket.create_connection(("127.0.0.1", rest.port)) as second,
         socket.create_connection(("127.0.0.1", rest.port)) as third,
@@ -192,7 +196,7 @@ def test_draining_finishes_what_was_taken() -> None:
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as busy,
         socket.create_connection(("127.0.0.1", rest.port)) as idle,
         ThreadPoolExecutor(2) as threads,
@@ -222,7 +226,7 @@ def test_draining_finishes_what_was_taken() -> None:
 def test_connections_in_use_end_with_an_answer_that_says_so() -> None:
     with (
         running_server(lambda: [held_model(HeldBackend())]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         ThreadPoolExecutor(1) as threads,
         socket.create_connection(("127.0.0.1", rest.port)) as busy,
     ):
@@ -246,7 +250,7 @@ def test_a_late_answer_announces_the_end_of_its_connection() -> None:
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as busy,
     ):
         post(busy, held_body())
@@ -261,7 +265,7 @@ def test_what_does_not_end_in_time_is_cut_off_with_503(caplog: pytest.LogCapture
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as busy,
         socket.create_connection(("127.0.0.1", rest.port)) as sending,
         socket.create_connection(("127.0.0.1", rest.port)) as idle,
@@ -293,16 +297,13 @@ def test_an_answer_that_has_begun_is_broken_off_at_the_end(server: RunningServer
     async def stream(_: Request) -> Response:
         return StreamingResponse(pieces())
 
-    app = application([Route("/stream", stream)], "127.0.0.1", HttpOptions())
-    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
-    port = server.run(listening.start())
-    with socket.create_connection(("127.0.0.1", port)) as peer:
+    with listening(server, "/stream", stream) as (http, port), socket.create_connection(("127.0.0.1", port)) as peer:
         peer.sendall(b"GET /stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
         peer.settimeout(HOLD_S)
         answer = b""
         while not answer.endswith(b"begun\r\n"):
             answer += peer.recv(65536)
-        server.run(listening.stop(0.01))
+        server.run(http.stop(0.01))
         assert peer.recv(65536) == b"", "the client must see that the answer is not whole"
     assert [one.getMessage() for one in caplog.records] == ["HTTP requests that were not answered before the server ended: 1"]
 
@@ -314,21 +315,21 @@ def test_a_slowly_read_answer_is_complete_before_the_server_stops(server: Runnin
     async def large(_: Request) -> Response:
         return Response(bytes(size))
 
-    app = application([Route("/large", large)], "127.0.0.1", HttpOptions())
-    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
-    port = server.run(listening.start())
-
-    async def stop() -> int:
-        (connection,) = listening._state.connections
-        await asyncio.gather(listening.stop(HOLD_S), listening.stop(0.0))
+    async def stop(http: HttpServer) -> int:
+        (connection,) = http._state.connections
+        await asyncio.gather(http.stop(HOLD_S), http.stop(0.0))
         assert connection.transport is not None
         return connection.transport.get_write_buffer_size()
 
-    with socket.create_connection(("127.0.0.1", port)) as slow, ThreadPoolExecutor(1) as threads:
+    with (
+        listening(server, "/large", large) as (http, port),
+        socket.create_connection(("127.0.0.1", port)) as slow,
+        ThreadPoolExecutor(1) as threads,
+    ):
         slow.sendall(b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n")
         slow.settimeout(HOLD_S)
         got = len(slow.recv(1))
-        stopping = threads.submit(lambda: server.run(stop()))
+        stopping = threads.submit(lambda: server.run(stop(http)))
         while piece := slow.recv(2**16):
             got += len(piece)
         assert got > size

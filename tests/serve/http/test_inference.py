@@ -203,7 +203,7 @@ def held_body(value: float = 1, **parameters: Any) -> dict[str, Any]:
 def test_a_full_queue_and_a_spent_time_have_their_statuses() -> None:
     backend = HeldBackend(held=True)
     model = held_model(backend, max_waiting=1)
-    with running_server(lambda: [model]) as server, running_http(server, HttpOptions(port=0, metrics_port=None)) as rest:
+    with running_server(lambda: [model]) as server, running_http(server) as rest:
         address = ("127.0.0.1", rest.port)
         with socket.create_connection(address) as first, socket.create_connection(address) as second:
             post(first, held_body(1))
@@ -225,7 +225,7 @@ def test_a_client_that_goes_frees_its_place(entry: str) -> None:
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as first,
     ):
         post(first, held_body(1))
@@ -241,10 +241,7 @@ def test_a_client_that_goes_frees_its_place(entry: str) -> None:
 
 def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Client) -> None:
     limits = HttpLimits(max_body_bytes=1000)
-    with (
-        running_server(lambda: [held_model(HeldBackend())]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
-    ):
+    with running_server(lambda: [held_model(HeldBackend())]) as server, running_http(server, limits=limits) as rest:
         url = f"http://127.0.0.1:{rest.port}/v2/models/held/infer"
         bomb = gzip.compress(bytes(2_000_000), 9)[:900]
         for headers, content, advice in (
@@ -298,7 +295,7 @@ def test_what_was_inflated_is_held_until_it_is_answered() -> None:
     headers = {"content-encoding": "gzip"}
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        running_http(server, budget=budget) as rest,
         httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/held", timeout=HOLD_S) as client,
         ThreadPoolExecutor() as apart,
     ):
@@ -319,7 +316,7 @@ def test_an_answer_counts_before_a_thread_encodes_it() -> None:
     wide = ones_model(answer_bytes // 4)
     with (
         running_server(lambda: [wide]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        running_http(server, budget=budget) as rest,
         httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/wide", timeout=HOLD_S) as client,
         ThreadPoolExecutor() as apart,
     ):
@@ -337,7 +334,7 @@ def test_an_answer_counts_whole_until_it_is_read_to_its_end() -> None:
     body = json.dumps(ONE_ELEMENT).encode()
     with (
         running_server(lambda: [ones_model(answer_bytes // 4)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        running_http(server, budget=budget) as rest,
         socket.create_connection(("127.0.0.1", rest.port), timeout=HOLD_S) as peer,
     ):
         head = f"POST /v2/models/wide/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -353,7 +350,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     limits = HttpLimits(stall_s=0.05)
     with (
         running_server(lambda: [held_model(HeldBackend())]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        running_http(server, limits=limits) as rest,
         socket.create_connection(("127.0.0.1", rest.port)) as peer,
     ):
         peer.sendall(b"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
@@ -478,10 +475,7 @@ def test_a_wrong_request_is_refused(content: Any, behind: bytes, text: str) -> N
 def answer_to(folder: Path, shape: list[int | str], body: bytes, kind: int = TensorProto.STRING) -> httpx.Response:
     """Of a model that gives back what it gets."""
     save_model(folder / "echo.onnx", [helper.make_node("Identity", ["x"], ["y"])], [("x", kind, shape)], [("y", kind, shape)])
-    with (
-        running_server(lambda: [load(folder / "echo.onnx")]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: [load(folder / "echo.onnx")]) as server, running_http(server) as rest:
         return httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/echo/infer", content=body, headers={HEADER: "0"})
 
 

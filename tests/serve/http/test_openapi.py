@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from halfserve.serve.http.http_options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.http.routes import openapi_document
 from tests.serve.http.running_http import running_http
@@ -136,7 +136,7 @@ def test_answers_are_as_described(http: httpx.Client, path: str, method: str) ->
 def test_refusals_of_a_body_are_as_described(server: RunningServer) -> None:
     limits = HttpLimits(max_body_bytes=100)
     with (
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        running_http(server, limits=limits) as rest,
         httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
     ):
         for path, method, operation in operations():

@@ -16,7 +16,6 @@ import pytest
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.model_history import ModelHistory
 from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
 from tests.models import save_mlp, save_thousandfold
@@ -78,10 +77,7 @@ def test_the_state_names_models_and_what_they_take(http: httpx.Client) -> None:
 
 
 def test_the_state_says_what_was_measured_when_a_model_was_loaded() -> None:
-    with (
-        running_server(lambda: [measured_model()]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: [measured_model()]) as server, running_http(server) as rest:
         (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state", timeout=20).json()["models"]
     assert (model["provider"], model["precision"], model["measured"]) == ("test", "fp32", MEASURED)
 
@@ -103,10 +99,7 @@ def test_a_model_without_a_certificate_says_so(http: httpx.Client) -> None:
 def test_a_certificate_that_the_load_did_not_accept_is_not_shown(tmp_path: Path) -> None:
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     path.with_name("certificate.json").write_text(json.dumps(CERTIFICATE))
-    with (
-        running_server(lambda: load_repository(tmp_path)) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: load_repository(tmp_path)) as server, running_http(server) as rest:
         assert httpx.get(f"http://127.0.0.1:{rest.port}/ui/certificates/mlp/1", timeout=20).status_code == 404
 
 
@@ -114,10 +107,7 @@ def test_the_state_shows_certificates_and_refused_versions(tmp_path: Path) -> No
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     certificate = {"schema": "halfserve.certificate", "passed": True, "samples": 12}
     path.with_name("certificate.json").write_text(json.dumps(certificate))
-    with (
-        running_server(lambda: vouched(load_repository(tmp_path))) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: vouched(load_repository(tmp_path))) as server, running_http(server) as rest:
         server.call(lambda: server.core.states.set("mlp", 2, VersionState.UNAVAILABLE, "it is cut off"))
         url = f"http://127.0.0.1:{rest.port}/ui"
         assert httpx.get(f"{url}/certificates/mlp/1", timeout=20).json() == certificate
@@ -164,10 +154,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     save_thousandfold(root / "plain" / "1" / "model.onnx", np.float16)
     off = 'parameters { key: "halfserve.precision_guard" value { string_value: "off" } }'
     (root / "plain" / "config.pbtxt").write_text(f"max_batch_size: 4 {off}")
-    with (
-        running_server(lambda: load_repository(root)) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: load_repository(root)) as server, running_http(server) as rest:
         yield f"http://127.0.0.1:{rest.port}"
 
 

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from tests.models import save_mlp, save_picky
 from tests.serve.conftest import load_repository, vouched
@@ -55,10 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSe
     (root / "mlp" / "1" / "certificate.json").write_text(json.dumps(CERTIFICATE))
     save_picky(root / "picky" / "1" / "model.onnx")
     save_picky(root / HOSTILE.replace("/", "") / "1" / "model.onnx")
-    with (
-        running_server(lambda: vouched(load_repository(root))) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: vouched(load_repository(root))) as server, running_http(server) as rest:
         yield server, rest
 
 

@@ -12,7 +12,6 @@ import pytest
 import tritonclient.http as tc
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.protocol import shared_memory_regions
@@ -229,7 +228,7 @@ def test_models_are_loaded_and_unloaded_by_their_names(tmp_path: Path) -> None:
         save_mlp(tmp_path / name / "1" / "model.onnx")
     with (
         controlled_server(tmp_path, ControlMode.EXPLICIT) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         tc.InferenceServerClient(f"127.0.0.1:{rest.port}") as client,
     ):
         client.load_model("one")

@@ -167,10 +167,7 @@ def test_without_its_library_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_load_request_may_name_the_package_and_no_file(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer", "")
-    with (
-        controlled_server(tmp_path, ControlMode.EXPLICIT) as server,
-        triton.InferenceServerClient(server.address) as client,
-    ):
+    with controlled_server(tmp_path, ControlMode.EXPLICIT) as server, triton.InferenceServerClient(server.address) as client:
         named = '{{"model_operations": {{"op_library_filename": ["{}"]}}}}'
         with pytest.raises(InferenceServerException, match="sets model_operations to 'operators.so', a library on the server"):
             client.load_model("tokenizer", config=named.format("operators.so"))

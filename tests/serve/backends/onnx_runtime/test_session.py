@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,14 +68,10 @@ def answer(session: onnxruntime_session.OpenSession) -> np.ndarray[tuple[int, ..
     )
 
 
-def test_an_fp32_model_stays_as_it_is(tmp_path: Path) -> None:
-    opened = open_session(save_unbatched(tmp_path / "m.onnx"), ONE_THREAD)
-    assert (opened.provider, opened.precision) == ("CPUExecutionProvider", "fp32")
-
-
-def test_an_fp16_model_is_upcast_on_the_cpu(tmp_path: Path) -> None:
-    opened = open_session(save_mlp(tmp_path / "m.onnx"), ONE_THREAD)
-    assert (opened.provider, opened.precision) == ("CPUExecutionProvider", "fp32 (the fp16 model, upcast)")
+@pytest.mark.parametrize(("save", "precision"), [(save_unbatched, "fp32"), (save_mlp, "fp32 (the fp16 model, upcast)")])
+def test_on_the_cpu_fp16_is_upcast_and_fp32_stays(tmp_path: Path, save: Callable[[Path], Path], precision: str) -> None:
+    opened = open_session(save(tmp_path / "m.onnx"), ONE_THREAD)
+    assert (opened.provider, opened.precision) == ("CPUExecutionProvider", precision)
 
 
 def test_without_a_device_the_cpu_is_used_in_silence(

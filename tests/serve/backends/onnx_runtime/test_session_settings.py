@@ -121,6 +121,8 @@ def graphs_by_option(value: str) -> str:
         (graphs_by_option("0"), False),
         (parameter("halfserve.cuda_graphs", "off") + graphs_by_option("1"), False),
         (parameter("halfserve.cuda_graphs", "on") + graphs_by_option("0"), True),
+        (parameter("halfserve.cuda_graphs", "on"), True),
+        ("optimization { cuda { graphs: true } }" + parameter("halfserve.cuda_graphs", "off"), False),
     ],
 )
 def test_cuda_graphs_are_ours_to_switch_on(text: str, *, on: bool) -> None:
@@ -140,11 +142,7 @@ def test_accelerators_by_tritons_names() -> None:
       gpu_execution_accelerator { name: "cuda" parameters { key: "prefer_nhwc" value: "1" } }
     """
     read = settings(accelerator(text)).accelerators
-    assert read.tensorrt == {
-        "trt_fp16_enable": "1",
-        "trt_max_workspace_size": "1073741824",
-        "trt_engine_cache_enable": "1",
-    }
+    assert read.tensorrt == {"trt_fp16_enable": "1", "trt_max_workspace_size": "1073741824", "trt_engine_cache_enable": "1"}
     assert read.cuda == {**CUDA_DEFAULTS, "prefer_nhwc": "1"}
 
 
@@ -157,18 +155,6 @@ def test_cuda_options_among_the_parameters_as_in_older_configurations() -> None:
         "gpu_mem_limit": "1000",
         "arena_extend_strategy": "kSameAsRequested",
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "graphs"),
-    [
-        ("optimization { cuda { graphs: true } }", True),
-        (parameter("halfserve.cuda_graphs", "on"), True),
-        ("optimization { cuda { graphs: true } }" + parameter("halfserve.cuda_graphs", "off"), False),
-    ],
-)
-def test_cuda_graphs(text: str, graphs: bool) -> None:
-    assert settings(text).cuda_graphs is graphs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from halfserve.serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS
 from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
-from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
@@ -331,7 +330,7 @@ def test_an_answer_in_fp32_says_so_in_json_too(server: RunningServer) -> None:
         answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=20).json()
         return answer
 
-    with running_http(server, HttpOptions(port=0, metrics_port=None)) as rest:
+    with running_http(server) as rest:
         url = f"http://127.0.0.1:{rest.port}"
         good, bad = asked(0), asked(1)
     assert "parameters" not in good

@@ -24,7 +24,6 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.fleet.launch.haproxy import Encryption, RuntimeSocket, find_program, start
 from halfserve.serve.fleet.launch.proxy import ProxyError, proxy
-from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.faults.server_process import WAIT_S, under_load
@@ -106,10 +105,7 @@ def inputs(library: Any) -> list[Any]:
 @needs_haproxy
 def test_members_come_and_go_unseen_by_tritons_clients(cluster: Cluster) -> None:
     with ExitStack() as stack:
-        rest = {
-            s.address: stack.enter_context(running_http(s, HttpOptions(port=0, metrics_port=None))).port
-            for s in cluster.servers
-        }
+        rest = {s.address: stack.enter_context(running_http(s)).port for s in cluster.servers}
         members = [member(address, http_address=f"127.0.0.1:{port}") for address, port in rest.items()]
         cluster.board.publish(*members)
         running = stack.enter_context(running_proxy(cluster.address))

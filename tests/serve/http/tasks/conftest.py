@@ -8,7 +8,6 @@ import openai
 import pytest
 from onnx import TensorProto
 
-from halfserve.serve.http.http_options import HttpOptions
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import save_text_model, setting
@@ -35,10 +34,7 @@ def text_server(text_repository: Path) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def texts(text_server: RunningServer) -> Iterator[httpx.Client]:
     """A client of HTTP on `text_server`."""
-    with (
-        running_http(text_server, HttpOptions(port=0, metrics_port=None)) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
-    ):
+    with running_http(text_server) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client:
         yield client
 
 

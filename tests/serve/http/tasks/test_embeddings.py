@@ -29,7 +29,7 @@ MOST_CHARACTERS = 64 * LONGEST
 def served(repository: Path, limits: HttpLimits = HttpOptions.limits) -> Iterator[httpx.Client]:
     with (
         running_server(lambda: load_repository(repository)) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        running_http(server, limits=limits) as rest,
         httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
     ):
         yield client

@@ -20,7 +20,6 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.pictures import PREPROCESSING, prepared_pixels
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.conftest import load_repository
@@ -50,7 +49,7 @@ def picture_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 
 @pytest.fixture(scope="module")
 def rest(picture_server: RunningServer) -> Iterator[RestServer]:
-    with running_http(picture_server, HttpOptions(port=0, metrics_port=None)) as running:
+    with running_http(picture_server) as running:
         yield running
 
 
@@ -147,7 +146,7 @@ def test_a_wrong_json_body_is_refused_in_one_line(case: str, client: httpx.Clien
 
 def test_a_picture_beyond_the_memory_budget_is_refused(picture_server: RunningServer) -> None:
     budget = MemoryBudget(2**20)
-    with running_http(picture_server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest:
+    with running_http(picture_server, budget=budget) as rest:
         url = f"http://127.0.0.1:{rest.port}{CLASSIFY}"
         answer = httpx.post(url, content=encoded("PNG", Image.new("L", (400, 400))))
         assert "400 by 400 pixels, which take 1 MiB while they are decoded" in answer.json()["error"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.http.http_options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, memory_of_values, read_content
@@ -40,7 +40,7 @@ def text_server(
     """A server with the model "held", which answers with the number of a text's tokens, and its URL."""
     with (
         running_server(lambda: [held_text_model(HeldTextBackend(), folder)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits), budget=budget) as rest,
+        running_http(server, limits=limits, budget=budget) as rest,
     ):
         yield server, rest, f"http://127.0.0.1:{rest.port}"
 
@@ -83,7 +83,7 @@ def test_rows_are_padded_and_counted_as_their_turn_comes(tmp_path: Path) -> None
     backend, budget = HeldTextBackend(held=True), MemoryBudget(2**28)
     with (
         running_server(lambda: [held_text_model(backend, tmp_path, length=PADDED_TOKENS)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        running_http(server, budget=budget) as rest,
         ThreadPoolExecutor(1) as pool,
     ):
         url = f"http://127.0.0.1:{rest.port}/embed"
@@ -113,10 +113,7 @@ def test_token_ids_are_padded_on_the_side_that_the_tokenizer_names(tmp_path: Pat
     rows: list[list[int]] = []
     own = tokenizer()
     own.enable_padding(direction="left", pad_id=1)
-    with (
-        running_server(lambda: [held_text_model(Echo(), tmp_path, own, length=6)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: [held_text_model(Echo(), tmp_path, own, length=6)]) as server, running_http(server) as rest:
         url = f"http://127.0.0.1:{rest.port}/v1/embeddings"
         for given in ("the train", [2, 4, 5, 3]):
             assert httpx.post(url, json={"model": "held", "input": given}).status_code == 200
@@ -149,10 +146,7 @@ def test_a_clients_text_does_not_wait_for_all_texts_of_another(tmp_path: Path) -
 def test_a_text_beyond_the_budget_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     budget = MemoryBudget(4_000_000)
     head = b"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2400000\r\n\r\n"
-    with (
-        text_server(tmp_path, budget) as (server, rest, url),
-        socket.create_connection(("127.0.0.1", rest.port)) as first,
-    ):
+    with text_server(tmp_path, budget) as (server, rest, url), socket.create_connection(("127.0.0.1", rest.port)) as first:
         first.sendall(head + bytes(2_200_000))
         wait_until_held(server, budget, 3_300_000)
         answer = httpx.post(f"{url}/embed", json={"inputs": TEXT[:3000]}, timeout=HOLD_S)
@@ -188,10 +182,7 @@ def test_many_tokens_are_described_a_few_at_a_time(tmp_path: Path) -> None:
 def test_tokens_that_are_not_read_are_given_up(tmp_path: Path) -> None:
     budget = MemoryBudget(2**28)
     limits = HttpLimits(stall_s=0.1)
-    with (
-        text_server(tmp_path, budget, limits) as (server, rest, _),
-        asking(rest, "/tokenize", [TEXT] * 10, buffer_bytes=4096),
-    ):
+    with text_server(tmp_path, budget, limits) as (server, rest, _), asking(rest, "/tokenize", [TEXT] * 10, buffer_bytes=4096):
         wait_until_held(server, budget, 10 * len(TEXT))
         wait_until_free(server, budget)
 

@@ -47,7 +47,7 @@ EITHER = "embeddings or text-embeddings"
 def served(repository: Path) -> Iterator[httpx.Client]:
     with (
         running_server(lambda: load_repository(repository)) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
     ):
         yield client
@@ -187,7 +187,7 @@ def test_a_text_whose_client_does_not_wait_is_not_computed(tmp_path: Path) -> No
     backend = HeldTextBackend(held=True)
     with (
         running_server(lambda: [held_text_model(backend, tmp_path)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         ThreadPoolExecutor(2) as pool,
     ):
         url = f"http://127.0.0.1:{rest.port}/v1/embeddings"
@@ -249,7 +249,7 @@ def test_a_client_that_goes_frees_the_places_of_all_its_texts(tmp_path: Path) ->
     backend = HeldTextBackend(held=True)
     with (
         running_server(lambda: [held_text_model(backend, tmp_path)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        running_http(server) as rest,
         ThreadPoolExecutor(1) as pool,
     ):
         url = f"http://127.0.0.1:{rest.port}"
@@ -273,10 +273,7 @@ def test_a_text_that_fails_fails_its_request_and_no_other(tmp_path: Path) -> Non
                 raise ValueError("long ones hurt")
             return super().run(inputs)
 
-    with (
-        running_server(lambda: [held_text_model(Picky(), tmp_path)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-    ):
+    with running_server(lambda: [held_text_model(Picky(), tmp_path)]) as server, running_http(server) as rest:
         url = f"http://127.0.0.1:{rest.port}/v1/embeddings"
         answer = httpx.post(url, json={"model": "held", "input": ["the", "the cat sleeps on", "cat"]})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
@@ -296,11 +293,7 @@ def test_no_request_fails_while_versions_take_over(text_repository: Path, tmp_pa
             while not stopped.is_set():
                 statuses.append(client.post(url, json={**EMBED, "input": ["the train", "a cat sleeps"] * 10}).status_code)
 
-    with (
-        running_server(lambda: [old]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    with running_server(lambda: [old]) as server, running_http(server) as rest, ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask, f"http://127.0.0.1:{rest.port}/v1/embeddings") for _ in range(2)]
         try:
             for model in others:
