@@ -49,15 +49,10 @@ BEGIN = 0.1  # fraction of a window that passes before the reload
 
 @dataclass
 class Versions:
-    """A model folder in which versions are added and removed.
+    """A model folder in which versions are added and removed."""
 
-    Attributes:
-        repository: repository that contains the folder.
-        latest: number of the newest version.
-    """
-
-    repository: Path
-    latest: int
+    repository: Path  # repository that contains the folder
+    latest: int  # number of the newest version
     _content: bytes
 
     @classmethod
@@ -114,15 +109,10 @@ def median_of(values: Sequence[float]) -> Median:
 
 @dataclass
 class Windows:
-    """Windows of one kind.
+    """Windows of one kind."""
 
-    Attributes:
-        tallies: results of each window, in order.
-        loading_s: duration of each reload in seconds; empty for quiet windows.
-    """
-
-    tallies: list[LoadStatistics] = field(default_factory=list)
-    loading_s: list[float] = field(default_factory=list)
+    tallies: list[LoadStatistics] = field(default_factory=list)  # results of each window, in order
+    loading_s: list[float] = field(default_factory=list)  # duration of each reload in seconds; empty for quiet windows
 
     @property
     def failed(self) -> int:

@@ -24,17 +24,11 @@ SLOW_SECONDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Nodes by the type they compute in.
+    """Nodes by the type they compute in."""
 
-    Attributes:
-        float16: Nodes with a float16 input or output, and no float32 output.
-        float32: Other nodes with a float32 input or output.
-        casts: Cast nodes.
-    """
-
-    float16: int = 0
-    float32: int = 0
-    casts: int = 0
+    float16: int = 0  # nodes with a float16 input or output, and no float32 output
+    float32: int = 0  # other nodes with a float32 input or output
+    casts: int = 0  # cast nodes
 
     def __add__(self, other: Share) -> Share:
         return Share(float16=self.float16 + other.float16, float32=self.float32 + other.float32, casts=self.casts + other.casts)
@@ -75,17 +69,11 @@ def _nodes(graph: onnx.GraphProto, outer: dict[str, str]) -> Iterator[tuple[onnx
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one converter for one case.
+    """Result of one converter for one case."""
 
-    Attributes:
-        case: The case's name.
-        verdict: The judge's verdict.
-        share: Nodes by type in the converted model; zeros if there is none.
-    """
-
-    case: str
-    verdict: Verdict
-    share: Share = field(default_factory=Share)
+    case: str  # the case's name
+    verdict: Verdict  # the judge's verdict
+    share: Share = field(default_factory=Share)  # nodes by type in the converted model; zeros if there is none
 
 
 def judgeable_cases(kind: str, workers: int = 2) -> list[Case]:
@@ -124,17 +112,11 @@ def _share(converted: bytes) -> Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time of a converter for a model, and size of the result.
+    """Time of a converter for a model, and size of the result."""
 
-    Attributes:
-        seconds: Median over the rounds; NaN if it fails.
-        size_ratio: Size of the result divided by that of the input.
-        problem: The reason of a failure, or "".
-    """
-
-    seconds: float = float("nan")
-    size_ratio: float = float("nan")
-    problem: str = ""
+    seconds: float = float("nan")  # median over the rounds; NaN if it fails
+    size_ratio: float = float("nan")  # size of the result divided by that of the input
+    problem: str = ""  # the reason of a failure, or ""
 
 
 def timings(converters: Mapping[str, Convert], model: bytes, rounds: int) -> dict[str, Timing]:

@@ -91,17 +91,11 @@ class MiniLM(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network in files.
+    """A network in files."""
 
-    Attributes:
-        name: name of the network.
-        folder: folder with NAME_fp32.onnx and NAME_fp16.onnx.
-        rows: makes a batch.
-    """
-
-    name: str
-    folder: Path
-    rows: Callable[[int], Array]
+    name: str  # name of the network
+    folder: Path  # folder with NAME_fp32.onnx and NAME_fp16.onnx
+    rows: Callable[[int], Array]  # makes a batch
 
     def path(self, precision: str) -> Path:
         """The model file."""

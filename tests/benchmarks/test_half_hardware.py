@@ -46,7 +46,7 @@ def case(text: str) -> Case:
 def test_rounded_constants_are_predicted_within_twice(text: str) -> None:
     outcome = compared(case(text), "bfloat16")
     assert outcome.errors is not None, outcome.reason
-    assert 0 < outcome.errors.ratio <= 2, outcome.cause
+    assert 0 < outcome.errors.ratio <= 2
 
 
 def test_float16_is_compared_where_nothing_computes_in_it() -> None:
