@@ -78,11 +78,7 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
 
 
 def _configured(version: LoadedVersion) -> PaddingSettings | None:
-    """Read the padding that a configuration asks for; None for none.
-
-    Raises:
-        ModelLoadError: the padding does not fit the model.
-    """
+    """Read the padding that a configuration asks for; None for none. Raises as `proved_padding`."""
     config, where = version.config, f"model {version.config.name!r}"
     rule: PaddingRule | None = own_parameter(config, KEY, where)
     if rule is None:
@@ -173,10 +169,8 @@ class _Proof:
         return length * (len(self.rows) + 2)
 
     def reach(self, asked: int) -> bool:
-        """Pad rows to a length, or to the longest below it that the model takes.
-
-        Returns:
-            Whether a longer length may be possible.
+        """Pad rows to a length, or to the longest below it that the model takes; returns whether a longer length may be
+        possible.
 
         Raises:
             NotProvedError: an answer differs.

@@ -23,13 +23,7 @@ class UploadedModels:
     """Keeps the uploaded files of each model as long as a serving version needs them. Lives on the event loop."""
 
     def __init__(self, core: InferenceCore, thread: LoaderThread, *, allowed: bool) -> None:
-        """Keep no files yet.
-
-        Args:
-            core: has the serving versions.
-            thread: writes the files.
-            allowed: whether load requests may bring files.
-        """
+        """Keep no files yet; `allowed`: load requests may bring files, which `thread` writes."""
         self._core = core
         self._thread = thread
         self._allowed = allowed

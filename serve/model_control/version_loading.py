@@ -111,8 +111,7 @@ class LoaderThread:
     def step_aside(self) -> None:
         """Run the following functions on another thread, because the running function waits for one of them.
 
-        Raises:
-            RuntimeError: the process may start no more threads.
+        Raises RuntimeError if the process may start no more threads.
         """
         self._leave_behind()
 

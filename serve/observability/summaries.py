@@ -51,10 +51,7 @@ def summary_metrics(models: Sequence[Model], quantiles: Sequence[float]) -> Iter
 
 
 def latency_figures(settings: Sequence[str]) -> LatencyFigures:
-    """Parse Triton's settings of metrics.
-
-    Args:
-        settings: texts NAME=VALUE; the last one of a name counts.
+    """Parse Triton's settings of metrics, texts NAME=VALUE; the last one of a name counts.
 
     Raises:
         ValueError: a name or a value is invalid; the message says what was expected.

@@ -31,15 +31,10 @@ Files = dict[str, StoredObject]  # objects by path in their folder
 
 @dataclass
 class StoredModel:
-    """A model's objects.
+    """A model's objects."""
 
-    Attributes:
-        beside: all objects outside of the versions: configuration, labels, states.
-        versions: objects of each version, by the name of the version's folder.
-    """
-
-    beside: Files = field(default_factory=dict)
-    versions: dict[str, Files] = field(default_factory=dict)
+    beside: Files = field(default_factory=dict)  # all objects outside of the versions: configuration, labels, states
+    versions: dict[str, Files] = field(default_factory=dict)  # objects of each version, by the name of the version's folder
 
     def objects(self) -> list[StoredObject]:
         """All objects of the model."""
