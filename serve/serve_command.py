@@ -23,8 +23,7 @@ from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.options.as_triton import AsTriton
-from halfserve.serve.options.computing import Batching, Computing
-from halfserve.serve.options.ending import Ending
+from halfserve.serve.options.computing import Batching, Computing, Ending
 from halfserve.serve.options.listening import Listening
 from halfserve.serve.options.models import Models, more_places
 from halfserve.serve.options.observing import Observing

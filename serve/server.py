@@ -143,11 +143,7 @@ class LostDevice:
         return seconds if self._fault is None or not self._is_supervised else min(seconds, LOST_DEVICE_DRAIN_S)
 
     def check(self) -> None:
-        """Raise an error after a loss that ended the server.
-
-        Raises:
-            LostDeviceError: a device was lost, and the supervisor will start a new process.
-        """
+        """Raise LostDeviceError if a device was lost and the supervisor will start a new process."""
         if self._fault is not None and self._is_supervised:
             raise LostDeviceError(self._fault)
 
@@ -158,14 +154,8 @@ async def serve(
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     After the signal, health is NOT_SERVING; after the lame-duck delay, new calls are refused while accepted ones are answered.
-    A second signal ends the process at once.
-
-    Args:
-        options: options of the server.
-        runtime: reads and runs models.
-        on_ready: called once requests are accepted.
-        link: connection to the supervisor that started this process; the supervisor's end is a stop signal too. None without
-            one.
+    A second signal ends the process at once. `on_ready` is called once requests are accepted. The end of the supervisor that
+    started this process (`link`) is a stop signal too.
 
     Raises:
         LostDeviceError: a device no longer computes for this process; raised only under a supervisor.

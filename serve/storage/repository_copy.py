@@ -79,11 +79,9 @@ class RepositoryCopy:
     ) -> dict[str, str]:
         """Update the folder to the store's content. Changes of a model appear together, if its objects were stable meanwhile.
 
-        Args:
-            names: models to copy, with a configuration that replaces the stored one, or None for the stored one; None copies
-                all models. Other models appear in the folder as empty folders.
-            serving: model versions that are served; superseded ones are removed once they no longer are.
-            arriving: models that are being loaded, which are not changed.
+        Models in `names`, or all, are copied, by a configuration that replaces the stored one where one is given; the others
+        appear as empty folders. Superseded versions are removed once they are not among those that are `serving`; models that
+        are `arriving`, which are being loaded, are not changed.
 
         Returns:
             Reasons why models could not be copied, by name; their files stay as they are.
