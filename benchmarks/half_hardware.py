@@ -34,7 +34,7 @@ from benchmarks.converters.prediction import Agreement
 from benchmarks.half_device.comparison import Comparison, compared
 from benchmarks.half_device.subjects import SETS, subjects
 from halfserve.export.half_types import HALF_TYPES, HalfName
-from halfserve.serve.backends.openvino.processor import computed_halves, processor_name
+from halfserve.serve.backends.openvino.fitness import computed_halves, processor_name
 from tests.export.conversions.crash_pool import Crash, CrashPool
 
 TIMEOUT_S = 600.0

@@ -11,7 +11,7 @@ from benchmarks.half_device.openvino_model import OpenVinoModel
 from halfserve import convert_float_to_float16
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import HALF_TYPES, HalfName
-from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
+from halfserve.serve.backends.openvino.fitness import why_unfit
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, ModelLoadError
 from tests.export.conversions.cases import Case

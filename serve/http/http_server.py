@@ -97,15 +97,10 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """The number of open connections."""
         return len(self._state.connections)
 
     async def start(self) -> int:
-        """Listen, and return the port.
-
-        Raises:
-            BindError: the address is in use, not this machine's, or not allowed.
-        """
+        """Listen, and return the port. Raises BindError: the address is in use, not this machine's, or not allowed."""
         self._config.load()
         bound = self._listening or listen(Address(self._host, self._port, self._option))
         self._listener = Listener(

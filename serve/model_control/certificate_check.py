@@ -18,8 +18,8 @@ from typing import Any
 from halfserve.files.onnx_outline import DamagedFileError
 from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
+from halfserve.serve.backends.cpu_trials import RecordedSamples, read_samples
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
-from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular, read_regular
 from halfserve.serve.engine.errors import ModelLoadError

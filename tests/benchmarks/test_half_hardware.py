@@ -17,7 +17,7 @@ from benchmarks.converters.prediction import Agreement, Errors, error_of
 from benchmarks.half_device.comparison import compared
 from halfserve.export.half_types import BF16
 from halfserve.serve.backends.openvino import processor
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino.fitness import computed_halves
 from tests.export.conversions.cases import Case
 
 with_bfloat16 = pytest.mark.skipif("bf16" not in computed_halves(), reason="needs a processor with bfloat16 arithmetic")
