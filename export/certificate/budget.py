@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfserve.export.export_errors import UsageError
-from halfserve.export.half_types import HalfName
-from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
+from halfserve.export.half_types import FP16_SMALLEST_NORMAL, HalfName
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
 # The largest scaled error by default, by the candidate's type: see `Budget` and `usual_budget`.

@@ -16,8 +16,7 @@ from halfserve.amp_core.recorder import Record, RecordEntry
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.module_tensors import torch_dtype
-from halfserve.export.half_types import FP16, HalfType
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.half_types import FP16, FP16_MAX, HalfType
 
 # The aten operation of each module class.
 MODULE_OPS: dict[type[nn.Module], str] = {

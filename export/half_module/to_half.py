@@ -17,9 +17,8 @@ from halfserve.export.half_module.fp32_modules import make_island, overflowing_m
 from halfserve.export.half_module.half_report import HalfReport, TensorDecision, half_table
 from halfserve.export.half_module.module_tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
 from halfserve.export.half_module.repairs import bake, fold_batch_norm
-from halfserve.export.half_types import HalfName, HalfType, half_named
+from halfserve.export.half_types import HalfName, HalfType, WeightLedger, half_named
 from halfserve.export.to_onnx.forward_call import require_python
-from halfserve.export.weight_ledger import WeightLedger
 
 
 @dataclass(frozen=True, kw_only=True)

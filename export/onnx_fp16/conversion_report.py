@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import onnx_ir
 
-from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType
+from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType, WeightLedger
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.graph import FLOAT, RANDOM, all_nodes, constant_of
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, computes_on_floats
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
-from halfserve.export.weight_ledger import WeightLedger
 
 Action = Literal["halved", "saturated", "kept"]
 # They compute nothing.

@@ -12,13 +12,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.sources.picture_preparation import LibraryPreparation, of_timm, proved
-from halfserve.export.sources.picture_samples import picture_samples, served_preparation
-from halfserve.export.sources.source import Source, repository_name
-from halfserve.export.sources.source_options import SourceOptions
-from halfserve.export.sources.training import with_training
-from halfserve.export.tasks.image_models import ImageModel, Preprocessing
+from halfserve.export.sources.picture_preparation import (
+    LibraryPreparation,
+    of_timm,
+    picture_samples,
+    proved,
+    served_preparation,
+)
+from halfserve.export.sources.source import Source, repository_name, with_training
+from halfserve.export.tasks.served_models import ImageModel, Preprocessing
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.protos.pictures import EVEN, PicturePreparation

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from halfserve.export.certificate.budget import ColumnKind, ErrorFigures, Vanished
-from halfserve.export.half_types import FP16, HalfName, HalfType
+from halfserve.export.half_types import FP16, FP16_SMALLEST_NORMAL, HalfName, HalfType
 from halfserve.export.verification.error_units import (
     NOISE_FACTOR,
     ErrorUnits,
@@ -20,7 +20,6 @@ from halfserve.export.verification.error_units import (
     sums_to_one,
 )
 from halfserve.export.verification.samples import Array
-from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 # Within a kind of columns, a lead below this many units is a tie, since errors of that size are allowed by default.
 NEAR: dict[HalfName, float] = {"float16": 2.0**-7, "bfloat16": 2.0**-5}

@@ -30,7 +30,7 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from halfserve.export.certificate.certificate import Risk
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import BF16, FP16, HalfType
+from halfserve.export.half_types import BF16, FP16, FP16_MAX, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
@@ -45,7 +45,6 @@ from halfserve.export.verification.kernel_steps import (
     kernel_steps,
     tensors_in,
 )
-from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.
 _MOVERS = """

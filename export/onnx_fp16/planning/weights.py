@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
-from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.half_types import FP16, HalfType, WeightLedger, ledger_of
 from halfserve.export.onnx_fp16.graph import (
     ELEMENTWISE,
     FLOAT,
@@ -23,7 +23,6 @@ from halfserve.export.onnx_fp16.graph import (
     slots_of,
 )
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan
-from halfserve.export.weight_ledger import WeightLedger, ledger_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _CHUNK_ELEMENTS = 1 << 19  # 2 MB of float32
