@@ -221,15 +221,10 @@ def convert_verified(
     progress: Callable[[str], None],
     beside: Beside = nothing_beside,
 ) -> Converted:
-    """Convert a file, verify the staged result, and publish it if it passes.
+    """Convert a file, verify the staged result, and publish it if it passes; without `verification`, publish it in any case.
 
-    Args:
-        source: The float32 model.
-        target: The place to write the converted model to.
-        options: Options of the conversion.
-        verification: Options of the verification; None skips it.
-        progress: Called with each step before it begins.
-        beside: More files made of the certificate, as (path, content), written together with the model or not at all.
+    `progress` is called with each step before it begins. `beside` makes more files of the certificate, as (path, content),
+    which are written together with the model or not at all.
 
     Raises:
         BudgetExceeded: The converted model is over budget; nothing was written.

@@ -182,13 +182,8 @@ def settle(
 ) -> tuple[list[TensorDecision], list[str]]:
     """Extend the "kept" decisions until no float32 module holds a half tensor and no tied tensor is both.
 
-    Args:
-        module: The module that the tensors belong to.
-        decisions: The decision about each tensor by itself.
-        pinned: Names of submodules that compute in float32 for their own sake.
-
-    Returns:
-        The decisions, and the outermost modules that must compute in float32, by name ("" is the module itself).
+    `pinned` names the submodules that compute in float32 for their own sake. The result are the decisions, and the names of the
+    outermost modules that must compute in float32 ("" is the module itself).
     """
     ties = _ties(module)
     while True:

@@ -151,11 +151,7 @@ class ModelFile:
 
 
 def open_model(source: ModelSource, *, large_bytes: int = LARGE_BYTES) -> ModelFile:
-    """Open a model and check it, without reading the large tensors of a file.
-
-    Args:
-        source: A message, the bytes of one, or a path.
-        large_bytes: Size from which a tensor of a file is left in it.
+    """Open a message, the bytes of one, or a file, and check it; tensors of a file from `large_bytes` on are left in it.
 
     Raises:
         ExportError: The model is missing, unreadable, no ONNX model, damaged or too new, or lacks data files.
@@ -175,18 +171,6 @@ def open_model(source: ModelSource, *, large_bytes: int = LARGE_BYTES) -> ModelF
             stored_at(tensor, folder, name)
     locations = tuple(location for location in data_files(outline) if location != embedded)
     return ModelFile(name=name, path=path, outline=outline, locations=locations)
-
-
-def load_model(source: ModelSource) -> tuple[onnx.ModelProto, bytes]:
-    """The model as a message with all its tensors, and as bytes in one piece.
-
-    Data files become part of these bytes. Use `open_model` for large models, and for a hash of the file.
-
-    Raises:
-        ExportError: As `open_model`; or the model is over 2 GiB.
-    """
-    opened = open_model(source)
-    return opened.proto, opened.content
 
 
 def serialize(model: onnx.ModelProto) -> bytes:
@@ -295,10 +279,10 @@ def format_opset(ir_version: int) -> int:
 
 
 def growth(source: ModelFile, converted: ModelFile) -> str | None:
-    """Why `converted` takes more bytes than `source`, as the parts that grew and shrank, the largest growth first.
+    """Why `converted` takes more bytes than `source`; None where it does not.
 
-    Returns:
-        "than its source by 900 bytes: 1,000 more in casts, 100 fewer in weights"; None where it is not larger.
+    The parts that grew and shrank follow, the largest growth first: "than its source by 900 bytes: 1,000 more in casts, 100
+    fewer in weights".
     """
     more = converted.size_bytes - source.size_bytes
     if more <= 0:

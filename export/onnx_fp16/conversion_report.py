@@ -182,13 +182,8 @@ def report_of(
 ) -> ConversionReport:
     """The report of a plan after its conversion.
 
-    Args:
-        plan: The decisions.
-        counted: The float nodes before the conversion.
-        repairs: The repairs before it.
-        ranges: The scans of the weights.
-        halved: The weights that were rounded.
-        casts_before: The number of Cast nodes in the original.
+    `counted` are the float nodes before the conversion, `halved` the weights that were rounded, and `casts_before` is the
+    number of Cast nodes in the original.
     """
     kept = [node for node in counted if node in plan.kept]
     unsupported = sum(node in plan.unsupported for node in counted)

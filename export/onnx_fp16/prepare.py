@@ -32,14 +32,7 @@ from halfserve.export.onnx_fp16.repair import repairs_for, run_passes
 
 
 def repair_model(model: onnx_ir.Model, settings: ConversionSettings | None = None) -> tuple[Repair, ...]:
-    """Prepare and repair a model in place; it stays float32 and gives the same results.
-
-    Args:
-        model: A float32 model.
-        settings: The user's settings; the defaults when missing.
-
-    Returns:
-        The repairs.
+    """Prepare and repair a model in place; it stays float32 and gives the same results. Return the repairs.
 
     Raises:
         ExportError: The model's functions cannot be inlined, or a repair failed.
@@ -62,10 +55,7 @@ def prepare(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[Repair,
     """Inline functions, name nodes, write constants in one form, infer all types, and narrow float64 to float32.
 
     Functions are inlined because callers may need one body in float16 and in float32; runtimes inline them too. The nodes of a
-    call that the user blocks by its name stay blocked.
-
-    Returns:
-        The changes of float64.
+    call that the user blocks by its name stay blocked. The result are the changes of float64.
 
     Raises:
         ExportError: The functions cannot be inlined, or float64 cannot be converted.

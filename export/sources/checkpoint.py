@@ -22,11 +22,7 @@ from halfserve.export.to_onnx.forward_call import call_of
 
 
 def open_checkpoint(path: Path, options: SourceOptions) -> Source:
-    """The trained model of a checkpoint, with held-out samples, training policy and training record.
-
-    Args:
-        path: A file that `halfserve train` wrote.
-        options: The user's options; at most `max_samples` held-out samples are taken.
+    """The trained model of a checkpoint of `halfserve train`, with held-out samples, training policy and training record.
 
     Raises:
         ExportError: The checkpoint cannot be read, or its factories are gone or do not fit it.

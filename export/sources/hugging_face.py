@@ -59,9 +59,8 @@ MAY_HAVE_SEVERAL_LABELS = ("text-classification", "image-classification")
 def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
     """The model in a folder that `save_pretrained` of transformers or sentence-transformers wrote.
 
-    Args:
-        folder: Holds config.json, the weights, and the files of what prepares its inputs.
-        options: The user's options; `task` follows from the architecture if it is not given.
+    The folder holds config.json, the weights, and the files of what prepares the inputs. The task follows from the architecture
+    where none is asked for.
 
     Raises:
         ExportError: The folder lacks a file, needs code of its own, or its weights or tokenizer do not fit the model.

@@ -70,12 +70,7 @@ def open_named_model(argument: str, options: SourceOptions) -> Source:
 
 
 def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOptions) -> Source:
-    """The image classifier in a folder that timm saved, or that its hub holds.
-
-    Args:
-        folder: Holds config.json and the weights.
-        config: The content of config.json, which names an `architecture`.
-        options: The user's options for the source.
+    """The image classifier in a folder that timm saved, or that its hub holds; its config.json names an `architecture`.
 
     Raises:
         ExportError: timm is missing, does not know the architecture, or has not written config.json.

@@ -74,12 +74,9 @@ def of_timm(known: Mapping[str, Any], height: int, width: int) -> PicturePrepara
 def proved(
     preprocessing: Preprocessing, made: Callable[[], tuple[PicturePreparation, LibraryPreparation]], library: str
 ) -> tuple[Preprocessing, str]:
-    """Add the preparation of pictures, if it gives what the library's own does.
+    """Add the preparation of pictures to what the graph does to pixels, if it gives what the library's own does.
 
-    Args:
-        preprocessing: What the graph does to pixels.
-        made: Returns the preparation, and the library's own.
-        library: Its name.
+    `made` returns the preparation, and the library's own.
 
     Returns:
         The preprocessing, with the preparation if it is proved, and what the report says about it.

@@ -23,11 +23,7 @@ OWN_EXAMPLES = "the samples are the program's own example inputs; give --samples
 
 
 def open_factory(factory: str, options: SourceOptions) -> Source:
-    """The module that `MODULE:FACTORY` makes.
-
-    Args:
-        factory: Returns the module.
-        options: The user's options; `weights` are loaded into the module if given; `samples` are required.
+    """The module that `MODULE:FACTORY` makes, with the weights that are given, if any.
 
     Raises:
         ExportError: The factory fails, or samples are missing or unreadable.
@@ -71,11 +67,7 @@ def open_pickled_module(path: Path, options: SourceOptions) -> Source:
 
 
 def open_exported_program(path: Path, options: SourceOptions) -> Source:
-    """The module of an exported program.
-
-    Args:
-        path: The .pt2 file.
-        options: The user's options; `samples` replace the program's example inputs.
+    """The module of an exported program (.pt2), whose example inputs are the samples where no others are given.
 
     Raises:
         ExportError: The file cannot be read, or brings no example inputs and no samples are given.

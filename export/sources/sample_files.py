@@ -68,9 +68,7 @@ SHORTEST_S = 0.1
 def clip_samples(options: SourceOptions, rate: int) -> Samples:
     """The user's clips, cut to the shortest of them: float32 (clips, values), from -1 to 1.
 
-    Args:
-        options: The user's options; `samples` is a folder of .wav files, or an .npy or .npz file.
-        rate: The sampling rate of the model, in values per second.
+    They lie in a folder of .wav files of the model's sampling rate, in values per second, or in an .npy or .npz file.
 
     Raises:
         ExportError: There are none, or they cannot be read, are of another rate, or are too short.

@@ -63,11 +63,8 @@ def repository_name(text: str) -> str:
 def with_training(source: Source, weights: Path, network: nn.Module, *, prefix: str = "") -> Source:
     """The source with the policy and the record that lie beside its weights, or in their checkpoint.
 
-    Args:
-        source: The source; its module is or contains `network`.
-        weights: A file or folder.
-        network: The module that the weights are of.
-        prefix: The prefix of the network's names in the trained module: `net.` for a module that has the network as `net`.
+    The weights are those of `network`, which the source's module is or contains. `prefix` stands before the network's names in
+    the trained module: `net.` for a module that has the network as `net`.
 
     Raises:
         ExportError: Policy or record are there and cannot be read.

@@ -18,9 +18,7 @@ Pooling: TypeAlias = Literal["cls", "lasttoken", "max", "mean", "mean_sqrt_len_t
 class TextNetwork(nn.Module):
     """A transformers model that takes tokens and returns one of its outputs.
 
-    Args:
-        network: The model; returns a tensor, or an object that has it under `output`.
-        output: The name of the exported output, such as `logits` or `last_hidden_state`.
+    The network returns a tensor, or an object that has it under `output`, such as `logits` or `last_hidden_state`.
     """
 
     def __init__(self, network: nn.Module, output: str) -> None:
@@ -164,8 +162,7 @@ class Preprocessing:
 class PooledImage(nn.Module):
     """A body of pictures alone, such as DINOv2, as a network that embeds.
 
-    Args:
-        network: Returns an object that has `pooler_output`, (batch, size) or (batch, size, 1, 1).
+    The network returns an object that has `pooler_output`, (batch, size) or (batch, size, 1, 1).
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -178,12 +175,10 @@ class PooledImage(nn.Module):
 
 
 class ImageModel(nn.Module):
-    """A network with its preprocessing in front.
+    """A network with its preprocessing in front; the exported output is called `output`.
 
-    Args:
-        network: Takes images (batch, 3, height, width), normalised; returns a tensor, or an object that has it under `output`.
-        preprocessing: What happens to the pixels first.
-        output: The name of the exported output.
+    The network takes normalised images (batch, 3, height, width), and returns a tensor, or an object that has it under
+    `output`.
     """
 
     factor: Tensor
@@ -212,11 +207,9 @@ EPSILON = 1e-7
 
 
 class AudioModel(nn.Module):
-    """A transformers model of raw audio, with its normalisation in front.
+    """A transformers model of raw audio; if `is_normalised`, each clip gets mean 0 and variance 1 first.
 
-    Args:
-        network: Takes values (batch, values); returns an object with `logits`.
-        is_normalised: Whether each clip gets mean 0 and variance 1 first.
+    The network takes values (batch, values), and returns an object with `logits`.
     """
 
     def __init__(self, network: nn.Module, *, is_normalised: bool) -> None:
@@ -233,12 +226,7 @@ class AudioModel(nn.Module):
 
 
 class Tower(nn.Module):
-    """One tower of a transformers model, as a network of its own.
-
-    Args:
-        towers: The model.
-        takes: What the tower embeds.
-    """
+    """One tower of a model that compares pictures with texts, such as CLIP, as a network that embeds one of the two."""
 
     def __init__(self, towers: nn.Module, takes: Literal["image", "text"]) -> None:
         super().__init__()
