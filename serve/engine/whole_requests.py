@@ -7,9 +7,9 @@ import time
 
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
+from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.requests import CallingExecution, CallQueue, Done, InferRequest, Respond
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 
 

@@ -18,7 +18,7 @@ from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePrepa
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.picture_inputs import LACKING
+from halfserve.serve.engine.repository.loaded_version import LACKING
 from halfserve.serve.engine.requests import NO_PARAMETERS, LateArray, LateInputs, Parameter, RawInput, RawLayout
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 from halfserve.serve.protocol.raw_tensors import from_raw

@@ -8,17 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.engine.errors import (
-    BackendError,
-    InferenceError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.requests import Answer, InferRequest, Parameter, RawInputs, RawLayout
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest

@@ -24,8 +24,8 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.engine.requests import Outside, RawInput
+from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array
-from halfserve.serve.protocol.open_files import most_regions
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
 from halfserve.serve.protocol.shared_memory_regions import (
     CudaRegion,

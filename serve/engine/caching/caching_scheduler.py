@@ -7,13 +7,19 @@ import logging
 from time import monotonic_ns
 from typing import Final
 
-from halfserve.serve.engine.caching.request_keys import RequestKeys, key_of, settled, takes_long
-from halfserve.serve.engine.caching.response_cache import CachedAnswer, RequestKey, ResponseCache
+from halfserve.serve.engine.caching.response_cache import (
+    CachedAnswer,
+    RequestKey,
+    RequestKeys,
+    ResponseCache,
+    key_of,
+    settled,
+    takes_long,
+)
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
-from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)

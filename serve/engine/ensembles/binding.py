@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from halfserve.serve.engine.ensembles.bound_step import OUTSIDE, BoundStep, StepInput
-from halfserve.serve.engine.ensembles.fit import TensorSource, sources_of
+from halfserve.serve.engine.ensembles.bound_step import OUTSIDE, BoundStep, StepInput, TensorSource, sources_of
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model

@@ -5,26 +5,31 @@ Each response of a decoupled step begins a branch of its own, through the steps 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
+from halfserve.serve.engine.batcher import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
-from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
+from halfserve.serve.engine.errors import BackendError, InferenceError, UnavailableError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.step_memory import RunMemory, RunSizes, bytes_of
-from halfserve.serve.engine.queueing.waiting_line import is_late
+from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, RemarkedAnswer
 from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.whole_requests import require_many
 
 logger = logging.getLogger(__name__)
 
 NOTHING: Final[Tensors] = MappingProxyType({})  # in place of the answer of a step that has not been computed
+RETRY_S: Final = 1.0  # about the time in which a model is reloaded
 
 
 class Branch:
@@ -319,3 +324,56 @@ class EnsembleRun:
     def _unknown(self, error: Exception) -> BackendError:
         logger.error("a step of an ensemble answered what its model does not declare", exc_info=error)
         return BackendError(f"a step answered what its model does not declare: {type(error).__name__}")
+
+
+class EnsembleScheduler:
+    """Takes the requests of an ensemble. Lives on the event loop."""
+
+    def __init__(self, composition: EnsembleComposition, statistics: Statistics) -> None:
+        self._composition = composition
+        self._statistics = statistics
+        self._in_flight = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+
+    def submit(self, request: InferRequest) -> None:
+        """Begin a request; see `Scheduler.submit`.
+
+        Raises:
+            UnavailableError: the ensemble is draining, or a step's model is not served or does not fit.
+            UnsupportedError: a step is decoupled, and the request takes one response.
+            QueueFullError: too many requests wait for memory for their tensors between the steps.
+            InferenceError: the model of a first step refuses its request.
+        """
+        composition, binding = self._composition, self._composition.binding
+        if self._is_draining or binding is None:
+            away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
+            self._statistics.failed(request.arrived_ns, away)
+            raise away
+        if composition.is_decoupled:
+            require_many(request, composition.graph.name)
+        run = EnsembleRun(request, binding, composition.sizes, self._statistics, self._ended)
+        self._in_flight += 1
+        run.start()
+
+    def cancel(self, request: InferRequest) -> None:
+        """Drop a request whose client has gone: steps in progress are cancelled, further ones are not computed."""
+        request.cancelled = True
+        if isinstance(request.line, EnsembleRun):
+            request.line.cancel()
+
+    async def drain(self) -> None:
+        """Refuse new requests, finish the accepted ones, and release the steps' models."""
+        self._is_draining = True
+        while self._in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+        self._composition.disconnect()
+
+    def _ended(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight and self._is_draining:
+            self._idle.set()
+
+    def _unbound(self) -> UnavailableError:
+        return UnavailableError(f"the ensemble cannot be computed now: {self._composition.own_fault}", retry_after_s=RETRY_S)
