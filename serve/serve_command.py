@@ -17,6 +17,7 @@ from halfserve.option_groups import takes_option_groups
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
+from halfserve.serve.engine.resource_limits import FEWEST_FILES, allow_more, most_files
 from halfserve.serve.fleet.launch.process_count import check_room
 from halfserve.serve.fleet.launch.supervision import become_supervisor
 from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
@@ -29,7 +30,6 @@ from halfserve.serve.options.models import Models, more_places
 from halfserve.serve.options.observing import Observing
 from halfserve.serve.options.securing import Securing
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
-from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
 from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup

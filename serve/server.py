@@ -22,7 +22,7 @@ from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.engine.resource_limits import memory_limit_bytes
+from halfserve.serve.engine.resource_limits import memory_limit_bytes, most_connections, most_files
 from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.membership import Membership, membership
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
@@ -33,7 +33,6 @@ from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
-from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget

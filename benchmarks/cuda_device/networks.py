@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfserve import convert_float_to_float16, export_onnx
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.padding.padding_settings import KEY
+from halfserve.serve.engine.padding.padding_rule import KEY
 from halfserve.serve.engine.tensors import Array
 
 FP32, FP16 = "fp32", "fp16"

@@ -40,13 +40,6 @@ class Worker:
         """End the thread after the submitted jobs, without waiting for it."""
         self._jobs.put(None)
 
-    def hand_over(self, other: Worker) -> None:
-        """Give the waiting jobs to another worker, and end after the running job, if that ever returns."""
-        with contextlib.suppress(queue.Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                other.submit(job[0], *job[1])
-        self.stop()
-
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, arguments = job

@@ -16,15 +16,14 @@ import numpy as np
 
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.padding.batch_costs import BatchCosts, Measured
-from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, Measured, MixedLengths
 from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingRule
-from halfserve.serve.engine.padding.padding_settings import (
+from halfserve.serve.engine.padding.padding_rule import (
     BUCKETS_KEY,
     KEY,
     PROVED_KEY,
     TOKENS_KEY,
+    PaddingRule,
     PaddingSettings,
     require_fit,
 )

@@ -18,8 +18,7 @@ from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.ensembles.graph import is_ensemble
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_ensemble, load_version
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.model_control.certificate_check import VERDICT_KEY, check_certificate
 from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
