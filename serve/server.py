@@ -31,7 +31,7 @@ from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.observability.observe_options import ObserveOptions
-from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
+from halfserve.serve.process import collect_when_idle, infrequent_collection, short_switch_interval, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
@@ -206,7 +206,8 @@ async def serve(
             report = await _listen(options, core, service, security, sockets, listening, member, started_s)
             security.start()
             # grpcio leaves a reference cycle, with the message, for every refused call, so the collector must run normally.
-            with infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
+            collection = infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext()
+            with short_switch_interval(), collection:
                 if link is not None:
                     link.report_ready()  # before on_ready, whose reader may end this process and expect a new one
                 if await _finished_before(stop, member.all_here()):

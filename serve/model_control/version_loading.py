@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, DevicePlacement, ModelKind, Runtime
-from halfserve.serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
+from halfserve.serve.engine.background_threads import Worker, pause, pausing, sched_batch
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.ensembles.graph import is_ensemble
@@ -124,7 +124,7 @@ class LoaderThread:
         if not self._works_long:
             yield
             return
-        with SHORT_SWITCH_INTERVAL.during(), sched_batch(), pausing(pauses=self.in_service):
+        with sched_batch(), pausing(pauses=self.in_service):
             yield
 
     def stop(self) -> None:
