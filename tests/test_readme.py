@@ -76,7 +76,7 @@ def test_the_first_screen_runs_word_for_word_in_a_fresh_clone(tmp_path: Path, fr
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_blocks_run_in_order_beside_a_users_own_modules(own_modules: Path, free_port: int) -> None:
     after_the_set_up = [block for block in blocks() if not block.text.startswith("make ")]
     assert run_in_order(after_the_set_up[len(first_screen()) - 1 :], own_modules, free_port) >= 5

@@ -95,5 +95,5 @@ def _serving(command: list[str], folder: Path, environment: dict[str, str], port
         yield
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=60)
     assert server.returncode == 0

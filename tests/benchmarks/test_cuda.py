@@ -34,7 +34,7 @@ def tables(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_is_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     parts = "accuracy,served,limits,lengths,alone,options,memory"
     cuda.main(device="cpu", models="resnet", only=parts, sizes="1", seconds=0.5, threads=1, tiny=True)
@@ -66,7 +66,7 @@ def test_predictions_are_compared_with_what_was_found() -> None:
     assert [Errors(predicted=math.inf, found=found).ratio for found in (math.inf, 0.5)] == [1.0, 0.0]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_server_answers_again_after_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         cuda_faults.main(device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ except ModuleNotFoundError:  # no wheel for Windows
     from asyncio import new_event_loop  # type: ignore[assignment]  # (the same thing of another class)
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 60.0
 MakeTransport = Callable[[Service, str, int], Transport]
 TRANSPORTS: dict[str, MakeTransport] = {"nghttp2": Nghttp2Server, "grpcio": GrpcioServer}
 
@@ -72,6 +73,12 @@ class RunningServer:
             return function()
 
         return self.run(work())
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until something holds; each look at it is a turn of the event loop."""
+        ends_s = time.monotonic() + WAIT_S
+        while not self.call(reached):
+            assert time.monotonic() < ends_s, "it never came about"
 
     async def start(self) -> None:
         self.core = InferenceCore(self._make_models())

@@ -72,7 +72,7 @@ def node_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_nodes_client_gets_the_answer(server: RunningServer, node_program: Path) -> None:
     command = ["node", str(node_program), server.address, str(ROOT / "halfserve" / "protos")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -85,7 +85,7 @@ def test_nodes_client_gets_the_answer(server: RunningServer, node_program: Path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_nodes_client_gets_status_and_text_of_an_error(server: RunningServer, node_program: Path) -> None:
     wrong = node_program.with_name("wrong.js")
     wrong.write_text(node_program.read_text().replace("shape: [1, 64]", "shape: [1, 65]"))

@@ -81,7 +81,7 @@ def test_a_server_says_which_build_runs(mlp: Path, switch: str, monkeypatch: pyt
     with serving(mlp) as (_, ready):
         assert ready["build"] == expected
         assert ("0" in ready["build_reason"]) == (switch == "0")
-        with urllib.request.urlopen(f"http://{HOST}:{ready['metrics_port']}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{HOST}:{ready['metrics_port']}/metrics", timeout=60) as answer:
             (line,) = (line for line in answer.read().decode().splitlines() if line.startswith("halfserve_build_info{"))
         assert f'build="{expected}"' in line
 
@@ -202,7 +202,7 @@ def test_no_file_of_the_server_gets_the_number_of_a_closed_standard_one(mlp: Pat
     process = subprocess.Popen(["/bin/sh", "-c", f"exec {command} {closed}"], stdout=subprocess.DEVNULL)
     try:
         with Client(f"unix:{path}", retries=RetryPolicy(wait_for_server=True)) as client:
-            client.wait_until_ready("mlp", timeout_s=30)
+            client.wait_until_ready("mlp", timeout_s=60)
             standard = [Path(f"/proc/{process.pid}/fd/{number}").resolve() for number in range(3)]
         process.terminate()
         assert process.wait(60) == 0  # uvloop ends a process that closes one of these numbers
@@ -238,7 +238,7 @@ def test_a_bare_file_is_served_until_a_signal(mlp: Path, name: signal.Signals) -
         ]
         assert ask(ready["grpc_port"]).shape == (1, 10)
         process.send_signal(name)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
 
 
@@ -251,11 +251,11 @@ def test_what_was_taken_before_the_signal_is_answered_after_it(mlp: Path) -> Non
             waiting = channel.unary_unary(service + "ModelInfer").future(request.SerializeToString())
             # Nothing tells a client that its request has been taken; after so many calls on the same connection it has.
             for _ in range(50):
-                channel.unary_unary(service + "ServerLive")(b"", timeout=20)
+                channel.unary_unary(service + "ServerLive")(b"", timeout=60)
             process.send_signal(signal.SIGTERM)
-            response = pb.ModelInferResponse.FromString(waiting.result(20))
+            response = pb.ModelInferResponse.FromString(waiting.result(60))
         assert response.outputs[0].shape == [1, 10]
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
 
 
@@ -264,7 +264,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
     (tmp_path / "mlp" / "config.pbtxt").write_text("optimization { eager_batching: true }")
     with serving(tmp_path) as (process, _):
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert errors.strip().endswith("config.pbtxt: no effect here: optimization.eager_batching")
 
 

@@ -199,7 +199,7 @@ def test_backward_has_the_policy_of_its_forward_only(around_forward: Any, around
 
 
 def test_backward_in_another_thread_and_one_inside_the_other() -> None:
-    start, seen = threading.Barrier(4, timeout=20), Seen()
+    start, seen = threading.Barrier(4, timeout=60), Seen()
     function = make(halfserve, None, seen)
     leaf, other = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
     with autocast("cpu", HALF, policy="cuda"):

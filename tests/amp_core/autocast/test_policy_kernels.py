@@ -138,7 +138,7 @@ def test_another_threads_region_without_a_policy_keeps_torchs_rules() -> None:
 
 
 def test_threads_with_policies_of_their_own() -> None:
-    ready = threading.Barrier(4, timeout=10)
+    ready = threading.Barrier(4, timeout=60)
     x = torch.ones(8, dtype=torch.float16)
     policies = {"native": torch.float16, "cuda": torch.float32}
 

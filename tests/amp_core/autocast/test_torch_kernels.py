@@ -63,7 +63,7 @@ def test_defect_1_decorated_recursion(region: Any) -> None:
 
 @both
 def test_defect_2_one_decorated_function_in_two_threads(region: Any) -> None:
-    both_inside = threading.Barrier(2, timeout=10)
+    both_inside = threading.Barrier(2, timeout=60)
 
     @region("cpu", HALF)  # type: ignore[untyped-decorator]  # torch's or ours
     def inside() -> torch.dtype:

@@ -16,7 +16,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
-HOLD_S = 20.0
+HOLD_S = 60.0
 
 
 class HeldBackend:

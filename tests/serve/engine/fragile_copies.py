@@ -19,7 +19,7 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
 

@@ -25,7 +25,7 @@ def test_jobs_run_in_order_on_one_other_thread() -> None:
     for number in range(100):
         worker.submit(lambda n: ran.append((n, threading.current_thread().name)), number)
     worker.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
     assert ran == [(number, "tester") for number in range(100)]
     worker.stop()
 
@@ -40,7 +40,7 @@ def test_stop_ends_the_thread_after_its_jobs() -> None:
     release.set()
     for thread in threading.enumerate():
         if thread.name == "stopping":
-            thread.join(20)
+            thread.join(60)
     assert [thread.is_alive() for thread in seen] == [False]
 
 

@@ -206,7 +206,7 @@ def test_draining_finishes_accepted_requests_and_refuses_new_ones() -> None:
             model.batcher.submit(answers.request(2))
         assert not draining.done()
         backend.release.set()
-        await asyncio.wait_for(draining, 20)
+        await asyncio.wait_for(draining, 60)
         assert (answers.value(100), answers.value(1)) == (101, 2)
 
     run(scene)
@@ -216,7 +216,7 @@ def test_draining_does_not_wait_for_batches_to_fill() -> None:
     async def scene(answers: Answers) -> None:
         model = held_model(HeldBackend(), max_delay_s=3600.0)
         model.batcher.submit(answers.request(1))
-        await asyncio.wait_for(model.batcher.drain(), 20)
+        await asyncio.wait_for(model.batcher.drain(), 60)
         assert answers.value(1) == 2
 
     run(scene)
@@ -230,7 +230,7 @@ def test_draining_does_not_wait_for_a_request_that_was_cancelled() -> None:
         draining = asyncio.create_task(model.batcher.drain())
         await asyncio.sleep(0)
         model.batcher.cancel(request)
-        await asyncio.wait_for(draining, 20)
+        await asyncio.wait_for(draining, 60)
         assert answers.results == {1: []}
 
     run(scene)

@@ -241,7 +241,7 @@ def own(text: str) -> str:
 
 
 def statistics(url: str, name: str) -> dict[str, int]:
-    models = httpx.get(f"{url}/ui/state").json()["models"]
+    models = httpx.get(f"{url}/ui/state", timeout=60).json()["models"]
     found: dict[str, int] = next(model for model in models if model["name"] == name)
     return found
 

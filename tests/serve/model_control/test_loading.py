@@ -27,7 +27,8 @@ from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import lines
-from tests.serve.running_server import running_server
+from tests.serve.running_server import WAIT_S, running_server
+from tests.serve.standing_still import StandingLoop
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have scheduling policies on Linux")
@@ -108,7 +109,7 @@ def test_a_hung_function_is_abandoned_and_another_thread_goes_on() -> None:
     release, left = threading.Event(), threading.Event()
 
     def hang() -> str:
-        assert release.wait(20)
+        assert release.wait(60)
         left.set()
         return "too late"
 
@@ -145,11 +146,11 @@ def test_a_hung_load_is_given_up_even_without_a_new_thread(monkeypatch: pytest.M
         monkeypatch.setattr("halfserve.serve.model_control.version_loading.Worker", Scarce)
         monkeypatch.setattr("halfserve.serve.model_control.version_loading.AGAIN_S", 0.01)
         try:
-            hanging = asyncio.ensure_future(thread.run(lambda: release.wait(20), limit_s=0.05))
+            hanging = asyncio.ensure_future(thread.run(lambda: release.wait(60), limit_s=0.05))
             behind = asyncio.ensure_future(thread.run(lambda: 7))
             with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
-                await asyncio.wait_for(hanging, 10)
-            return await asyncio.wait_for(behind, 10)
+                await asyncio.wait_for(hanging, 60)
+            return await asyncio.wait_for(behind, 60)
         finally:
             release.set()
             thread.stop()
@@ -162,20 +163,26 @@ def test_the_limit_counts_from_its_beginning() -> None:
     async def main() -> list[str]:
         thread, first = LoaderThread(), threading.Event()
         try:
-            waiting = asyncio.ensure_future(thread.run(lambda: first.wait(20) and "first"))
-            limited = asyncio.ensure_future(thread.run(lambda: "second", limit_s=0.05))
-            _, pending = await asyncio.wait([waiting, limited], timeout=0.2)
-            assert len(pending) == 2
+            both = [
+                asyncio.ensure_future(thread.run(lambda: first.wait(WAIT_S) and "first")),
+                asyncio.ensure_future(thread.run(lambda: "second", limit_s=WAIT_S)),
+            ]
+            await asyncio.sleep(0)  # both are given to the thread
+            loop.stand_still(2 * WAIT_S, lambda: None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a time limit that is over has been looked at
+            assert not any(one.done() for one in both)
             first.set()
-            return [str(done) for done in await asyncio.gather(waiting, limited)]
+            return [str(done) for done in await asyncio.gather(*both)]
         finally:
             first.set()
             thread.stop()
 
-    assert asyncio.run(main()) == ["first", "second"]
+    loop = StandingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert runner.run(main()) == ["first", "second"]
 
 
-WAIT_S = 20.0
 LIMIT_S = 0.5
 
 
@@ -292,7 +299,7 @@ def test_the_index_does_not_wait_for_a_load(tmp_path: Path) -> None:
         try:
             assert runtime.entered.wait(WAIT_S)
             save_mlp(tmp_path / "c" / "1" / "model.onnx")
-            index = client.get_model_repository_index(client_timeout=5).models
+            index = client.get_model_repository_index(client_timeout=60).models
             assert [(m.name, m.version, m.state) for m in index] == [
                 ("a", "1", "LOADING"),
                 ("b", "", "UNAVAILABLE"),

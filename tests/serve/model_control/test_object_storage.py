@@ -68,7 +68,7 @@ def test_new_versions_are_followed_and_an_outage_is_one_line(
 
         with caplog.at_level(logging.INFO):
             s3.fault = refuse
-            assert refused.wait(20)
+            assert refused.wait(60)
             assert ask(client, version="2") == first
             s3.fault = None
             s3.put("models/mlp/3/model.onnx", mlp)
@@ -101,7 +101,7 @@ def test_a_model_that_cannot_be_copied_is_reported_once(
 
         s3.fault = refuse
         s3.put("models/mlp/2/model.onnx", mlp)
-        assert refused.wait(20)
+        assert refused.wait(60)
         assert len(ask(client, version="1")) == 10
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1

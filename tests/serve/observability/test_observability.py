@@ -31,14 +31,13 @@ from halfserve.serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving
 from tests.serve.observability.test_traces import attributes, named, spans_of
-from tests.serve.running_server import MakeTransport, RunningServer, running_server
+from tests.serve.running_server import WAIT_S, MakeTransport, RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 periods = st.integers(0, 12)
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 TRACE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-WAIT_S = 20.0
 
 
 async def observe(options: ObserveOptions) -> Observability:

@@ -24,7 +24,7 @@ from tests.models import save_model
 from tests.serve.engine.model_folders import load
 from tests.serve.running_server import TRANSPORTS, running_server
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 FEW, LONG = {"y": np.full(MANY_TEXTS, b"", object)}, {"y": np.full(MANY_TEXTS, b"", object), "z": np.full(1, b"", object)}
 SMALL, LARGE = {"y": np.zeros(LARGE_BYTES, np.uint8)}, {"y": np.zeros(LARGE_BYTES, np.uint8), "z": np.zeros(1, np.uint8)}
 

@@ -38,7 +38,7 @@ def channel_to(server: RunningServer, trusted: bytes, client: trustme.LeafCert |
 def shown_by(server: RunningServer) -> str:
     """The certificate that a new connection meets."""
     host, _, port = server.address.rpartition(":")
-    return ssl.get_server_certificate((host, int(port)), timeout=20).strip()
+    return ssl.get_server_certificate((host, int(port)), timeout=60).strip()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.engine.requests import InferRequest, Parameter, Respond
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 Shape = tuple[int, ...]
 Compute = Callable[[Tensors], Tensors]
 

@@ -183,7 +183,7 @@ def test_two_clients_of_a_detector_get_their_own_objects(tmp_path: Path, found: 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
     assert answers == {"two": [[0, 0], [0, 1]], "none": []}
 
 

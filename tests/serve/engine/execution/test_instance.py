@@ -20,13 +20,15 @@ from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Fragile, Scene, Slow, run
 
+LIMIT_S = 0.5  # also for the batches of the copy that comes up then
+
 
 def test_a_batch_that_hangs_is_given_up_and_the_copy_reloaded() -> None:
     async def test() -> None:
         stuck, fresh = HeldBackend(held=True), HeldBackend()
-        scene = Scene([stuck], lambda: fresh, max_compute_s=0.02)
+        scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
         assert (
-            await scene.ask(1, 2) == ["the model did not answer within its 0.02 s and is being restarted; try again later"] * 2
+            await scene.ask(1, 2) == ["the model did not answer within its 0.5 s and is being restarted; try again later"] * 2
         )
         await scene.up_again()
         # What the stuck thread still finds out is of no interest any more.
@@ -52,9 +54,9 @@ def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
 
     async def test() -> None:
         stuck, fresh = HeldBackend(held=True), HeldBackend()
-        scene = Scene([stuck], lambda: fresh, max_compute_s=0.02)
+        scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
         monkeypatch.setattr("halfserve.serve.engine.execution.instance.Worker", Scarce)
-        assert await scene.ask(1) == ["the model did not answer within its 0.02 s and is being restarted; try again later"]
+        assert await scene.ask(1) == ["the model did not answer within its 0.5 s and is being restarted; try again later"]
         await scene.up_again()
         assert scene.instances[0].fault == "can't start new thread"
         assert await scene.ask(3) == [4]
@@ -80,7 +82,7 @@ async def _one_behind(scene: Scene, entered: threading.Event) -> list[asyncio.Fu
 def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() -> None:
     async def test() -> None:
         stuck, fresh = HeldBackend(held=True), HeldBackend()
-        scene = Scene([stuck], lambda: fresh, max_compute_s=0.1)
+        scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
         first, *behind = await asyncio.gather(*await _one_behind(scene, stuck.entered))
         assert isinstance(first, InferenceError)
         assert "did not answer" in str(first)
@@ -166,7 +168,7 @@ def test_batches_within_their_time_are_let_be() -> None:
 def test_without_reload_a_copy_waits_until_its_thread_is_free() -> None:
     async def test() -> None:
         stuck = HeldBackend(held=True)
-        scene = Scene([stuck], None, max_compute_s=0.02)
+        scene = Scene([stuck], None, max_compute_s=LIMIT_S)
         (gave_up,) = await scene.ask(1)
         assert "did not answer" in str(gave_up)
         later = scene.submit(2)

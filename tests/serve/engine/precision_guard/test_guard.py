@@ -271,7 +271,7 @@ def ask(client: triton.InferenceServerClient, model: str, array: Array, outputs:
     name, datatype = ("i", "INT64") if array.dtype == np.int64 else ("x", "FP16")
     given = triton.InferInput(name, list(array.shape), datatype)
     given.set_data_from_numpy(array)
-    return client.infer(model, [given], outputs=outputs, client_timeout=20)
+    return client.infer(model, [given], outputs=outputs, client_timeout=60)
 
 
 def rows(*indices: int) -> Array:
@@ -328,7 +328,7 @@ def test_an_answer_in_fp32_may_be_wanted_as_classes(client: triton.InferenceServ
 def test_an_answer_in_fp32_says_so_in_json_too(server: RunningServer) -> None:
     def asked(row: int) -> dict[str, Any]:
         body = {"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [row]}]}
-        answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=20).json()
+        answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=60).json()
         return answer
 
     with running_http(server, HttpOptions(port=0, metrics_port=None)) as rest:
@@ -395,7 +395,7 @@ def test_shadow_runs_measure_the_drift(server: RunningServer, client: triton.Inf
     assert guard._shadow is not None
     done = threading.Event()
     guard._shadow._worker.submit(done.set)  # type: ignore[union-attr]  # (started by the first sample)
-    assert done.wait(20)
+    assert done.wait(60)
     counted = guard.counters()
     assert counted.shadow_runs + counted.shadow_dropped == 3
     output = counted.outputs["y"]

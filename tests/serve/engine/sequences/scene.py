@@ -24,7 +24,7 @@ from halfserve.serve.engine.sequences.sequence_scheduler import SequenceSchedule
 from halfserve.serve.engine.tensors import Array, Tensors
 from tests.models import save_model
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 STATE = 'state { input_name: "total" output_name: "new_total" data_type: TYPE_FP32 dims: 1 }'
 SUM = f"max_batch_size: 4 sequence_batching {{ max_sequence_idle_microseconds: 60000000 oldest {{ }} {STATE} }}"
 TELLING = """control_input { name: "start" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }

@@ -22,7 +22,7 @@ from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts, Superv
 
 ROOT = Path(__file__).parents[4]
 WORKER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("scripted_worker.py"))]
-WAIT_S = 30.0
+WAIT_S = 60.0
 SERVED = st.one_of(st.none(), st.floats(0, 1e6))
 
 

@@ -37,7 +37,7 @@ def texts(text_server: RunningServer) -> Iterator[httpx.Client]:
     """A client of HTTP on `text_server`."""
     with (
         running_http(text_server, HttpOptions(port=0, metrics_port=None)) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client,
     ):
         yield client
 

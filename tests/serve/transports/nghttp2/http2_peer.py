@@ -12,10 +12,9 @@ from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, Stream
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.transports.grpc_framing import frame
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import WAIT_S, RunningServer
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
-WAIT_S = 20.0
 WINDOW_BYTES = 2**22  # of the connection, as gRPC's own clients open it
 SERVER_LIVE = b"/inference.GRPCInferenceService/ServerLive"
 INFER_STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
@@ -113,6 +112,12 @@ def mlp_request(rows: int = 1) -> bytes:
     request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128 * rows)])
     request.inputs.add(name="x", datatype="FP16", shape=[rows, 64])
     return request.SerializeToString()
+
+
+def padded(size: int) -> bytes:
+    """A request with an id of so many bytes, which its answer has too."""
+    length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14 & 0x7F | 0x80, size >> 21])
+    return mlp_request() + b"\x1a" + length + b"i" * size
 
 
 def serves(server: RunningServer) -> bool:
