@@ -52,7 +52,6 @@ MODULES = (
     "protocol.messages",
     "protocol.raw_tensors",
     "protocol.request_cache",
-    "protocol.requested_outputs",
     "protocol.shared_memory",
     "security.memory_budget",
     "transports.grpc_framing",

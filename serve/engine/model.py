@@ -14,6 +14,7 @@ from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
 from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
+from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
@@ -221,6 +222,24 @@ class Model:
         """Whether the model may answer a request any number of times."""
         return self._decoupled if self.composition is None else self.composition.is_decoupled
 
+    def rows_of(self, shapes: Mapping[str, tuple[int, ...]], where: str = "") -> int:
+        """Return the batch size of a request from the shapes of its inputs by name; 1 for a model without a batch dimension.
+
+        Raises:
+            InvalidArgumentError: the inputs differ in it, or it is out of bounds; `where` begins the text.
+        """
+        if not self.max_batch_size:
+            return 1
+        sizes = {name: shape[0] for name, shape in shapes.items()}
+        rows = next(iter(sizes.values()), 0)
+        if any(size != rows for size in sizes.values()):
+            raise InvalidArgumentError(f"{where}inputs have different batch sizes {sizes}, expected the same for all")
+        if not 1 <= rows <= self.max_batch_size:
+            raise InvalidArgumentError(
+                f"{where}the batch size is {rows}, expected 1 to {self.max_batch_size}; split the request"
+            )
+        return rows
+
     def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
         """Return the bucket of a request: requests with equal buckets can share a batch.
 
@@ -276,5 +295,4 @@ class Model:
 
     @property
     def fault(self) -> str:
-        """See `Composition.fault`."""
         return "" if self.composition is None else self.composition.fault

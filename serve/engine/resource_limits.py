@@ -82,7 +82,6 @@ def _machine(field: str) -> int | None:
 
 
 def _limit(path: Path) -> int | None:
-    """Return one control group's limit; None if it has none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such group, or "max"

@@ -210,7 +210,6 @@ class Binding:
         return WantedOutput(writer, self._output_of(writer, name), self._sources[name], spec)
 
     def _output_of(self, writer: int, tensor: str) -> str:
-        """Return the name of a tensor in its writer's answer."""
         if writer == OUTSIDE:
             return tensor
         return next(output for output, written in self._graph.steps[writer].outputs.items() if written == tensor)

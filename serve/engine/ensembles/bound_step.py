@@ -229,11 +229,7 @@ class BoundStep:
         return (LateInputs({**arrays, **late}) if late else arrays), tuple(shapes)
 
     def _require_optional(self, link: StepInput) -> None:
-        """Check that an input whose tensor is absent may be left out.
-
-        Raises:
-            InferenceError: the model needs the input; the message names the step.
-        """
+        """Check that an input whose tensor is absent may be left out."""
         if link.optional:
             return
         if link.step == OUTSIDE:
@@ -245,16 +241,7 @@ class BoundStep:
         given = [(link, shape) for link, shape in zip(self._links, shapes, strict=True) if shape is not None]
         for link, shape in given:
             link.check(shape)
-        most, rows = self.model.max_batch_size, 1
-        if most and given:
-            rows = given[0][1][0]
-            if any(shape[0] != rows for _, shape in given):
-                sizes = {link.name: shape[0] for link, shape in given}
-                raise InvalidArgumentError(
-                    f"{self.label}: inputs have different batch sizes {sizes}, expected the same for all"
-                )
-            if not 1 <= rows <= most:
-                raise InvalidArgumentError(f"{self.label}: the batch size is {rows}, expected 1 to {most}")
+        rows = self.model.rows_of({link.name: shape for link, shape in given}, f"{self.label}: ") if given else 1
         specs = [(self.model.inputs[link.name], shape) for link, shape in given]
         own = {spec.name: spec.shape_for_model(shape) for spec, shape in specs}
         size = 0
@@ -281,7 +268,6 @@ def _whole(parameter: Parameter) -> int:
 
 
 def _is_left_out(link: StepInput, given: Tensors, answers: Sequence[Tensors]) -> bool:
-    """Return whether the tensor of an input is absent."""
     if link.step == OUTSIDE:
         return link.from_optional and link.tensor not in given
     answer = answers[link.step]

@@ -101,7 +101,6 @@ class EnsembleComposition:
         return frozenset(step.model for step in self.graph.steps).union(*below)
 
     def labels_of(self, output: str) -> Sequence[str]:
-        """See `Composition`."""
         return () if self.binding is None else self.binding.labels_of(output)
 
     @property
@@ -145,7 +144,6 @@ class EnsembleComposition:
             self.binding = None
 
     def _found(self, core: InferenceCore) -> list[Model] | str:
-        """Return the served models of the steps, or the reason why they cannot compute the graph."""
         models = []
         for step in self.graph.steps:
             model = _served(core, step)
@@ -187,7 +185,6 @@ def _is_decoupled(models: Sequence[Model]) -> bool:
 
 
 def _lines(model: Model) -> list[str]:
-    """See `Composition.parts`."""
     name = f"{model.name}/{model.version}"
     if model.composition is not None:
         return [f"{name} > {line}" for line in model.composition.parts]

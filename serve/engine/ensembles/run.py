@@ -84,7 +84,6 @@ class StepCall:
         self._run.answered(self, result)
 
     def respond(self, result: Tensors | InferenceError, final: bool) -> None:
-        """See `InferRequest.respond`."""
         self._run.responded(self, result, final=final)
 
     def count(self, request: InferRequest | None) -> None:
@@ -115,11 +114,6 @@ class EnsembleRun:
         self._calls: dict[StepCall, None] = {}  # calls that may get further answers
         self._first_ns: int | None = None  # time at which the first of many responses was there
 
-    @property
-    def expected_bytes(self) -> int:
-        """See `WaitingRun`."""
-        return self._memory.expected_bytes
-
     def start(self) -> None:
         """Send the requests of the steps that wait for no other, now or once there is memory for the tensors between the steps.
 
@@ -132,14 +126,14 @@ class EnsembleRun:
             self._start()
             return
         try:
-            self._memory.wait(self)
+            self._memory.wait(self._begin)
         except InferenceError as error:
             self._end()
             self._statistics.failed(self._request.arrived_ns, error)
             raise
 
-    def begin(self) -> None:
-        """See `WaitingRun`."""
+    def _begin(self) -> None:
+        """Start a run that has waited for memory."""
         now = monotonic()
         if is_late(self._request, now, now):
             self._fail(late_error(self._request, now))
@@ -156,15 +150,13 @@ class EnsembleRun:
         try:
             for index in plan.starts:
                 self._call(index, branch, None)
-        except InferenceError as error:
-            self._end()
-            self._statistics.failed(self._request.arrived_ns, error)
-            raise
         except Exception as error:
             self._end()
-            unknown = self._unknown(error)
-            self._statistics.failed(self._request.arrived_ns, unknown)
-            raise unknown from error
+            refusal = error if isinstance(error, InferenceError) else self._unknown(error)
+            self._statistics.failed(self._request.arrived_ns, refusal)
+            if refusal is error:
+                raise
+            raise refusal from error
 
     def cancel(self) -> None:
         """Cancel the steps in progress, because the client has gone."""
@@ -186,13 +178,8 @@ class EnsembleRun:
             if not self._calls:
                 self._finish_many()
             return
-        try:
-            call.count(request)
-            self._advance(call, call.branch, result, 1 if request is None else request.rows)
-        except InferenceError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
-            self._fail(self._unknown(error))
+        call.count(request)
+        self._continue(call, call.branch, result, 1 if request is None else request.rows)
 
     def responded(self, call: StepCall, result: Tensors | InferenceError, *, final: bool) -> None:
         """Take one of the responses of a decoupled step."""
@@ -206,19 +193,19 @@ class EnsembleRun:
             del self._calls[call]
             call.request = None
             self._release(call.branch)
+        self._continue(call, call.branch.fork(), result, request.rows)
+
+    def _continue(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
+        """Continue a branch with the answer of a step, or fail the request."""
         try:
-            self._advance(call, call.branch.fork(), result, request.rows)
+            self._advance(call, branch, answer, rows)
         except InferenceError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001  (see `answered`)
+        except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
             self._fail(self._unknown(error))
 
     def _advance(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
-        """Continue a branch with the answer of a step.
-
-        Raises:
-            InferenceError: a further step is refused, or the outputs differ from the ensemble's declaration.
-        """
+        """Continue a branch with the answer of a step."""
         plan, index = self._plan, call.step.index
         branch.answers[index] = answer
         branch.left -= 1
@@ -248,7 +235,6 @@ class EnsembleRun:
         return RemarkedAnswer(outputs, sequence | {**own})
 
     def _respond(self, outputs: Tensors, branch: Branch) -> None:
-        """Send one of many responses."""
         request = self._request
         self._release(branch)
         if self._first_ns is None:
@@ -260,7 +246,6 @@ class EnsembleRun:
             self._finish_many()
 
     def _release(self, branch: Branch) -> None:
-        """Count the answers of a branch as no longer held."""
         self._memory.release(branch.held)
         branch.held = 0
 
@@ -291,7 +276,6 @@ class EnsembleRun:
         self._succeed(BatchTimes(started=started, assembled=assembled, computed=computed, split=split), outputs)
 
     def _finish_many(self) -> None:
-        """Finish a request whose responses have all been sent."""
         now, arrived = monotonic_ns(), self._request.arrived_ns
         self._succeed(BatchTimes(started=arrived, assembled=arrived, computed=self._first_ns or now, split=now), NOTHING)
 
@@ -317,7 +301,7 @@ class EnsembleRun:
                 call.step.model.scheduler.cancel(call.request)
                 call.request = None
         self._request.line = None
-        self._memory.leave(self)
+        self._memory.leave()
         self._binding.end()
         self._ended()
 

@@ -300,7 +300,6 @@ class BatchQueue:
         return line.rows >= min(self._targets[-1], self._most_useful_rows(line.bucket)) or now >= self._due(line, now)
 
     def _due(self, line: WaitingLine, now: float) -> float:
-        """Return when the line must leave even if no request arrives."""
         first_arrival = line.first_arrival
         if line.is_due:
             return first_arrival

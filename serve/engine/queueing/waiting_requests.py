@@ -171,9 +171,7 @@ class WaitingLine:
         return taken, late, rows
 
     def _head(self, line: deque[InferRequest]) -> InferRequest:
-        while line[0].line is not self:
-            line.popleft()
-            self._gone -= 1
+        self._cleared(line)
         return line[0]
 
     def _cleared(self, line: deque[InferRequest]) -> bool:

@@ -86,19 +86,10 @@ class LoadedVersion:
 
     Attributes:
         files: its files on disk.
-        interface: the interface that clients see.
-        config: the completed configuration.
-        backends: the loaded copies.
-        limits: the batching policy.
-        labels: class names of an output, by the output's name.
-        pictures: preparation of encoded pictures, by the name of the input that takes them.
-        guard: checks the model's outputs; None checks nothing.
-        reload: loads the copy of a number again.
-        short_s: seconds that short batches take, by their rows, as far as measured; see `ShortBatches`.
-        invariance: decides whether requests may share batches; None if there are no rows to share.
         sequences: controls, states and slots of its sequences; None for a model without sequences.
-        mixed: chooses requests of different lengths for one batch; None if padding is not configured or not proved yet.
-        ragged: joins requests of different shapes, if the model takes them so; None for ordinary batches.
+        mixed: see `Model`; None also if padding has not been proved yet.
+
+    The other attributes are those of the `Model`.
     """
 
     files: ModelFiles

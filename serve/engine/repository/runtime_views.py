@@ -27,12 +27,10 @@ class RuntimeView:
         self._whole: dict[Path, ModelInterface] = {}
 
     def describe(self, path: Path) -> ModelInterface:
-        """See `Runtime.describe`."""
         whole = self._whole[path] = self._runtime.describe(path)
         return self.shown(whole)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
-        """See `Runtime.load`."""
         whole = self._whole[path]
         return self.adapted(self._runtime.load(path, whole, placement, config), whole, interface)
 

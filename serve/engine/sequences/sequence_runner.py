@@ -227,11 +227,6 @@ class SequenceRunner:
         self.waiting.stop()
 
     def _run(self, step: Step) -> None:
-        """Submit a request to the batcher.
-
-        Raises:
-            InferenceError: the request is refused.
-        """
         sequence, request = step.sequence, step.request
         states = self._states.before(None if step.starts else sequence.states)
         added = self.controls.of(sequence.key, starts=step.starts, ends=step.ends)
@@ -268,7 +263,6 @@ class SequenceRunner:
         return behind[::-1]
 
     def _fail_behind(self, steps: list[Step], *, is_cancelled: bool = False) -> None:
-        """Fail the requests behind one that failed, or was cancelled."""
         happened = "was cancelled" if is_cancelled else "failed"
         for step in steps:
             text = (
@@ -310,7 +304,6 @@ class SequenceRunner:
             self._fill_slots()
 
     def _fill_slots(self) -> None:
-        """Give free slots to the sequences that wait for one."""
         if self._is_filling:  # a caller's loop does it
             return
         self._is_filling = True
@@ -325,7 +318,6 @@ class SequenceRunner:
             self._on_empty()
 
     def _expire(self, sequences: list[Sequence]) -> None:
-        """End sequences that were idle for too long."""
         for sequence in sequences:
             self.table.remove(sequence)
             self.expired += 1

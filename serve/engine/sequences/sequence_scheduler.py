@@ -150,11 +150,7 @@ class SequenceScheduler:
             self._runner.end_idle()
 
     def _before(self, key: SequenceId, sequence: Sequence | None) -> SequenceScheduler | None:
-        """Return the predecessor, if a request continues a sequence that runs there; None if it runs here.
-
-        Raises:
-            InvalidArgumentError: the sequence runs nowhere.
-        """
+        """Return the predecessor, if a request continues a sequence that runs there; None if it runs here."""
         if sequence is not None and sequence.is_open:
             return None
         if self.predecessor is not None and self.predecessor.continues(key):
@@ -165,11 +161,7 @@ class SequenceScheduler:
         )
 
     def _require_taken(self, request: InferRequest, key: SequenceId, sequence: Sequence | None, *, starts: bool) -> None:
-        """Check that a request may run or wait here.
-
-        Raises:
-            InferenceError: the request may neither run nor wait.
-        """
+        """Check that a request may run or wait here."""
         if self._drained is not None and (starts or self.successor is None):
             raise UnavailableError(SHUTTING_DOWN)
         self._runner.controls.require_fitting(key, self._label)
@@ -239,11 +231,9 @@ class IterativeRequests:
         self._scheduler.submit(request)
 
     def cancel(self, request: InferRequest) -> None:
-        """See `Scheduler`."""
         self._scheduler.cancel(request)
 
     async def drain(self) -> None:
-        """See `Scheduler`."""
         await self._scheduler.drain()
 
     def _key(self, request: InferRequest) -> SequenceId:
@@ -255,7 +245,6 @@ class IterativeRequests:
         return str(next(self._ids)) if takes_text else next(self._ids)
 
     def _prepare_next_execution(self, request: InferRequest) -> None:
-        """Prepare a request that its model wants again."""
         request.parameters = {**request.parameters, SEQUENCE_START: False}
         inputs = request.inputs
         if self._controls is not None and isinstance(inputs, _Iteration):
