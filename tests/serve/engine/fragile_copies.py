@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
+P = ParamSpec("P")
 WAIT_S = 20.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
@@ -124,8 +126,14 @@ class Scene:
         self._changed.clear()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await asyncio.wait_for(test(), WAIT_S)
+def on_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run a test on an event loop of its own, for WAIT_S at most."""
 
-    asyncio.run(main())
+    @wraps(test)
+    def running(*fixtures: P.args, **named: P.kwargs) -> None:
+        async def main() -> None:
+            await asyncio.wait_for(test(*fixtures, **named), WAIT_S)
+
+        asyncio.run(main())
+
+    return running
