@@ -19,31 +19,23 @@ from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
+from tests.serve.engine.fakes import FakeBackend
 
 P = ParamSpec("P")
 WAIT_S = 20.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
 
-class Fragile:
+class Fragile(FakeBackend):
     """Adds 1 to x, until a batch holds a negative value: then its device is lost.
 
     Attributes:
         batches: the values of each batch that was tried.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
         self._lost = False
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]

@@ -9,7 +9,6 @@ import weakref
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.model_control.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
-from tests.serve.engine.fakes import HeldBackend
+from tests.serve.engine.fakes import FakeBackend, HeldBackend
 from tests.serve.engine.scene import Answers, on_loop
 from tests.serve.engine.simulation import new_request, offer, queue, take
 from tests.serve.running_server import running_server
@@ -132,15 +131,7 @@ def test_a_batch_found_unsafe_in_pieces_is_computed_again(tmp_path: Path, limit:
 
 
 def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
-    class Full:
-        provider = precision = "test"
-
-        def compute_dtype(self, name: str) -> np.dtype[Any]:
-            return np.dtype(np.float32)
-
-        def give_up(self) -> None:
-            """Nothing."""
-
+    class Full(FakeBackend):
         def run(self, inputs: Tensors) -> Tensors:
             raise MemoryError(f"{len(inputs['x'])} rows")
 

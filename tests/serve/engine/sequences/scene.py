@@ -178,12 +178,10 @@ def play(root: Path, test: Callable[[Scene], Awaitable[None]], defaults: Default
     asyncio.run(main())
 
 
-def played(
-    make: Callable[[Path], Path],
-) -> Callable[[Callable[Concatenate[Scene, P], Awaitable[None]]], Callable[Concatenate[Path, P], None]]:
+def played(make: Callable[[Path], Path]) -> Callable[[Callable[Concatenate[Scene, P], Awaitable[None]]], Callable[..., None]]:
     """Run a test on the model that `make` writes into a folder; see `play`."""
 
-    def decorated(test: Callable[Concatenate[Scene, P], Awaitable[None]]) -> Callable[Concatenate[Path, P], None]:
+    def decorated(test: Callable[Concatenate[Scene, P], Awaitable[None]]) -> Callable[..., None]:
         @wraps(test)
         def playing(tmp_path: Path, *fixtures: P.args, **named: P.kwargs) -> None:
             play(make(tmp_path), lambda scene: test(scene, *fixtures, **named))
