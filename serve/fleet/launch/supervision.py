@@ -13,11 +13,10 @@ from pathlib import Path
 
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError
-from halfserve.serve.engine.resource_limits import available_bytes, usable_cores
+from halfserve.serve.engine.resource_limits import FEWEST_FILES, available_bytes, most_files, usable_cores
 from halfserve.serve.fleet.agent.worker_process import program
 from halfserve.serve.fleet.member.handover import ConnectionCounts, SupervisorPlan
 from halfserve.serve.log_handler import LineFormat
-from halfserve.serve.protocol.open_files import FEWEST_FILES, most_files
 from halfserve.serve.transports.listening import Address, close, listen
 
 AUTO = "auto"
