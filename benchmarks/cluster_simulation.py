@@ -90,9 +90,6 @@ class MeteredLink:
     async def call(self, path: str, request: bytes) -> bytes:
         return await _Metered(self._controller.call(path, request), self._meter)
 
-    async def metrics(self) -> tuple[bytes, str]:
-        return await _Metered(self._controller.metrics(), self._meter)
-
 
 class _Metered(Awaitable[T], Generic[T]):
     def __init__(self, work: Coroutine[Any, Any, T], meter: Meter) -> None:

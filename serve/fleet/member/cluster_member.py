@@ -17,8 +17,7 @@ from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
-from halfserve.serve.fleet.member.agent_questions import AgentQuestions
-from halfserve.serve.fleet.member.cluster_service import ClusterService
+from halfserve.serve.fleet.member.cluster_service import AgentLink, ClusterService
 from halfserve.serve.fleet.member.forwarder import Forwarder
 from halfserve.serve.fleet.member.handover import Handover
 from halfserve.serve.fleet.member.kept_counters import LastingCounters
@@ -45,7 +44,7 @@ class ClusterMember:
         self._core = core
         self._slots = 0 if core.slots is None else core.slots.free  # all slots are free, as no model is loaded yet
         self._counters = LastingCounters(self._folder, SOCKET, core)
-        self._agent = AgentQuestions()
+        self._agent = AgentLink(self._folder)
         self._forwarder = Forwarder(given.member, core, tls)
         self._cluster = ClusterService(self._agent, self._forwarder)
         self._socket = MemberSocket(self._folder, SOCKET)
@@ -63,7 +62,6 @@ class ClusterMember:
         own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
         own.streams[PUBLISH] = StreamMethod(Directory, one_message(self._cluster.publish), is_large=True)
         own.unary[TRACE_SETTING] = UnaryMethod(pb.TraceSettingRequest, partial(_set_traces, service))
-        self._agent.add_to(own)
         await self._socket.listen(own, self._counters.counters)
         self._measure()
         self._core.on_change(self._measure)
@@ -83,7 +81,7 @@ class ClusterMember:
         if self._listing is not None:
             self._listing.cancel()
         await self._counters.keeper.end()
-        self._agent.close()
+        await self._agent.close()
         await self._forwarder.close()
         await self._socket.close()
 

@@ -20,10 +20,9 @@ from halfserve.serve.fleet.member.counter_file import CounterFile
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
 from halfserve.serve.fleet.member.kept_counters import CounterFolder, CounterKeeper
 from halfserve.serve.fleet.member.member_counters import MemberCounters
-from halfserve.serve.fleet.member.member_socket import MemberSocket
+from halfserve.serve.fleet.member.member_socket import MemberSocket, Siblings
 from halfserve.serve.fleet.member.process_service import ProcessService
 from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, local_method, request_class
-from halfserve.serve.fleet.member.siblings import Siblings
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.listener import ConnectionLimit

@@ -20,7 +20,7 @@ from halfserve.serve.engine.errors import InferenceError, RegionInUseError
 from halfserve.serve.fleet.member.command_journal import Journal
 from halfserve.serve.fleet.member.kept_counters import CounterFolder
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
-from halfserve.serve.fleet.member.member_socket import READ_COUNTERS
+from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
 from halfserve.serve.fleet.member.shared_rpcs import (
     COMMANDS,
     CUDA_REGISTER,
@@ -36,7 +36,6 @@ from halfserve.serve.fleet.member.shared_rpcs import (
     merge_index,
     request_class,
 )
-from halfserve.serve.fleet.member.siblings import Siblings, process, raise_first
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
 from halfserve.serve.protocol.rpcs import Health
 from halfserve.serve.protocol.service import SERVICE, Service
