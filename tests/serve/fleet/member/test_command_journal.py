@@ -45,3 +45,10 @@ def test_members_command_in_turn(tmp_path: Path) -> None:
     asyncio.run(all_of_them())
     assert sorted(done) == list("aabbcc")
     assert done[::2] == done[1::2]
+
+
+def test_a_file_that_vanishes_while_the_journal_is_read_is_left_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.done(journal.begin("model", "a", "/load", b"a"))
+    (tmp_path / f"{1:020}-model-b").symlink_to(tmp_path / "gone")  # listed, and not there when it is read
+    assert kept(journal) == [("/load", b"a", False)]
