@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from types import coroutine
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 TURN_S: Final = 0.0005
 RECENT: Final = 8  # the mean duration of a step is that of about so many recent ones
@@ -50,7 +51,7 @@ class ClientQueue(Generic[T]):
 
 
 class TaskTurns:
-    """The turns of the tasks of one server. Lives on the event loop."""
+    """The turns of the tasks of one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -133,3 +134,11 @@ def _give(turn: asyncio.Future[None]) -> None:
     """Wake the task that waits for a turn, unless it has been cancelled."""
     if not turn.done():
         turn.set_result(None)
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, TaskTurns] = WeakKeyDictionary()
+
+
+def task_turns() -> TaskTurns:
+    """The turns of the running event loop: all its servers share the loop's time."""
+    return _turns.setdefault(asyncio.get_running_loop(), TaskTurns())
