@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from google.protobuf import text_format
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine import errors
-from halfserve.serve.http.responses import HTTP_STATUSES, WriteTurns, http_status, message_dict
+from halfserve.serve.http.responses import HTTP_STATUSES, http_status, message_dict
 from halfserve.serve.protocol.status import CODES
 
 CONFIG = """
@@ -69,25 +67,3 @@ def test_defaults_are_written_out() -> None:
     content = message_dict(pb.ModelStatistics(name="m"))
     assert content["inference_count"] == 0
     assert content["batch_stats"] == []
-
-
-def test_one_large_answer_is_written_per_loop_iteration_in_order() -> None:
-    iteration, written = 0, list[tuple[int, int]]()
-
-    async def run() -> None:
-        nonlocal iteration
-        turns = WriteTurns()
-
-        async def write(number: int) -> None:
-            await turns.wait()
-            written.append((iteration, number))
-
-        tasks = [asyncio.create_task(write(number)) for number in range(6)]
-        for _ in range(20):
-            iteration += 1
-            await asyncio.sleep(0)
-            tasks[3].cancel()
-
-    asyncio.run(run())
-    assert [number for _, number in written] == [0, 1, 2, 4, 5]
-    assert len({at for at, _ in written}) == len(written)
