@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from halfserve.serve.engine.errors import InferenceError, MessageTooLargeError
 from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.protocol.status import RETRY_HINT, status_of
+from halfserve.serve.transports.task_turns import task_turns
 
 JSON_TYPE = "application/json"
 # Errors of all interfaces name the RPC that says more; a client of REST asks its path.
@@ -58,13 +59,14 @@ def empty_response() -> Response:
     return Response(None, 200, {"cache-control": "no-store"})
 
 
-def json_in_pieces(pieces: Iterator[bytes]) -> Response:
-    """A response of JSON that is written while the client reads it; the event loop gets a turn after each piece."""
+def json_in_pieces(pieces: Iterator[bytes], client: str) -> Response:
+    """A response of JSON that is written while the client reads it, each piece when it is the client's turn."""
 
     async def written() -> AsyncIterator[bytes]:
+        turns = task_turns()
         for piece in pieces:
             yield piece
-            await asyncio.sleep(0)
+            await turns.turn(client)
 
     return StreamingResponse(written(), 200, {"cache-control": "no-store"}, JSON_TYPE)
 

@@ -72,7 +72,7 @@ class TaskTurns:
         while True:
             if error is None and not self._has_time():
                 try:
-                    yield from self._turn(client())
+                    yield from self.turn(client()).__await__()
                 except BaseException as raised:  # noqa: BLE001  (it is the coroutine's)
                     error = raised
             begun_s = self._clock()
@@ -88,16 +88,20 @@ class TaskTurns:
             except BaseException as raised:  # noqa: BLE001  (see above)
                 error = raised
 
+    def turn(self, client: str) -> asyncio.Future[None]:
+        """Return a future that is done when it is the client's turn, in a later loop iteration."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wait(client, partial(_give, turn))
+        return turn
+
     def call_later(self, client: str, step: Callable[[], object]) -> None:
         """Call a function of a client in a later loop iteration, when it is its turn."""
-        self._waiting.append(client, partial(self._timed, step))
+        self._wait(client, partial(self._timed, step))
+
+    def _wait(self, client: str, step: Callable[[], object]) -> None:
+        self._waiting.append(client, step)
         if not self._has_begun:
             self._begin()
-
-    def _turn(self, client: str) -> Generator[Any, Any, None]:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(client, partial(_give, turn))
-        return turn.__await__()
 
     def _has_time(self) -> bool:
         if not self._has_begun:

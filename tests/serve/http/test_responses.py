@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from typing import cast
+
 import pytest
 from google.protobuf import text_format
+from starlette.responses import StreamingResponse
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine import errors
-from halfserve.serve.http.responses import HTTP_STATUSES, http_status, message_dict
+from halfserve.serve.http.responses import HTTP_STATUSES, http_status, json_in_pieces, message_dict
 from halfserve.serve.protocol.status import CODES
 
 CONFIG = """
@@ -67,3 +72,27 @@ def test_defaults_are_written_out() -> None:
     content = message_dict(pb.ModelStatistics(name="m"))
     assert content["inference_count"] == 0
     assert content["batch_stats"] == []
+
+
+def test_pieces_of_several_responses_are_written_in_turns() -> None:
+    iteration, written = 0, dict[int, int]()
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(5):
+            written[iteration] = written.get(iteration, 0) + 1
+            yield b"[]"
+
+    async def read(client: str) -> None:
+        async for _ in cast("StreamingResponse", json_in_pieces(pieces(), client)).body_iterator:
+            pass
+
+    async def run() -> None:
+        nonlocal iteration
+        reading = [asyncio.create_task(read(client)) for client in ("a", "a", "b")]
+        while not all(task.done() for task in reading):
+            iteration += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert sum(written.values()) == 15
+    assert sorted(written.values())[:-1] == [1] * 12, "but for the first piece of each"
