@@ -20,6 +20,7 @@ from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch, 
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES
 from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.padding.padding import Padding
@@ -165,6 +166,7 @@ class Instance:
         self._jobs: deque[_Job] = deque()  # the running job comes first
         self._timer: asyncio.TimerHandle | None = None  # checks a running batch, or loads the copy again
         self._wait_s = how.first_wait_s
+        self._is_large = False  # whether the last batch had large outputs; only the thread uses it
         self._stopped = False
         self._closed: asyncio.Event | None = None  # set when a stopped copy has cleaned up, if that takes time
 
@@ -245,6 +247,8 @@ class Instance:
 
     def _compute(self, job: _Job, copy: _Copy) -> None:
         """Compute a batch; runs on the worker thread."""
+        if self._is_large:
+            BACKLOG.wait()
         late = _late(job.requests) if job.is_behind else []
         if late:
             in_time = [request for request in job.requests if request not in late]
@@ -253,6 +257,7 @@ class Instance:
         else:
             results, job.fault = self._results(job.requests, copy)
         job.computed = True
+        self._is_large = _are_large(results)
         with contextlib.suppress(RuntimeError):  # the loop is closed because the server gave up waiting for this batch
             job.loop.call_soon_threadsafe(self._done, job, results)
 
@@ -396,6 +401,15 @@ def _lost(requests: list[InferRequest], *, untouched: bool = False, what: str = 
     return LostRequests(
         requests, UnavailableError(f"the {what} failed while it computed this request; send it again"), untouched
     )
+
+
+def _are_large(results: Results) -> bool:
+    """Return whether the outputs of a batch are serialized apart from the event loop."""
+    last = results[-1]
+    if not isinstance(last, Answered):
+        return False
+    size = sum([array.nbytes for array in last.answers[0].values()])
+    return size > LARGE_BYTES
 
 
 def _first_line(error: Exception) -> str:
