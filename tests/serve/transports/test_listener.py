@@ -26,9 +26,9 @@ from halfserve.serve.transports.listening import Address, BindError, close, list
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.security.guarded import Certificates, infer
-from tests.serve.transports.nghttp2.http2_peer import WAIT_S, Limited, serves
+from tests.serve.transports.nghttp2.http2_peer import Limited, serves
 
 HELLO_BYTES = b"\x16\x03\x01\x02\x00"  # how a handshake of TLS begins
 HTTP_1 = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
