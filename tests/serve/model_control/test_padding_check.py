@@ -370,8 +370,8 @@ def test_padded_places_that_change_an_answer_are_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: list[NodeProto], weights: dict[str, Array], said: str
 ) -> None:
     shape: list[int | str] = ["batch", "length"]
-    x_and_y = [("x", TensorProto.FLOAT, shape)], [("y", TensorProto.FLOAT, shape)]
-    save_model(tmp_path / "m" / "1" / "model.onnx", nodes, *x_and_y, weights)
+    x, y = ([(name, int(TensorProto.FLOAT), shape)] for name in "xy")
+    save_model(tmp_path / "m" / "1" / "model.onnx", nodes, x, y, weights)
     write_config(tmp_path / "m", {"halfserve.padding": "x[1]=0 -> y[1]"})
     assert loaded(tmp_path).mixed is None
     assert said in caplog.text
