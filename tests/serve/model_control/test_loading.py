@@ -205,7 +205,7 @@ class HeldRuntime(OnnxRuntime):
 
 @contextmanager
 def controlling(
-    root: Path, runtime: OnnxRuntime, release: threading.Event, **options: float
+    root: Path, runtime: OnnxRuntime, release: threading.Event, **options: Any
 ) -> Iterator[tuple[RunningServer, ModelControl, triton.InferenceServerClient]]:
     """A server without models, what controls its models, and a client; `release` is set at the end."""
     with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
