@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from halfserve.serve.client.infer_messages import InferAnswer
     from halfserve.serve.client.model_handles import BoundModel, TensorInfo
     from halfserve.serve.client.shared_regions import SharedRegion
-    from halfserve.serve.client.streams.streaming import StreamAnswer
+    from halfserve.serve.client.streaming import StreamAnswer
 
 __all__ = [
     "AccessDenied",
@@ -205,7 +205,7 @@ _NAMES_BY_MODULE = {
     "serve.client.infer_messages": ("InferAnswer",),
     "serve.client.model_handles": ("BoundModel", "TensorInfo"),
     "serve.client.shared_regions": ("SharedRegion",),
-    "serve.client.streams.streaming": ("StreamAnswer",),
+    "serve.client.streaming": ("StreamAnswer",),
     "serve.client.array_conversion": ("Class", "classes_of"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -48,6 +48,7 @@ BELOW = {
         "serve.transports.listener",
         "serve.transports.listening",
         "serve.transports.read_scheduler",
+        "serve.transports.task_turns",
         "serve.security",
         "serve.protocol",
         "serve.observability",

@@ -118,27 +118,16 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True)
 class CheckerboardResult:
-    """The result of a training.
+    """The result of a training."""
 
-    Attributes:
-        dtype: The name of the dtype trained in.
-        loss: Mean squared error of the whole image after the last step.
-        seconds: The duration of all steps.
-        milliseconds_per_step: The median.
-        skipped_steps: Steps whose gradients overflowed.
-        scale: The loss scale at the end; 1.0 without scaling.
-        peak_bytes: The peak memory of the CUDA device; None elsewhere.
-        image: The network's output, float32 of shape (size, size), on the CPU.
-    """
-
-    dtype: str
-    loss: float
-    seconds: float
-    milliseconds_per_step: float
-    skipped_steps: int
-    scale: float
-    peak_bytes: int | None
-    image: Tensor
+    dtype: str  # the name of the dtype trained in
+    loss: float  # mean squared error of the whole image after the last step
+    seconds: float  # the duration of all steps
+    milliseconds_per_step: float  # the median
+    skipped_steps: int  # steps whose gradients overflowed
+    scale: float  # the loss scale at the end; 1.0 without scaling
+    peak_bytes: int | None  # the peak memory of the CUDA device; None elsewhere
+    image: Tensor  # the network's output, float32 of shape (size, size), on the CPU
 
 
 def train(settings: CheckerboardSettings, dtype: str, on_step: Callable[[], None] = lambda: None) -> CheckerboardResult:

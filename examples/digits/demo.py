@@ -93,7 +93,7 @@ def demo(
     parse_concurrencies(concurrency)  # before the work, not after it
     # Imported late: torch and matplotlib take seconds to load, and `--help` and usage errors do not need them.
     from halfserve.examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
-    from halfserve.serve.backends.openvino.processor import computed_halves, processor_name  # noqa: PLC0415  (see above)
+    from halfserve.serve.backends.openvino.fitness import computed_halves, processor_name  # noqa: PLC0415  (see above)
 
     files = DemoFiles(out)
     files.folder.mkdir(parents=True, exist_ok=True)

@@ -23,17 +23,11 @@ LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """The result of a training.
+    """The result of a training."""
 
-    Attributes:
-        accuracy: The share of the held-out digits that are recognized.
-        skipped: The number of steps skipped because a gradient was not finite.
-        scale: The loss scale at the end.
-    """
-
-    accuracy: float
-    skipped: int
-    scale: float
+    accuracy: float  # the share of the held-out digits that are recognized
+    skipped: int  # the number of steps skipped because a gradient was not finite
+    scale: float  # the loss scale at the end
 
     def __str__(self) -> str:
         return f"{self.accuracy:.1%} of the held-out digits recognized; {self.skipped} steps skipped; scale {self.scale:g}"

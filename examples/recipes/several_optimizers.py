@@ -25,19 +25,12 @@ HIDDEN = 64
 
 @dataclass
 class Learner:
-    """A module with an optimizer and a schedule of its own.
+    """A module with an optimizer and a schedule of its own."""
 
-    Attributes:
-        module: Its parameters are in float32.
-        learning_rate: At first.
-        losses: Of each step, unscaled.
-        skipped_steps: How often its own gradients overflowed.
-    """
-
-    module: nn.Module
-    learning_rate: float
-    losses: list[float] = field(default_factory=list)
-    skipped_steps: int = 0
+    module: nn.Module  # its parameters are in float32
+    learning_rate: float  # at first
+    losses: list[float] = field(default_factory=list)  # of each step, unscaled
+    skipped_steps: int = 0  # how often its own gradients overflowed
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.Adam(self.module.parameters(), lr=self.learning_rate)

@@ -55,38 +55,23 @@ TEXTBOOK: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxCase:
-    """One row of logits, or a batch of rows for the cross-entropy.
+    """One row of logits, or a batch of rows for the cross-entropy."""
 
-    Attributes:
-        title: What is hard about them.
-        function: `softmax`, `log_softmax` or `cross_entropy`.
-        logits: float16, shape (n, classes).
-        allowed: False takes all entries out.
-    """
-
-    title: str
-    function: str
-    logits: Tensor
-    allowed: bool = True
+    title: str  # what is hard about them
+    function: str  # `softmax`, `log_softmax` or `cross_entropy`
+    logits: Tensor  # float16, shape (n, classes)
+    allowed: bool = True  # False takes all entries out
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxErrors:
-    """The largest errors of a case's results, in units of float16's resolution; NaN or infinite if a result is.
+    """The largest errors of a case's results, in units of float16's resolution; NaN or infinite if a result is."""
 
-    Attributes:
-        case: What was computed.
-        naive: The textbook formula in float16.
-        stable_in_float16: `stable.py`, computing in float16.
-        stable: `stable.py`, computing in float32, as it does by default.
-        torch: `torch.nn.functional` on float16 tensors.
-    """
-
-    case: SoftmaxCase
-    naive: float
-    stable_in_float16: float
-    stable: float
-    torch: float
+    case: SoftmaxCase  # what was computed
+    naive: float  # the textbook formula in float16
+    stable_in_float16: float  # `stable.py`, computing in float16
+    stable: float  # `stable.py`, computing in float32, as it does by default
+    torch: float  # `torch.nn.functional` on float16 tensors
 
 
 def cases() -> list[SoftmaxCase]:

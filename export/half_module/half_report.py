@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from halfserve.export.half_module.module_tensors import Action, Kind
-from halfserve.export.weight_ledger import WeightLedger
+from halfserve.export.half_types import WeightLedger
 
 
 @dataclass(frozen=True, kw_only=True)

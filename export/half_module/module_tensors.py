@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from halfserve.export import weight_ledger
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import FP16, HalfType
-from halfserve.export.weight_ledger import WeightLedger
+from halfserve.export.half_types import FP16, HalfType, WeightLedger
+from halfserve.export.half_types import ledger_of as ledger_of_array
 
 Kind = Literal["parameter", "buffer", "attribute"]
 Action = Literal["halved", "saturated", "kept", "untouched"]
@@ -97,7 +96,7 @@ def _joined(owner: str, name: str) -> str:
 def ledger_of(tensor: Tensor, half: HalfType = FP16) -> WeightLedger:
     """Count what rounding a floating torch tensor does to its elements."""
     values = tensor.detach()
-    return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True), half)
+    return ledger_of_array((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True), half)
 
 
 def decide(name: str, tensor: Tensor, ledger: WeightLedger, *, is_buffer: bool, half: HalfType = FP16) -> tuple[Action, str]:

@@ -264,14 +264,9 @@ def _dtype(value: onnx_ir.Value) -> onnx_ir.DataType:
 
 
 def drop_idle_casts(model: onnx_ir.Model, half: onnx_ir.DataType) -> int:
-    """Remove casts that change no number: between equal types, lossless pairs, duplicates, and unread ones.
+    """Remove casts that change no number, and return how many: lossless pairs, duplicates, unread ones, those of equal types.
 
-    Args:
-        model: The converted model.
-        half: The half type; casts between other types stay.
-
-    Returns:
-        The number of casts removed.
+    Casts between other types than the half type stay.
     """
     removed = 0
     for graph in all_graphs(model):

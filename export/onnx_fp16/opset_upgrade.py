@@ -22,7 +22,7 @@ from halfserve.export.onnx_fp16.element_types import (
     takes_half,
 )
 from halfserve.export.onnx_fp16.graph import FreshNames, all_graphs, all_nodes, operators
-from halfserve.export.onnx_fp16.planning.few_digits import NORMS, SOFTMAXES, SUMS
+from halfserve.export.onnx_fp16.planning.decisions import NORMS, SOFTMAXES, SUMS
 from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
 
 UPGRADE = "upgrade-opset"

@@ -176,12 +176,10 @@ def format_table(registry: Registry) -> dict[str, str]:
 
 
 def registry_of(definitions: list[Any], provider: str) -> Registry:
-    """Reduce kernel definitions, as the runtime lists them, to what a placement depends on.
+    """Reduce one provider's kernel definitions, as the runtime lists them, to what a placement depends on.
 
-    Args:
-        definitions: Objects with `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints`
-            (type names by parameter).
-        provider: The provider whose kernels to take.
+    A definition has `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints` (type names
+    by parameter).
     """
     found: dict[tuple[str, str], dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
     for kernel in definitions:

@@ -222,11 +222,7 @@ def synthetic_samples(model: ModelSource | ModelFile, *, dims: Mapping[str, int]
 
     There are at least 32 rows, or as many batches for a model without a batch dimension. A model whose outputs would hold too
     many numbers, or that takes too long, gets fewer: as many as fit, and one batch at least. The note states the number of rows
-    and what they cannot show.
-
-    Args:
-        model: The float32 model. It runs on one batch, in a child process, to see what a row costs.
-        dims: The sizes, as in `synthesize`.
+    and what they cannot show. To see what a row costs, the float32 model runs on one batch, in a child process.
 
     Raises:
         ExportError: As `synthesize`.

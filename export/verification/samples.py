@@ -178,10 +178,6 @@ def require_finite(batches: Sequence[Feed], answers: Sequence[list[Value]]) -> N
 
     NaN may stand for a missing value, and -inf may mask. Where they propagate to the answer, the comparison proves nothing.
 
-    Args:
-        batches: The samples.
-        answers: The reference's outputs for each batch.
-
     Raises:
         ExportError: The answer to such a sample is not finite or holds no floats.
     """
@@ -311,15 +307,10 @@ def load_labels(path: Path) -> Array:
 
 
 def load_samples(source: Path | Mapping[str, Array], model: ModelFile) -> list[Array]:
-    """Read samples and check that they fit the model; each array's first dimension counts them.
+    """Read samples and check that they fit the model: arrays in the order of its inputs and in their types, samples first.
 
-    Args:
-        source: The arrays by input name, or a file that `numpy.savez(path, input_name=array, ...)` wrote. For a model with a
-            single input, the file may hold one array without a name, also as .npy.
-        model: The model whose inputs they are.
-
-    Returns:
-        The arrays in the order of the model's inputs, in their types.
+    They come by input name, or from a file that `numpy.savez(path, input_name=array, ...)` wrote. For a model with a single
+    input, the file may hold one array without a name, also as .npy.
 
     Raises:
         ExportError: The file cannot be read, holds no such arrays, one does not fit its input, or an input is no tensor.

@@ -49,17 +49,11 @@ class ObjectExistsError(StorageError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """One object of a store.
+    """One object of a store."""
 
-    Attributes:
-        path: Path below the repository's URL, with "/" between its parts.
-        size: Size in bytes.
-        tag: Changes with the content of the path: the ETag, or the store's equivalent.
-    """
-
-    path: str
-    size: int
-    tag: str
+    path: str  # path below the repository's URL, with "/" between its parts
+    size: int  # size in bytes
+    tag: str  # changes with the content of the path: the ETag, or the store's equivalent
 
 
 def is_url(text: str) -> bool:

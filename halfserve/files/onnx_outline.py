@@ -34,28 +34,18 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Location of a weight's bytes in the file.
+    """Location of a weight's bytes in the file."""
 
-    Attributes:
-        offset: offset from the file's start in bytes.
-        length: length in bytes.
-    """
-
-    offset: int
-    length: int
+    offset: int  # offset from the file's start in bytes
+    length: int  # length in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxOutline(Generic[M]):
-    """A model without the bytes of its large weights.
+    """A model without the bytes of its large weights."""
 
-    Attributes:
-        model: the ModelProto; large weights lack `raw_data`.
-        left_out: locations of these bytes, by the weight's index among the main graph's initializers.
-    """
-
-    model: M
-    left_out: Mapping[int, ByteRange]
+    model: M  # the ModelProto; large weights lack `raw_data`
+    left_out: Mapping[int, ByteRange]  # locations of these bytes, by the weight's index among the main graph's initializers
 
 
 def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
@@ -104,19 +94,12 @@ def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_byt
 
 @dataclass(frozen=True)
 class TopLevelField:
-    """Location of a field of a message in its file, as offsets in bytes.
+    """Location of a field of a message in its file, as offsets in bytes."""
 
-    Attributes:
-        number: field number in the message's definition.
-        start: offset of its key.
-        body: offset of the content of a length-delimited field; the end of the key of any other field.
-        end: offset after its last byte.
-    """
-
-    number: int
-    start: int
-    body: int
-    end: int
+    number: int  # field number in the message's definition
+    start: int  # offset of its key
+    body: int  # offset of the content of a length-delimited field; the end of the key of any other field
+    end: int  # offset after its last byte
 
 
 def top_level_fields(data: FileWindow) -> Iterator[TopLevelField]:

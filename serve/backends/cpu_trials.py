@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
+import logging
 import math
 import time
+import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from halfserve.files.atomic_files import atomic_file
-from halfserve.serve.backends.recorded_samples import RecordedSamples
+from halfserve.protos.certificates import RECORDED_INPUT, RECORDED_OUTPUT, SAMPLES
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+MAX_BYTES = 1 << 24  # most bytes of the file; the converter writes at most a fourth of this
+
+
+@dataclass(frozen=True)
+class RecordedSamples:
+    """The samples beside a certificate: inputs and answers by name, in the float32 model's types, batch dimension first."""
+
+    inputs: Mapping[str, Array]
+    answers: Mapping[str, Array]
+
+
+def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelInterface) -> RecordedSamples | None:
+    """Read the samples beside a model file; None if `certificate`, the one that the model names, vouches for none.
+
+    A warning is logged if they cannot be used. They must have all inputs of the interface; answers of further outputs are left
+    out.
+    """
+    files = certificate.get("files")
+    digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
+    if digest is None:
+        return None
+    path = model.parent / SAMPLES
+    try:
+        arrays = _arrays(path, digest)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
+        logger.warning("%s: cannot be used to check what this machine computes: %s", path, error)
+        return None
+    inputs, answers = (
+        {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        for prefix in (RECORDED_INPUT, RECORDED_OUTPUT)
+    )
+    outputs = [spec.name for spec in interface.outputs]
+    if inputs.keys() != {spec.name for spec in interface.inputs} or not answers.keys() >= set(outputs):
+        logger.warning("%s: has other inputs or outputs than the model, and is not used", path)
+        return None
+    return RecordedSamples(inputs, {name: answers[name] for name in outputs})
+
+
+def _arrays(path: Path, digest: str) -> dict[str, Array]:
+    with open_regular(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError("it is not the file that the certificate names")
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise ValueError("its arrays are compressed")  # compressed arrays may be of any size
+    with np.load(io.BytesIO(content), allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
 
 SHORT_MS = 999.5  # below this time, three digits are shown
 MOST_ROWS = 8  # most rows of a trial's batch
@@ -29,45 +93,49 @@ BUDGET_S = 2.0  # seconds for the runs of one model; each way is run at least tw
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial.
-
-    Attributes:
-        half_ms: milliseconds of the shortest run in half precision.
-        float32_ms: milliseconds of the shortest run in float32.
-        error: the largest difference of the answers, divided by the output's largest value; infinite if one is not finite.
-        recorded: whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
-    """
-
-    half_ms: float
-    float32_ms: float
-    error: float
+    half_ms: float  # milliseconds of the shortest run in half precision
+    float32_ms: float  # milliseconds of the shortest run in float32
+    error: float  # the largest difference of the answers, divided by the output's largest value; infinite if one is not finite
+    # Whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
     recorded: bool = False
 
 
 @dataclass(frozen=True)
-class TrialCache:
-    """A folder of trial results, one small file each. Unreadable or unwritable files only cost another trial."""
+class ResultCache(ABC, Generic[R]):
+    """A folder of results, one small JSON file each. Unreadable or unwritable files only cost another trial."""
 
     folder: Path | None  # None caches nothing
 
-    def find(self, key: str) -> TrialResult | None:
+    @abstractmethod
+    def from_json(self, known: Any) -> R: ...
+
+    @abstractmethod
+    def to_json(self, result: R) -> Any: ...
+
+    def find(self, key: str) -> R | None:
         if self.folder is None:
             return None
         try:
-            known = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-            half_ms, float32_ms, error = (float(known[name]) for name in ("half_ms", "float32_ms", "error"))
-            return TrialResult(half_ms, float32_ms, error, known["recorded"] is True)
-        except (OSError, ValueError, KeyError, TypeError):
+            return self.from_json(json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def keep(self, key: str, result: TrialResult) -> None:
-        """Write a result atomically."""
+    def keep(self, key: str, result: R) -> None:
         if self.folder is None:
             return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with atomic_file(self.folder / f"{key}.json") as file:
-                file.write(json.dumps(asdict(result)).encode())
+                file.write(json.dumps(self.to_json(result)).encode())
+
+
+class TrialCache(ResultCache[TrialResult]):
+    def from_json(self, known: Any) -> TrialResult:
+        half_ms, float32_ms, error = (float(known[name]) for name in ("half_ms", "float32_ms", "error"))
+        return TrialResult(half_ms, float32_ms, error, known["recorded"] is True)
+
+    def to_json(self, result: TrialResult) -> Any:
+        return asdict(result)
 
 
 def compared(
@@ -75,12 +143,8 @@ def compared(
 ) -> TrialResult | None:
     """Run both backends in turns on the same batch; None if the model cannot compute a made-up one.
 
-    Args:
-        half: the model in half precision.
-        float32: the model in float32.
-        interface: interface of the model file.
-        rows: rows of the largest batch; 0 for a model without a batch dimension.
-        samples: recorded samples, with whose answers those in half precision are compared; None makes a batch up.
+    `rows` is the largest batch, 0 for a model without a batch dimension. With `samples`, the answers in half precision are
+    compared with the recorded ones; otherwise a batch is made up.
     """
     batches: Iterable[tuple[Mapping[str, Array], Mapping[str, Array] | None]]
     if samples is None:
@@ -161,14 +225,7 @@ def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
 
 
 def describe(result: TrialResult, precision: Any, rows: int, float32_runtime: str) -> str:
-    """Describe a measurement in words.
-
-    Args:
-        result: the measurement.
-        precision: the half precision.
-        rows: rows of the model's largest batch; 0 for a model without a batch dimension.
-        float32_runtime: name of the runtime that computed in float32.
-    """
+    """Describe a measurement in words; `rows` is the model's largest batch, 0 for a model without a batch dimension."""
     batch = f"for a batch of {min(rows, MOST_ROWS)}" if rows else "for a request"
     half, float32 = (f"{ms:.3g}" if ms < SHORT_MS else f"{ms:,.0f}" for ms in (result.half_ms, result.float32_ms))
     times = f"OpenVINO in {precision} {half} ms, {float32_runtime} in float32 {float32} ms {batch}"

@@ -21,16 +21,22 @@ import onnxruntime as ort
 
 from halfserve.protos.certificates import CERTIFICATE, NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared, describe, recorded_error
+from halfserve.serve.backends.cpu_trials import (
+    RecordedSamples,
+    TrialCache,
+    TrialResult,
+    compared,
+    describe,
+    read_samples,
+    recorded_error,
+)
 from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import HALF_TYPES, half_types
 from halfserve.serve.backends.onnx_runtime.session import why_no_device
 from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettings, read_settings
-from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types
-from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
-from halfserve.serve.backends.openvino.processor import computed_halves, fast_halves, processor_name
-from halfserve.serve.backends.recorded_samples import RecordedSamples, read_samples
+from halfserve.serve.backends.openvino.fitness import computed_halves, fast_halves, processor_name, why_unfit
 from halfserve.serve.engine.backend import (
     OPENVINO_BACKEND,
     Backend,
@@ -60,11 +66,7 @@ def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
 
     A certificate's own verdict is about its `precision` ("float16" by default). `precisions` may hold further verdicts, as a
     mapping from a precision to an object with `passed`. model_control/certificate_check.py compares the files with the
-    certificate.
-
-    Args:
-        model: path of the model file.
-        named: hash of the certificate that the model names in its metadata; another certificate proves nothing.
+    certificate. A certificate of another hash than `named`, which the model has in its metadata, proves nothing.
     """
     verdicts = _verdicts(_named(model, named))
     return frozenset(name for name, verdict in verdicts.items() if verdict.get("passed") is True)
@@ -95,25 +97,16 @@ def _verdicts(certificate: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """The facts that decide in which precision a model is computed.
+    """The facts that decide in which precision a model is computed."""
 
-    Attributes:
-        path: path of the model file.
-        named: hash of the certificate that the model names in its metadata, if any.
-        written: half-precision types in the file, such as "fp16".
-        unfit: reason why OpenVINO must not compute it; None if it may.
-    """
-
-    path: Path
-    named: str | None
-    written: frozenset[str]
-    unfit: str | None
+    path: Path  # path of the model file
+    named: str | None  # hash of the certificate that the model names in its metadata, if any
+    written: frozenset[str]  # half-precision types in the file, such as "fp16"
+    unfit: str | None  # reason why OpenVINO must not compute it; None if it may
 
     def answer(self, asked: CpuPrecision) -> Sequence[CpuPrecision]:
         """Return the half precisions in which the model may be computed here; none for float32. `asked` may be AUTO.
-
-        Raises:
-            ModelLoadError: the requested precision is not proved, or cannot be computed here.
+        Raises ModelLoadError: the requested precision is not proved, or cannot be computed here.
         """
         if asked is CpuPrecision.FLOAT32:
             return ()
@@ -178,27 +171,16 @@ def _largest_error(path: Path, precision: CpuPrecision) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """A copy of a model to load on the CPU.
+    """A copy of a model to load on the CPU."""
 
-    Attributes:
-        path: path of the model file.
-        interface: interface of the file.
-        placement: device and CPU settings of the copy.
-        config: configuration of the model, to which the measurements are added.
-        in_half: loads the model in a half precision.
-        in_float32: loads the model in float32.
-        float32_runtime: name of the runtime that computes it in float32.
-        samples: recorded samples; None if there are none to use.
-    """
-
-    path: Path
-    interface: ModelInterface
-    placement: DevicePlacement
-    config: ModelConfig
-    in_half: Callable[[ModelConfig, CpuPrecision], Backend]
-    in_float32: Callable[[ModelConfig], Backend]
-    float32_runtime: str
-    samples: RecordedSamples | None
+    path: Path  # path of the model file
+    interface: ModelInterface  # interface of the file
+    placement: DevicePlacement  # device and CPU settings of the copy
+    config: ModelConfig  # configuration of the model, to which the measurements are added
+    in_half: Callable[[ModelConfig, CpuPrecision], Backend]  # loads the model in a half precision
+    in_float32: Callable[[ModelConfig], Backend]  # loads the model in float32
+    float32_runtime: str  # name of the runtime that computes it in float32
+    samples: RecordedSamples | None  # recorded samples; None if there are none to use
 
     @cached_property
     def reference(self) -> Backend:
@@ -222,25 +204,15 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Candidate:
-    """A half precision in which a model may be computed.
+    """A half precision in which a model may be computed."""
 
-    Attributes:
-        precision: the precision.
-        config: the configuration with which the backend is loaded.
-        backend: the model in this precision; None if it is not loaded.
-        gain: the time in float32 divided by the time in this precision; 0 without a measurement.
-        said: the measurement in words; "" if nothing could be measured.
-        refusal: reason why it is not computed in this precision; None if it may be.
-        level: log level of the refusal.
-    """
-
-    precision: CpuPrecision
-    config: ModelConfig
-    backend: Backend | None = None
-    gain: float = 0.0
-    said: str = ""
-    refusal: str | None = None
-    level: int = logging.WARNING
+    precision: CpuPrecision  # the precision
+    config: ModelConfig  # the configuration with which the backend is loaded
+    backend: Backend | None = None  # the model in this precision; None if it is not loaded
+    gain: float = 0.0  # the time in float32 divided by the time in this precision; 0 without a measurement
+    said: str = ""  # the measurement in words; "" if nothing could be measured
+    refusal: str | None = None  # reason why it is not computed in this precision; None if it may be
+    level: int = logging.WARNING  # log level of the refusal
 
     def load(self, copy: _Copy) -> Backend | None:
         """Load the model; None if it is refused."""
@@ -279,14 +251,11 @@ class OnnxModels:
         self._trials = trials or TrialCache(None)
 
     def describe(self, path: Path) -> ModelInterface:
-        """See `OnnxRuntime`."""
         return self._onnx.describe(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
         """Load one copy.
-
-        Raises:
-            ModelLoadError: see the runtimes; or the requested precision has no verdict, or this machine cannot compute it.
+        Raises ModelLoadError: see the runtimes; or the requested precision has no verdict, or this machine cannot compute it.
         """
         forced = config.backend == OPENVINO_BACKEND
         if not forced and (placement.require_gpu or (placement.use_gpu and why_no_device(placement) is None)):
@@ -370,9 +339,7 @@ class OnnxModels:
 
 def _require_right(backend: Backend, copy: _Copy) -> None:
     """Check OpenVINO's answers in float32 to recorded samples, if the configuration leaves no other runtime.
-
-    Raises:
-        ModelLoadError: the answers are wrong.
+    Raises ModelLoadError: the answers are wrong.
     """
     if copy.samples is None:
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +13,7 @@ from halfserve.serve.backends.onnx_models import OnnxModels
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.python.runtime import PythonRuntime
-from halfserve.serve.engine.backend import (
-    NO_TRUST,
-    Backend,
-    DevicePlacement,
-    ModelInterface,
-    Runtime,
-    Trust,
-)
+from halfserve.serve.engine.backend import NO_TRUST, Backend, DevicePlacement, ModelInterface, Runtime, Trust
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
@@ -44,10 +39,8 @@ class Runtimes:
     def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
         """Make the runtimes.
 
-        Args:
-            probe: loads ONNX models in another process first; None loads them without a trial.
-            trust: permissions for code of a repository.
-            trials: caches which precision is faster on the CPU; None measures at each load.
+        `probe` loads ONNX models in another process first; None loads them without a trial. `trials` caches which precision is
+        faster on the CPU; None measures at each load.
         """
         self._probe = probe
         self._trust = trust
@@ -63,26 +56,19 @@ class Runtimes:
 
     def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
         """See `DeclaringRuntime`; only Python models have their interface in their configuration.
-
-        Raises:
-            ModelLoadError: Python models are not trusted here, or this one cannot be used.
+        Raises ModelLoadError: Python models are not trusted here, or this one cannot be used.
         """
         return self._trusted_python(path).declared(path, config, name) if path.suffix == PYTHON_SUFFIX else None
 
     def describe(self, path: Path) -> ModelInterface:
-        """Read a model file's interface.
-
-        Raises:
-            ModelLoadError: the file is missing, is not a model, is an untrusted torch program, needs a package that is not
-                installed, or has inputs without a wire type.
+        """Read a model file's interface. Raises ModelLoadError: the file is missing, is not a model, is an untrusted torch
+        program, needs a package that is not installed, or has inputs without a wire type.
         """
         return self._of(path).describe(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
         """Load one copy; see the runtimes.
-
-        Raises:
-            ModelLoadError: a setting is invalid, the runtime refuses the model, or a required GPU is missing.
+        Raises ModelLoadError: a setting is invalid, the runtime refuses the model, or a required GPU is missing.
         """
         return self._of(path).load(path, interface, placement, config)
 
@@ -112,27 +98,29 @@ class Runtimes:
                 f"to ONNX, or start the server with {TRUST_OPTION} if you trust everybody who writes model files there"
             )
         if self._torch is None:
-            try:
+            with _installed(path, "a torch program", "'.[train]', or export the model to ONNX"):
                 from halfserve.serve.backends.torch_backend import TorchRuntime  # noqa: PLC0415  (takes a second, and may not be there)
-            except ModuleNotFoundError as error:
-                raise ModelLoadError(
-                    f"{path}: is a torch program, and the package {error.name!r} is not installed; in a checkout of "
-                    "halfserve, pip install '.[train]', or export the model to ONNX"
-                ) from None
             self._torch = TorchRuntime()
         return self._torch
 
     def _openvino_for(self, path: Path) -> OpenVinoRuntime:
         if self._openvino is None:
-            try:
+            with _installed(path, "a model for OpenVINO", "'.[openvino]'"):
                 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime  # noqa: PLC0415  (may not be there)
-            except ModuleNotFoundError as error:
-                raise ModelLoadError(
-                    f"{path}: is a model for OpenVINO, and the package {error.name!r} is not installed; in a checkout of "
-                    "halfserve, pip install '.[openvino]'"
-                ) from None
             self._openvino = OpenVinoRuntime(self._probe, trust_custom_operators=self._trust.custom_operators)
         return self._openvino
+
+
+@contextmanager
+def _installed(path: Path, kind: str, extra: str) -> Iterator[None]:
+    """Report a missing package as a reason not to load the model."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModelLoadError(
+            f"{path}: is {kind}, and the package {error.name!r} is not installed; "
+            f"in a checkout of halfserve, pip install {extra}"
+        ) from None
 
 
 def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:

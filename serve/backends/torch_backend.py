@@ -19,8 +19,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.index_ranges import IndexRange, check_indices
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
+from halfserve.serve.backends.onnx_runtime.request_errors import IndexRange, check_indices
 from halfserve.serve.backends.onnx_runtime.session_settings import read_settings
 from halfserve.serve.backends.torch_program import (
     SizeRange,
@@ -58,9 +58,7 @@ class TorchRuntime:
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a program's interface, and keep the program for the `load` that follows.
-
-        Raises:
-            ModelLoadError: the file is not an exported program, or has inputs or outputs without a wire type.
+        Raises ModelLoadError: the file is not an exported program, or has inputs or outputs without a wire type.
         """
         file, program = _file(path), _read(path)
         self._described = (file, program)
@@ -110,8 +108,6 @@ class TorchRuntime:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBackend:
-    """One program with its weights."""
-
     provider: str  # "torch on cpu" or "torch on cuda:0"
     precision: str  # precision of the computation, in words
     _program: torch.fx.GraphModule
@@ -132,11 +128,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def run(self, inputs: Tensors) -> Tensors:
-        """Compute every output, in the dtypes of the program's interface.
-
-        Raises:
-            InvalidArgumentError: the program was not exported for such a size, or an index is out of its table's range.
-            BackendError: torch refused these inputs.
+        """Compute every output, in the dtypes of the program's interface. Raises InvalidArgumentError: the program was not
+        exported for such a size, or an index is out of its table's range; BackendError: torch refused these inputs.
         """
         if self._device != CPU:
             settle_thread(self._device.index)
@@ -164,19 +157,16 @@ class TorchBackend:
 
     def _tensor(self, array: Array) -> torch.Tensor:
         # The array is copied because it is a view of a request's bytes, and a program may write to its inputs.
-        tensor = torch.from_numpy(_torch_view(array).copy())
         if array.dtype.name == "bfloat16":
-            tensor = tensor.view(torch.bfloat16)
+            tensor = torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(array.copy())
         tensor = tensor.to(self._device)
         return upcast_tensor(tensor) if self._upcast else tensor
 
 
-def _says_more_than_the_error(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(UNREADABLE_WARNINGS)
-
-
 for _name in ("torch.export", "torch.export.pt2_archive._package"):
-    logging.getLogger(_name).addFilter(_says_more_than_the_error)
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(UNREADABLE_WARNINGS))
 
 
 def _file(path: Path) -> _File | None:
@@ -235,10 +225,6 @@ def _argument(program: ExportedProgram, spec: Any, *, upcast: bool) -> Any:
     held = program.state_dict if spec.target in program.state_dict else program.constants
     value = held[spec.target]
     return upcast_tensor(value) if upcast and isinstance(value, torch.Tensor) else value
-
-
-def _torch_view(array: Array) -> Array:
-    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
 
 
 def _array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from halfserve.protos.datatypes import BY_WIRE
-from halfserve.serve.backends.index_ranges import IndexRange
+from halfserve.serve.backends.onnx_runtime.request_errors import IndexRange
 from halfserve.serve.engine.backend import TORCH_EXPORT, ModelInterface
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
@@ -103,9 +103,7 @@ def size_ranges(program: ExportedProgram) -> tuple[SizeRange, ...]:
 
 def check_sizes(ranges: tuple[SizeRange, ...], inputs: Tensors) -> None:
     """Check sizes against the exported bounds, which the program itself does not check.
-
-    Raises:
-        InvalidArgumentError: a size is out of range, or related sizes do not match.
+    Raises InvalidArgumentError: a size is out of range, or related sizes do not match.
     """
     known: dict[str, tuple[int, str]] = {}
     for rule in ranges:
@@ -298,10 +296,10 @@ def _nodes(graph_module: GraphModule) -> Iterator[Node]:
 
 
 def _is_foreign(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001  (torch has no public name for the class)
+    if isinstance(target, OpOverload):
         return target.namespace not in {"aten", "prims", "prim"}
     # Arithmetic on sizes is Python's. Higher-order operators keep given dtypes, except autocast.
-    return isinstance(target, torch._ops.HigherOrderOperator) and "autocast" in str(target)  # noqa: SLF001  (see above)
+    return isinstance(target, HigherOrderOperator) and "autocast" in str(target)
 
 
 def _upcast_dtype(argument: Any) -> Any:

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +18,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from halfserve.files.atomic_files import checked_output
 from halfserve.option_groups import takes_option_groups
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, write_csv, write_json, write_percentiles
 from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
 from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
 from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
 from halfserve.serve.benchmark.load.spec import Arrivals
 from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement
-from halfserve.serve.benchmark.report_files import report_writers
 from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from halfserve.serve.client.channel_settings import CLUSTER
@@ -56,6 +56,9 @@ def _finite(number: float | None) -> float | None:
     return number
 
 
+Writer = Callable[[BenchmarkReport], None]
+WriteFile = Callable[[Path, BenchmarkReport], None]
+
 _load = partial(typer.Option, rich_help_panel="Load")
 _comparing = partial(typer.Option, rich_help_panel="Searching and comparing")
 _requests = partial(typer.Option, rich_help_panel="Requests")
@@ -64,8 +67,6 @@ _report = partial(typer.Option, rich_help_panel="Report")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArguments:
-    """Options of `halfserve bench`."""
-
     address: Annotated[
         str,
         typer.Option(
@@ -89,8 +90,7 @@ class BenchArguments:
     ] = False
     warmup: Annotated[float, _load(help="Seconds of unmeasured load before each level.", callback=_finite, min=0)] = 0.5
     max_latency_ms: Annotated[
-        float | None,
-        _comparing(help="Find the highest load that keeps --percentile within this.", callback=_finite, min=0.001),
+        float | None, _comparing(help="Find the highest load that keeps --percentile within this.", callback=_finite, min=0.001)
     ] = None
     percentile: Annotated[float, _comparing(help="Of the latency, to be kept or stable.", callback=_finite, min=1, max=100)] = (
         99.0
@@ -129,11 +129,8 @@ class BenchArguments:
     as_json: AsJson = False
 
     def campaign(self, models: Sequence[str]) -> Campaign:
-        """Build the measurements that the options describe.
-
-        Raises:
-            BenchmarkArgumentError: an option is malformed, or options exclude each other.
-            InputArgumentError: an input or a credential cannot be read.
+        """Build the measurements that the options describe. Raises BenchmarkArgumentError: an option is malformed, or options
+        exclude each other; InputArgumentError: an input or a credential cannot be read.
         """
         given, zeros = self._data()
         most = default_processes()
@@ -320,3 +317,41 @@ def sigterm_as_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def report_writers(outputs: Mapping[str, Path | None]) -> list[Writer]:
+    """One function per file to write; anything that would prevent the writing is found here, before the measurement.
+
+    `outputs` has the path by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
+
+    Raises:
+        BenchmarkArgumentError: two options name the same file.
+        OSError: a file cannot be written; the text names the option.
+        ModuleNotFoundError: an optional package is missing.
+    """
+    given = {option: path for option, path in outputs.items() if path is not None}
+    _check_apart(given)
+    return [partial(_write_function(option), checked_output(path, option)) for option, path in given.items()]
+
+
+def _check_apart(outputs: Mapping[str, Path]) -> None:
+    taken: dict[Path, str] = {}
+    for option, path in outputs.items():
+        if path.exists() and not path.is_file():
+            continue  # /dev/null and pipes take several outputs
+        before = taken.setdefault(path.resolve(), option)
+        if before != option:
+            raise BenchmarkArgumentError(f"{before} and {option} {path}: are one file; expected a file for each")
+
+
+def _write_function(option: str) -> WriteFile:
+    # matplotlib and hdrhistogram are extras, and slow to import; an extra that is missing is found before the measurement.
+    if option in ("--html", "--plot"):
+        from halfserve.serve.benchmark.page import write_page, write_plot  # noqa: PLC0415  (an extra)
+
+        return write_page if option == "--html" else write_plot
+    if option == "--hgrm":
+        import hdrh.histogram  # type: ignore[import-untyped]  # noqa: F401, PLC0415  (an extra)
+
+        return write_percentiles
+    return write_json if option == "--output" else write_csv

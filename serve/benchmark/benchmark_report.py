@@ -1,4 +1,4 @@
-"""A benchmark report: as one object, and as bench.json.
+"""A benchmark report: as one object, and its files: bench.json, CSV, HdrHistogram text; page.py has the page and the plot.
 
 bench.json holds one object:
 
@@ -31,38 +31,23 @@ Where the server keeps no statistics, or was restarted during a load, its figure
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from halfserve.files.atomic_files import atomic_file
-from halfserve.serve.benchmark.comparison import ComparedLevel, Difference
+from halfserve.serve.benchmark.comparison import ComparedLevel, Differences
 from halfserve.serve.benchmark.level import Level
+from halfserve.serve.benchmark.load.spec import LatencyHistogram
 from halfserve.serve.benchmark.measurement import Goal, best_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Differences:
-    """Differences between the answers of one load target and those of the first.
-
-    Attributes:
-        name: name of the target.
-        outputs: one difference per output that both have.
-        not_compared: outputs that only one target has, or whose shapes differ.
-    """
-
-    name: str
-    outputs: Sequence[Difference]
-    not_compared: Sequence[str]
-
-    def to_json(self) -> dict[str, Any]:
-        outputs = [difference.to_json() for difference in self.outputs]
-        return {"name": self.name, "outputs": outputs, "not_compared": list(self.not_compared)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +127,105 @@ class BenchmarkReport:
 
 
 def write_json(path: Path, report: BenchmarkReport) -> None:
-    """Write bench.json.
-
-    Raises:
-        OSError: the file cannot be written; an existing file stays unchanged.
-    """
+    """Write bench.json. Raises OSError: the file cannot be written; an existing file stays unchanged."""
     with atomic_file(path) as file:
         file.write(json.dumps(report.to_json(), indent=2, allow_nan=False).encode() + b"\n")
+
+
+SIGNIFICANT_DIGITS = 3
+TICKS_PER_HALF_DISTANCE = 5
+NANOSECONDS_PER_MS = 1e6
+
+
+def write_csv(path: Path, report: BenchmarkReport) -> None:
+    """Write a table of the levels with a header line; times are in milliseconds, and values that the server lacks are empty.
+    Raises OSError: the file cannot be written; an existing file stays unchanged.
+    """
+    text = io.StringIO(newline="")
+    lines = list(_lines(report))
+    writer = csv.DictWriter(text, list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def _lines(report: BenchmarkReport) -> Iterator[dict[str, Any]]:
+    if not report.comparison:
+        for level in report.levels:
+            yield _line(f"{report.address}/{report.model}", 1, level)
+    for compared in report.comparison:
+        for number, level in enumerate(compared.rounds, 1):
+            yield _line(compared.name, number, level)
+
+
+def _line(name: str, number: int, level: Level) -> dict[str, Any]:
+    figures = level.to_json()
+    keys = ("concurrency", "rate", "batch_size", "requests", "errors", "seconds", "requests_per_second", "rows_per_second")
+    return {
+        "name": name,
+        "round": number,
+        **{key: figures[key] for key in (*keys, "goodput_per_second")},
+        **{f"{key}_ms": value for key, value in figures["latency_ms"].items()},
+        "mean_batch_size": figures["mean_batch_size"],
+        **{f"server_{key}_ms": value for key, value in figures["server_ms"].items()},
+    }
+
+
+def level_paths(path: Path, report: BenchmarkReport) -> list[tuple[Path, Level]]:
+    """Path of each level's file: `path` itself for a single level, else NAME-16.hgrm, NAME-64.hgrm and so on.
+
+    The files of a load that was measured several times are NAME-16-1.hgrm, NAME-16-2.hgrm.
+    """
+    if len(report.levels) == 1:
+        return [(path, report.levels[0])]
+    several = len({level.batch_size for level in report.levels}) > 1
+    names = [f"{path.stem}{_rows(level) if several else ''}-{level.load.amount:.15g}" for level in report.levels]
+    for name, count in Counter(names).items():
+        if count > 1:
+            numbers = iter(range(1, count + 1))
+            names = [f"{one}-{next(numbers)}" if one == name else one for one in names]
+    return [(path.with_name(f"{name}{path.suffix}"), level) for name, level in zip(names, report.levels, strict=True)]
+
+
+def _rows(level: Level) -> str:
+    return f"-{level.batch_size}rows"
+
+
+def write_percentiles(path: Path, report: BenchmarkReport) -> None:
+    """Write the distributions in milliseconds, as HdrHistogram's percentile text, which its plotters read.
+    Raises OSError: a file cannot be written; an existing file stays unchanged.
+    """
+    for where, level in level_paths(path, report):
+        with atomic_file(where) as file:
+            file.write(percentile_text(level.histogram))
+
+
+def percentile_text(latencies: LatencyHistogram) -> bytes:
+    """Lines of value, percentile, count and 1/(1-percentile), then mean, deviation, maximum and total, in milliseconds."""
+    histogram = hdr_histogram(latencies)
+    lines = [f"{'Value':>12} {'Percentile':>14} {'TotalCount':>10} {'1/(1-Percentile)':>14}", ""]
+    for point in histogram.get_percentile_iterator(TICKS_PER_HALF_DISTANCE):
+        fraction = point.percentile_level_iterated_to / 100
+        line = f"{_ms(point.value_iterated_to):12.3f} {fraction:2.12f} {point.total_count_to_this_value:10d}"
+        lines.append(line if fraction >= 1 else f"{line} {1 / (1 - fraction):14.2f}")
+    mean, deviation = _ms(histogram.get_mean_value()), _ms(histogram.get_stddev())
+    largest, total = _ms(histogram.get_max_value()), histogram.get_total_count()
+    lines.append(f"#[Mean    = {mean:12.3f}, StdDeviation   = {deviation:12.3f}]")
+    lines.append(f"#[Max     = {largest:12.3f}, Total count    = {total:12d}]")
+    lines.append(f"#[Buckets = {histogram.bucket_count:12d}, SubBuckets     = {histogram.sub_bucket_count:12d}]")
+    return "\n".join([*lines, ""]).encode()
+
+
+def _ms(nanoseconds: float) -> float:
+    return nanoseconds / NANOSECONDS_PER_MS
+
+
+def hdr_histogram(latencies: LatencyHistogram) -> Any:
+    """Convert to an hdrh.histogram.HdrHistogram in nanoseconds."""
+    from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]  # noqa: PLC0415  (an extra)
+
+    histogram = HdrHistogram(1, max(2, latencies.max_ns), SIGNIFICANT_DIGITS)
+    for value, count in zip(latencies.values_ns.tolist(), latencies.counts.tolist(), strict=True):
+        histogram.record_value(min(value, latencies.max_ns), count)
+    return histogram

@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from halfserve.serve.benchmark import BenchmarkError
-from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, Differences
+from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.comparison import ComparedLevel, compare, differences
 from halfserve.serve.benchmark.level import Level, Load
-from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
+from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement, measure, search
+from halfserve.serve.benchmark.tables import ProgressBar
 from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
@@ -22,57 +22,27 @@ CPUS_PER_PROCESS = 4  # one load process per this many CPUs; the other CPUs are 
 Ending = BenchmarkError | ClientError | KeyboardInterrupt | None
 
 
-class ProgressListener(Protocol):
-    """Shows progress."""
-
-    def begin(self, what: str, measurements: int | None) -> None:
-        """Start, with the number of loads to measure, or None for an unknown number."""
-
-    def window(self, load: Load, tally: LoadStatistics) -> None:
-        """Show the statistics of the last window."""
-
-    def done(self, level: Level) -> None:
-        """Record that a load has been measured."""
-
-    def note(self, line: str) -> None:
-        """Show a line of text."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """Measurements of one `halfserve bench`.
+    """Measurements of one `halfserve bench`."""
 
-    Attributes:
-        address: HOST:PORT of the server.
-        models: names of the models; requests go to them in turn.
-        against: (address, model) of each load target to compare with.
-        loads: loads to measure in order; for a search, its lowest and highest load.
-        how: settings of each measurement.
-        options: contents and transport of the requests.
-        batch_sizes: rows per request; every load is measured with each.
-        goal: latency limit of a search for the highest load; None to measure the loads as they are.
-        rounds: rounds of a comparison.
-        command: the command line.
-    """
-
-    address: str
-    models: Sequence[str]
-    loads: Sequence[Load]
-    how: Measurement
-    options: RequestSettings
-    batch_sizes: Sequence[int] = (1,)
-    against: Sequence[tuple[str, str]] = ()
-    goal: Goal | None = None
-    rounds: int = 5
-    command: str = ""
+    address: str  # HOST:PORT of the server
+    models: Sequence[str]  # names of the models; requests go to them in turn
+    loads: Sequence[Load]  # loads to measure in order; for a search, its lowest and highest load
+    how: Measurement  # settings of each measurement
+    options: RequestSettings  # contents and transport of the requests
+    batch_sizes: Sequence[int] = (1,)  # rows per request; every load is measured with each
+    against: Sequence[tuple[str, str]] = ()  # (address, model) of each load target to compare with
+    goal: Goal | None = None  # latency limit of a search for the highest load; None to measure the loads as they are
+    rounds: int = 5  # rounds of a comparison
+    command: str = ""  # the command line
 
 
-def carry_out(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+def carry_out(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     """Measure; return the report, and the error that ended the campaign early: the levels measured before are kept.
 
-    Raises:
-        BenchmarkArgumentError: the options do not fit the model; nothing was measured.
-        ClientError: the server does not answer, or refuses the requests; nothing was measured.
+    Nothing was measured if it raises BenchmarkArgumentError: the options do not fit the model; or ClientError: the server does
+    not answer, or refuses the requests.
     """
     return _compared(campaign, progress) if campaign.against else _swept(campaign, progress)
 
@@ -83,7 +53,7 @@ def default_processes() -> int:
     return max(1, min(MAX_DEFAULT_PROCESSES, cpus // CPUS_PER_PROCESS))
 
 
-def _swept(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+def _swept(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     levels: list[Level] = []
     report: BenchmarkReport | None = None
     total = None if campaign.goal else len(campaign.loads) * len(campaign.batch_sizes)
@@ -111,14 +81,14 @@ def _swept(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkRep
     return replace(report, levels=levels), ended
 
 
-def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressListener) -> Iterator[Level]:
+def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressBar) -> Iterator[Level]:
     def measured(load: Load) -> Level:
         return measure(target.bench, load, campaign.how, lambda tally: progress.window(load, tally))
 
     return map(measured, campaign.loads) if campaign.goal is None else search(campaign.loads, campaign.goal, measured)
 
 
-def _compared(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     options = replace(campaign.options, batch_size=campaign.batch_sizes[0])
     places = [(campaign.address, list(campaign.models)), *((address, [model]) for address, model in campaign.against)]
     lines: list[ComparedLevel] = []
@@ -132,17 +102,22 @@ def _compared(campaign: Campaign, progress: ProgressListener) -> tuple[Benchmark
         report = _report(campaign, targets[0])
         ending: Ending = None
         try:
-            report = replace(report, differences=_differences(names, targets))
+            first, *others = targets
+            found = [
+                differences(name, first.client, first.plain_requests, other.client, other.plain_requests)
+                for name, other in zip(names[1:], others, strict=True)
+            ]
+            report = replace(report, differences=found)
             for load in campaign.loads:
                 lines += _compared_load(campaign, names, targets, load, progress)
         except (BenchmarkError, ClientError, KeyboardInterrupt) as caught:
             ending = caught
-    first = [line.rounds[0] for line in lines if line.name == names[0]]
-    return replace(report, comparison=lines, levels=first), ending
+    levels = [line.rounds[0] for line in lines if line.name == names[0]]
+    return replace(report, comparison=lines, levels=levels), ending
 
 
 def _compared_load(
-    campaign: Campaign, names: Sequence[str], targets: Sequence[LoadTarget], load: Load, progress: ProgressListener
+    campaign: Campaign, names: Sequence[str], targets: Sequence[LoadTarget], load: Load, progress: ProgressBar
 ) -> Iterator[ComparedLevel]:
     def measured(number: int, load: Load) -> Level:
         level = measure(targets[number].bench, load, campaign.how, lambda tally: progress.window(load, tally))
@@ -158,15 +133,6 @@ def _names(places: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     several = len({address for address, _ in places}) > 1
     plain = [f"{address}/{'+'.join(models)}" if several else "+".join(models) for address, models in places]
     return [name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)]
-
-
-def _differences(names: Sequence[str], targets: Sequence[LoadTarget]) -> list[Differences]:
-    first, *others = targets
-    found = []
-    for name, other in zip(names[1:], others, strict=True):
-        outputs, alone = differences(first.client, first.plain_requests, other.client, other.plain_requests)
-        found.append(Differences(name=name, outputs=outputs, not_compared=alone))
-    return found
 
 
 def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:

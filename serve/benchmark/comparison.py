@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.client.array_conversion import Array
+from halfserve.serve.client.client import Client
 from halfserve.serve.client.infer_messages import output_arrays
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelInferRequest
-    from halfserve.serve.client.client import Client
 
 MeasureOne = Callable[[int, Load], Level]
 MAX_REQUESTS = 16
@@ -41,27 +39,14 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLevel:
-    """Results of one load target under one load.
-
-    Attributes:
-        name: name of the target.
-        load: requested load.
-        rounds: one level per round.
-        per_second: successful requests per second.
-        p50_ms: median latency in milliseconds.
-        p99_ms: 99th percentile of the latency in milliseconds.
-        rate_ratio: requests per second, relative to the base in the same round.
-        p99_ratio: p99, relative to the base in the same round.
-    """
-
-    name: str
-    load: Load
-    rounds: Sequence[Level]
-    per_second: Spread
-    p50_ms: Spread
-    p99_ms: Spread
-    rate_ratio: Spread
-    p99_ratio: Spread
+    name: str  # name of the target
+    load: Load  # requested load
+    rounds: Sequence[Level]  # one level per round
+    per_second: Spread  # successful requests per second
+    p50_ms: Spread  # median latency in milliseconds
+    p99_ms: Spread  # 99th percentile of the latency in milliseconds
+    rate_ratio: Spread  # requests per second, relative to the base in the same round
+    p99_ratio: Spread  # p99, relative to the base in the same round
 
     @property
     def mean_batch_size(self) -> float | None:
@@ -93,15 +78,8 @@ class ComparedLevel:
 def compare(names: Sequence[str], load: Load, rounds: int, measure: MeasureOne, *, base: int = 0) -> Iterator[ComparedLevel]:
     """Measure all targets under one load, in turn (A B A B ...), so that a drift in the machine's speed affects all of them.
 
-    Args:
-        names: names of the targets.
-        load: load for every target.
-        rounds: measurements of each target.
-        measure: measures the target of the given index.
-        base: index of the target that the others are compared with.
-
-    Raises:
-        BaseException: raised by `measure`; the complete rounds before it are yielded first.
+    `measure` measures the target of the given index; the targets are compared with that of the index `base`. If it raises an
+    exception, the complete rounds before it are yielded first.
     """
     complete: list[list[Level]] = []
     try:
@@ -136,70 +114,52 @@ def compared(name: str, levels: Sequence[Level], base: Sequence[Level]) -> Compa
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Differences in one output, over all requests compared.
+    """Differences in one output, over all requests compared."""
 
-    Attributes:
-        output: name of the output.
-        max_abs: largest absolute difference of two elements.
-        scaled: max_abs divided by the largest magnitude in the reference's answer to the same request; the maximum over
-            requests.
-        mismatched: elements that are finite on one side only, and differing elements that are not numbers.
-        agreement: fraction of rows [..., classes] with the same argmax; None for outputs without classes.
-    """
-
-    output: str
-    max_abs: float
+    output: str  # name of the output
+    max_abs: float  # largest absolute difference of two elements
+    # max_abs divided by the largest magnitude in the reference's answer to the same request; the maximum over requests.
     scaled: float
-    mismatched: int
-    agreement: float | None
+    mismatched: int  # elements that are finite on one side only, and differing elements that are not numbers
+    agreement: float | None  # fraction of rows [..., classes] with the same argmax; None for outputs without classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """Differences between the answers of one load target and those of the first."""
+
+    name: str  # name of the target
+    outputs: Sequence[Difference]  # one difference per output that both have
+    not_compared: Sequence[str]  # outputs that only one target has, or whose shapes differ
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        outputs = [vars(difference) for difference in self.outputs]
+        return {"name": self.name, "outputs": outputs, "not_compared": list(self.not_compared)}
 
 
 def differences(
+    name: str,
     client: Client,
     requests: Sequence[ModelInferRequest],
     reference: Client,
     reference_requests: Sequence[ModelInferRequest],
-) -> tuple[list[Difference], list[str]]:
-    """Send the same inputs to two models and compare the answers.
+) -> Differences:
+    """Send the same inputs to two models and compare the answers; the reference's requests have them in its own datatypes.
 
-    Args:
-        client: client of the first model's server.
-        requests: requests to the first model.
-        reference: client of the reference model's server.
-        reference_requests: requests with the same inputs in the reference model's datatypes.
-
-    Returns:
-        One difference per output that both have, and the names of the outputs that only one side has.
-
-    Raises:
-        ClientError: a request fails.
+    `name` is that of the load target with the reference. Raises ClientError: a request fails.
     """
     found: dict[str, list[tuple[Array, Array]]] = {}
     alone: set[str] = set()
     for ours, theirs in list(zip(requests, reference_requests, strict=False))[:MAX_REQUESTS]:
-        first, second = _answers(client, ours), _answers(reference, theirs)
+        first, second = output_arrays(client.infer_message(ours)), output_arrays(reference.infer_message(theirs))
         alone |= first.keys() ^ second.keys()
-        for name in first.keys() & second.keys():
-            if first[name].shape == second[name].shape:
-                found.setdefault(name, []).append((first[name], second[name]))
+        for output in first.keys() & second.keys():
+            if first[output].shape == second[output].shape:
+                found.setdefault(output, []).append((first[output], second[output]))
             else:
-                alone.add(name)
-    return [_difference(name, pairs) for name, pairs in sorted(found.items())], sorted(alone)
-
-
-def _answers(client: Client, request: ModelInferRequest) -> Mapping[str, Array]:
-    response = client.infer_message(request)
-    bf16 = {tensor.name for tensor in response.outputs if tensor.datatype == "BF16"}
-    arrays = output_arrays(response)
-    return {name: _from_bf16(array) if name in bf16 else array for name, array in arrays.items()}
-
-
-def _from_bf16(array: Array) -> Array:
-    """Convert BF16 bit patterns, which are the upper halves of float32, to float32; other arrays are returned unchanged."""
-    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+                alone.add(output)
+    outputs = [_difference(output, pairs) for output, pairs in sorted(found.items())]
+    return Differences(name=name, outputs=outputs, not_compared=sorted(alone))
 
 
 def _has_numbers(array: Array) -> bool:

@@ -7,13 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from halfserve.protos.inference_pb2 import ModelStatistics
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelStatistics
 
 NUMBER = r"\d+(?:\.\d+)?"
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})(?::(x?)({NUMBER}))?")
@@ -36,7 +34,6 @@ class Load:
 
     @property
     def text(self) -> str:
-        """The load as text, such as "16 in flight"."""
         return f"{self.concurrency} in flight" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
@@ -45,11 +42,7 @@ class Load:
 
 
 def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
-    """Read whole numbers and ranges of them.
-
-    Raises:
-        BenchmarkArgumentError: the text is malformed, or a number is below 1.
-    """
+    """Read whole numbers and ranges of them. Raises BenchmarkArgumentError: the text is malformed, or a number is below 1."""
     numbers = list(_numbers(text, option))
     if not all(number >= 1 and number.is_integer() for number in numbers):
         raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
@@ -57,11 +50,7 @@ def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
 
 
 def parse_rates(text: str) -> list[float]:
-    """Read numbers and ranges of them.
-
-    Raises:
-        BenchmarkArgumentError: the text is malformed, or a number is 0.
-    """
+    """Read numbers and ranges of them. Raises BenchmarkArgumentError: the text is malformed, or a number is 0."""
     numbers = list(_numbers(text, "--rate"))
     if not all(0 < number < math.inf for number in numbers):
         raise BenchmarkArgumentError(f"--rate {text}: {EXPECTED}")
@@ -94,31 +83,18 @@ def _range(match: re.Match[str], given: str) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTotals:
-    """Server counters since the model was loaded, or between two times.
+    """Server counters since the model was loaded, or between two times."""
 
-    Attributes:
-        requests: successful requests.
-        failed: failed requests.
-        rows: rows computed (`inference_count`).
-        executions: batches computed.
-        queued: requests counted in `queue_ns`.
-        queue_ns: total queue time in nanoseconds.
-        computed: requests counted in the following three times.
-        compute_input_ns: time for assembling the requests' batches, in nanoseconds.
-        compute_infer_ns: time for running the model, in nanoseconds.
-        compute_output_ns: time for splitting the batches, in nanoseconds.
-    """
-
-    requests: int = 0
-    failed: int = 0
-    rows: int = 0
-    executions: int = 0
-    queued: int = 0
-    queue_ns: int = 0
-    computed: int = 0
-    compute_input_ns: int = 0
-    compute_infer_ns: int = 0
-    compute_output_ns: int = 0
+    requests: int = 0  # successful requests
+    failed: int = 0  # failed requests
+    rows: int = 0  # rows computed (`inference_count`)
+    executions: int = 0  # batches computed
+    queued: int = 0  # requests counted in `queue_ns`
+    queue_ns: int = 0  # total queue time in nanoseconds
+    computed: int = 0  # requests counted in the following three times
+    compute_input_ns: int = 0  # time for assembling the requests' batches, in nanoseconds
+    compute_infer_ns: int = 0  # time for running the model, in nanoseconds
+    compute_output_ns: int = 0  # time for splitting the batches, in nanoseconds
 
     @classmethod
     def of(cls, statistics: Iterable[ModelStatistics]) -> ServerTotals:
@@ -204,30 +180,20 @@ class Latency:
 class Level:
     """Results of one load.
 
-    Attributes:
-        load: requested load.
-        batch_size: rows per request.
-        tally: statistics of the whole load.
-        server: the server's counters over this load; None if the server keeps none, or was restarted meanwhile.
-        models: names of the models that the requests were for.
-        windows: consecutive slices of the tally, for as long as requests were started.
-        goodput_ms: latency limit of a useful answer in milliseconds; None for no limit.
-        stable: whether the last windows agreed; None if this was not required.
-        ended_early: reason why the load ended early; None if it did not.
-
     Raises:
         BenchmarkError: no request succeeded; the text has the server's message.
     """
 
-    load: Load
-    batch_size: int
-    tally: LoadStatistics
+    load: Load  # requested load
+    batch_size: int  # rows per request
+    tally: LoadStatistics  # statistics of the whole load
+    # The server's counters over this load; None if the server keeps none, or was restarted meanwhile.
     server: ServerTotals | None
-    models: Sequence[str] = ()
-    windows: Sequence[LoadStatistics] = ()
-    goodput_ms: float | None = None
-    stable: bool | None = None
-    ended_early: str | None = None
+    models: Sequence[str] = ()  # names of the models that the requests were for
+    windows: Sequence[LoadStatistics] = ()  # consecutive slices of the tally, for as long as requests were started
+    goodput_ms: float | None = None  # latency limit of a useful answer in milliseconds; None for no limit
+    stable: bool | None = None  # whether the last windows agreed; None if this was not required
+    ended_early: str | None = None  # reason why the load ended early; None if it did not
 
     def __post_init__(self) -> None:
         if not self.histogram.total:
@@ -243,27 +209,22 @@ class Level:
 
     @cached_property
     def latency(self) -> Latency:
-        """The histogram's percentiles."""
         return Latency.of(self.histogram)
 
     @property
     def requests(self) -> int:
-        """Number of successful requests."""
         return self.histogram.total
 
     @property
     def failed(self) -> int:
-        """Number of failed or unanswered requests."""
         return self.tally.failed
 
     @property
     def requests_per_second(self) -> float:
-        """Successful requests per second."""
         return self.requests / self.tally.seconds
 
     @property
     def goodput_per_second(self) -> float | None:
-        """Requests per second that succeeded within `goodput_ms`."""
         return None if self.goodput_ms is None else self.histogram.within(self.goodput_ms) / self.tally.seconds
 
     @property
@@ -276,7 +237,9 @@ class Level:
 
     def doubts(self) -> list[str]:
         """Reasons to doubt these figures, one sentence each."""
-        lines = [self._generator_doubt(), self._stability_doubt(), self._foreign_doubt()]
+        lines = [self._generator_doubt(), self._foreign_doubt()]
+        if self.stable is False:
+            lines.append("the windows kept differing by more than 10 %; the last three are shown")
         if self.ended_early is not None:
             lines.append(f"ended early ({self.ended_early}); the figures are of what was measured until then")
         return [line for line in lines if line]
@@ -329,9 +292,6 @@ class Level:
                 " or a machine that the server does not use"
             )
         return None
-
-    def _stability_doubt(self) -> str | None:
-        return "the windows kept differing by more than 10 %; the last three are shown" if self.stable is False else None
 
     def _foreign_doubt(self) -> str | None:
         answered, ours = self.server.requests if self.server else 0, self.requests + self.failed

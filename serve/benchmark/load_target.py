@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory, Member
+from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
@@ -31,11 +32,6 @@ from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.infer_messages import Parameter, SharedSlice
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from halfserve.protos.inference_pb2 import ModelInferRequest
-
 ALIGNMENT = 64  # alignment of each tensor in bytes; the width of a vector register
 SharedMemory: TypeAlias = Literal["system", "cuda"]
 
@@ -47,7 +43,6 @@ class _Places:
         self.end = 0
 
     def take(self, size: int) -> int:
-        """Allocate a part of `size` bytes and return its offset."""
         offset = -(-self.end // ALIGNMENT) * ALIGNMENT
         self.end = offset + size
         return offset
@@ -60,17 +55,11 @@ def shared_requests(
     kind: SharedMemory,
     stack: ExitStack,
 ) -> list[pb.ModelInferRequest]:
-    """Requests whose inputs and outputs are in shared memory.
+    """Requests whose inputs and outputs are in shared memory, which is open until `stack` is closed.
 
     Each distinct request has its own places for inputs and outputs. Requests in flight at the same time may share a place for
-    outputs, because the answers are not read.
-
-    Args:
-        client: client of the server, which must be on this machine.
-        requests: requests with raw inputs.
-        answers: the answer to each of them; it determines the outputs and their sizes.
-        kind: the system's memory, or that of the first CUDA device.
-        stack: keeps the memory open until it is closed.
+    outputs, because the answers are not read. `answers` has the answer to each request; it determines the outputs and their
+    sizes.
 
     Raises:
         ClientError: the server does not support shared memory, is not on this machine, or there is too little of it.
@@ -131,54 +120,26 @@ def _rewritten(
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings:
-    """Contents and transport of the requests.
-
-    Attributes:
-        batch_size: rows per request.
-        shapes: shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
-        given: input name -> array or parsed JSON.
-        zeros: whether other inputs are zeros instead of random.
-        parameters: parameters of every request.
-        version: version of the model; empty for the server's choice.
-        streaming: whether to use ModelStreamInfer instead of ModelInfer.
-        shared_memory: kind of memory that holds the tensors; None sends them.
-        processes: number of load processes.
-        timeout_s: time limit of the calls that prepare the load, in seconds.
-        tls: certificates for an encrypted connection; None for no encryption.
-        token: bearer token of every call; only over TLS, or to this machine.
-        metadata: gRPC metadata of every call.
-    """
-
-    batch_size: int = 1
+    batch_size: int = 1  # rows per request
+    # Shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
     shapes: Sequence[Mapping[str, Sequence[int]]] = ()
-    given: Mapping[str, Any] = field(default_factory=dict)
-    zeros: bool = False
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    version: str = ""
-    streaming: bool = False
-    shared_memory: SharedMemory | None = None
-    processes: int = 1
-    timeout_s: float = 30.0
-    tls: Tls | None = None
-    token: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)  # input name -> array or parsed JSON
+    zeros: bool = False  # whether other inputs are zeros instead of random
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # parameters of every request
+    version: str = ""  # version of the model; empty for the server's choice
+    streaming: bool = False  # whether to use ModelStreamInfer instead of ModelInfer
+    shared_memory: SharedMemory | None = None  # kind of memory that holds the tensors; None sends them
+    processes: int = 1  # number of load processes
+    timeout_s: float = 30.0  # time limit of the calls that prepare the load, in seconds
+    tls: Tls | None = None  # certificates for an encrypted connection; None for no encryption
+    token: str | None = None  # bearer token of every call; only over TLS, or to this machine
+    metadata: Mapping[str, str] = field(default_factory=dict)  # gRPC metadata of every call
 
 
 class LoadTarget:
     """A server or cluster that is ready to be loaded: it has answered one request for each model.
 
-    Args:
-        address: HOST:PORT of its gRPC port, or cluster://HOST:PORT,...: then all members that serve the models are loaded.
-        models: names of the models; requests go to them in turn.
-        options: contents and transport of the requests.
-
-    Attributes:
-        models: names of the models.
-        versions: version that answered, by model.
-        provider: execution provider of the first model; None if the server does not say.
-        requests: (index of the model, request) for every distinct request, the models in turn.
-        plain_requests: requests to the first model with their tensors in the message.
-        notes: one line for each change made to the given inputs.
+    Of a cluster (cluster://HOST:PORT,...) all members that serve the models are loaded. Requests go to the models in turn.
 
     Raises:
         BenchmarkArgumentError: the options do not fit a model.
@@ -186,11 +147,11 @@ class LoadTarget:
     """
 
     def __init__(self, address: str, models: Sequence[str], options: RequestSettings) -> None:
-        self.models = tuple(models)
-        self.versions: dict[str, str] = {}
-        self.provider: str | None = None
-        self.notes: list[str] = []
-        self.plain_requests: list[ModelInferRequest] = []
+        self.models = tuple(models)  # names of the models
+        self.versions: dict[str, str] = {}  # version that answered, by model
+        self.provider: str | None = None  # execution provider of the first model; None if the server does not say
+        self.notes: list[str] = []  # one line for each change made to the given inputs
+        self.plain_requests: list[ModelInferRequest] = []  # requests to the first model with their tensors in the message
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
         self._stack = ExitStack()
@@ -201,7 +162,7 @@ class LoadTarget:
             self.client = self._stack.enter_context(
                 Client(address, timeout_s=options.timeout_s, tls=options.tls, token=options.token, metadata=options.metadata)
             )
-            self.requests = self._all_requests()
+            self.requests = self._all_requests()  # (index of the model, request) for every distinct request, the models in turn
             self.generator = self._stack.enter_context(self._generator(places or self._members(address)))
         except BaseException:
             self._stack.close()
@@ -209,12 +170,7 @@ class LoadTarget:
 
     @property
     def bench(self) -> Bench:
-        return Bench(
-            generator=self.generator,
-            read_totals=self.totals,
-            batch_size=self._options.batch_size,
-            models=self.models,
-        )
+        return Bench(generator=self.generator, read_totals=self.totals, batch_size=self._options.batch_size, models=self.models)
 
     def totals(self) -> ServerTotals | None:
         """The server's counters for these models; None if the server keeps none."""
@@ -229,13 +185,12 @@ class LoadTarget:
         return ServerTotals.of(counted.values())
 
     def close(self) -> None:
-        """End the processes and close the connection."""
         self._stack.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _all_requests(self) -> list[tuple[int, ModelInferRequest]]:
@@ -333,11 +288,7 @@ class LoadTarget:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of HOST:PORT.
-
-    Raises:
-        BenchmarkArgumentError: it is not HOST:PORT.
-    """
+    """The two parts of HOST:PORT. Raises BenchmarkArgumentError: it is not HOST:PORT."""
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not (port.isdecimal() and port.isascii()) or not 0 < int(port) < 2**16:
         raise BenchmarkArgumentError(f"the address must be HOST:PORT, such as 127.0.0.1:8001, not {address!r}")
@@ -349,8 +300,5 @@ def _files(tls: Tls) -> TlsPaths:
         return None if path is None else str(path)
 
     return TlsPaths(
-        authorities=text(tls.authorities),
-        certificate=text(tls.certificate),
-        key=text(tls.key),
-        server_name=tls.server_name,
+        authorities=text(tls.authorities), certificate=text(tls.certificate), key=text(tls.key), server_name=tls.server_name
     )

@@ -25,12 +25,7 @@ NEARLY = 0.99  # slices may end slightly before or after their time
 
 
 def is_stable(windows: Sequence[LoadStatistics], percent: float) -> bool:
-    """Whether throughput and latency of the last three windows are each within 10 % of their mean.
-
-    Args:
-        windows: windows in order of time.
-        percent: percentile of the latency that must agree.
-    """
+    """Whether throughput and latency (at `percent`) of the last three windows are each within 10 % of their mean."""
     last = windows[-WINDOWS:]
     if len(last) < WINDOWS or not all(window.latency.total for window in last):
         return False
@@ -46,56 +41,27 @@ def _agree(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Settings of a measurement.
-
-    Attributes:
-        seconds: length of a load, or of one window if `until_stable`; None if `requests` limits it.
-        requests: number of requests of a load; None if `seconds` limits it.
-        until_stable: measure further windows until three agree.
-        warmup_s: unmeasured load before the measurement, in seconds.
-        timeout_s: deadline of each request, in seconds.
-        arrivals: distribution of the requests of a rate.
-        connections: connections to the server, over all processes.
-        percent: latency percentile that must be stable.
-        goodput_ms: latency limit of a useful answer in milliseconds; None for no limit.
-    """
-
-    seconds: float | None = 2.0
-    requests: int | None = None
-    until_stable: bool = False
-    warmup_s: float = 0.5
-    timeout_s: float = 30.0
-    arrivals: Arrivals = "poisson"
-    connections: int = 1
-    percent: float = 99.0
-    goodput_ms: float | None = None
+    seconds: float | None = 2.0  # length of a load, or of one window if `until_stable`; None if `requests` limits it
+    requests: int | None = None  # number of requests of a load; None if `seconds` limits it
+    until_stable: bool = False  # measure further windows until three agree
+    warmup_s: float = 0.5  # unmeasured load before the measurement, in seconds
+    timeout_s: float = 30.0  # deadline of each request, in seconds
+    arrivals: Arrivals = "poisson"  # distribution of the requests of a rate
+    connections: int = 1  # connections to the server, over all processes
+    percent: float = 99.0  # latency percentile that must be stable
+    goodput_ms: float | None = None  # latency limit of a useful answer in milliseconds; None for no limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A server under load.
-
-    Attributes:
-        generator: load generator with the requests, connected to the server.
-        read_totals: reads the server's counters; returns None if the server keeps none.
-        batch_size: rows per request.
-        models: names of the models that the requests are for.
-    """
-
-    generator: LoadGenerator
-    read_totals: ReadTotals
-    batch_size: int
-    models: tuple[str, ...]
+    generator: LoadGenerator  # load generator with the requests, connected to the server
+    read_totals: ReadTotals  # reads the server's counters; returns None if the server keeps none
+    batch_size: int  # rows per request
+    models: tuple[str, ...]  # names of the models that the requests are for
 
 
 def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = lambda _: None) -> Level:
-    """Load the server and return the results.
-
-    Args:
-        bench: the server and its load generator.
-        load: load to apply.
-        how: settings of the measurement.
-        on_window: called several times a second with the statistics since the last call.
+    """Load the server and return the results; `on_window` gets the statistics since its last call, several times a second.
 
     Raises:
         BenchmarkError: no request succeeded, the server stopped during the warm-up, or a load process died.
@@ -199,15 +165,8 @@ def _shown(tally: LoadStatistics, on_window: OnWindow) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A latency limit.
-
-    Attributes:
-        percent: percentage of requests that must be within the limit.
-        max_ms: latency limit in milliseconds.
-    """
-
-    percent: float
-    max_ms: float
+    percent: float  # percentage of requests that must be within the limit
+    max_ms: float  # latency limit in milliseconds
 
     def kept_by(self, level: Level) -> bool:
         """Whether the level meets the goal; it does not if a request failed or the load ended early."""

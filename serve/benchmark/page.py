@@ -43,9 +43,7 @@ svg { max-width: 100%; height: auto } code { background: #f3f3f3; padding: .1rem
 
 def write_plot(path: Path, report: BenchmarkReport) -> None:
     """Draw a PNG with two panels over one axis of the load (log2): requests per second, and p50 and p99 latency.
-
-    Raises:
-        OSError: the file cannot be written; an existing file stays unchanged.
+    Raises OSError: the file cannot be written; an existing file stays unchanged.
     """
     # Without pyplot: no global state, no display needed.
     figure = Figure(figsize=(8, 7), layout="constrained")
@@ -210,11 +208,7 @@ def _svg(figure: Figure, axes: Axes) -> str:
 
 
 def write_page(path: Path, report: BenchmarkReport) -> None:
-    """Write the page.
-
-    Raises:
-        OSError: the file cannot be written; an existing file stays unchanged.
-    """
+    """Write the page. Raises OSError: the file cannot be written; an existing file stays unchanged."""
     content = page(report).encode()
     with atomic_file(path) as file:
         file.write(content)
@@ -247,7 +241,6 @@ def _section(heading: str, svg: str) -> list[str]:
 
 
 def _table(table: Table) -> str:
-    """The terminal's table as HTML."""
     text = io.StringIO()
     text.write(f"<table><caption>{escape(str(table.title))}</caption><tr>")
     text.writelines(f"<th>{escape(str(column.header))}</th>" for column in table.columns)

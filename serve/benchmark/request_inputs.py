@@ -7,17 +7,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from halfserve.protos.datatypes import Datatype
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 from halfserve.serve.benchmark import BenchmarkArgumentError
 from halfserve.serve.client.array_conversion import Array, converted, datatype_named
 from halfserve.serve.client.infer_messages import Parameter, infer_request
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 
 SEED = 2024
 DISTINCT_RANDOM = 8  # enough that caches cannot answer instead of the model
@@ -27,13 +24,8 @@ RANDOM_STRING_BYTES = 8
 
 
 def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
-    """Read `--shape NAME:D1,D2,...`.
-
-    Returns:
-        The shapes of the requests in turn; their number is that of the input given most often.
-
-    Raises:
-        BenchmarkArgumentError: an argument is malformed, or a size is below 1.
+    """Read `--shape NAME:D1,D2,...`: the shapes of the requests in turn, as many as the input given most often has.
+    Raises BenchmarkArgumentError: an argument is malformed, or a size is below 1.
     """
     shapes: dict[str, list[list[int]]] = {}
     for argument in arguments:
@@ -48,9 +40,7 @@ def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
     """Read `--parameter NAME=VALUE`: a value that is a JSON number, true or false has that type, any other is text.
-
-    Raises:
-        BenchmarkArgumentError: an argument is malformed.
+    Raises BenchmarkArgumentError: an argument is malformed.
     """
     parameters: dict[str, Parameter] = {}
     for argument in arguments:
@@ -67,27 +57,14 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPlan:
-    """Contents of a load's requests.
-
-    Attributes:
-        metadata: metadata of the model.
-        max_batch_size: largest batch size in the model's configuration; 0 for a model without a batch dimension.
-        batch_size: rows per request.
-        shapes: shapes of inputs with variable sizes, by name, without the batch dimension.
-        given: arrays that fit the model (see `fitted_inputs`); inputs missing here are random.
-        version: version of the model; empty for the server's choice.
-        zeros: whether inputs that are not given are zeros (empty strings) instead of random.
-        parameters: parameters of every request.
-    """
-
-    metadata: ModelMetadataResponse
-    max_batch_size: int
-    batch_size: int
-    shapes: Mapping[str, Sequence[int]]
-    given: Mapping[str, Array]
-    version: str = ""
-    zeros: bool = False
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    metadata: ModelMetadataResponse  # metadata of the model
+    max_batch_size: int  # largest batch size in the model's configuration; 0 for a model without a batch dimension
+    batch_size: int  # rows per request
+    shapes: Mapping[str, Sequence[int]]  # shapes of inputs with variable sizes, by name, without the batch dimension
+    given: Mapping[str, Array]  # arrays that fit the model (see `fitted_inputs`); inputs missing here are random
+    version: str = ""  # version of the model; empty for the server's choice
+    zeros: bool = False  # whether inputs that are not given are zeros (empty strings) instead of random
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # parameters of every request
 
     def requests(self) -> list[ModelInferRequest]:
         """Distinct requests to send in turn; they have the same values at every call, and for models with other datatypes.
@@ -138,7 +115,6 @@ class RequestPlan:
         return chosen
 
     def _distinct(self) -> int:
-        """Number of distinct requests to make."""
         size = sum(self._request_bytes(tensor.name, datatype_named(tensor.datatype)) for tensor in self.metadata.inputs)
         rows = max((len(array) for array in self.given.values()), default=0)
         wanted = min(DISTINCT_GIVEN, math.ceil(rows / self.batch_size)) if self.max_batch_size else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich import box
 from rich.console import Console
@@ -16,16 +16,12 @@ from halfserve.serve.benchmark.level import Level, Load, ServerTotals
 from halfserve.serve.benchmark.load.spec import LoadStatistics
 from halfserve.serve.client.cli.display import printable
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 LATENCY_HEADINGS = ("p50\nms", "p99\nms", "max\nms")
 LONGEST_NAME = 16  # longest name of a target in a comparison table
 SERVER_HEADINGS = ("mean\nbatch", "queue\nms", "compute\nms")
 
 
 def tables(report: BenchmarkReport) -> Iterator[Table]:
-    """The tables of a report."""
     if report.comparison:
         yield comparison_table(report)
         if report.differences:
@@ -37,7 +33,6 @@ def tables(report: BenchmarkReport) -> Iterator[Table]:
 
 
 def levels_table(report: BenchmarkReport) -> Table:
-    """One line per load."""
     levels = report.levels
     per_row = any(level.batch_size > 1 for level in levels)
     sizes, goodput = len({level.batch_size for level in levels}) > 1, any(level.goodput_ms for level in levels)
@@ -114,7 +109,6 @@ def _ratio(spread: Spread) -> str:
 
 
 def differences_table(report: BenchmarkReport) -> Table:
-    """Table of the differences between the targets' answers."""
     table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("target", "output", "largest\nerror", "of the\nlargest value", "argmax\nagrees", "mismatched"):
         table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
@@ -173,6 +167,6 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress.live.is_started:
             self._progress.stop()

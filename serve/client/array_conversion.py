@@ -52,9 +52,7 @@ def fits(given: Sequence[int], expected: Sequence[int]) -> bool:
 
 def check_shape(given: Sequence[int], expected: Sequence[int], where: str) -> None:
     """Refuse a shape that the model does not take.
-
-    Raises:
-        InvalidRequest: it does; the text gives both shapes, and says so if only the batch dimension is missing.
+    Raises InvalidRequest: the text gives both shapes, and says so if only the batch dimension is missing.
     """
     if fits(given, expected):
         return
@@ -64,11 +62,7 @@ def check_shape(given: Sequence[int], expected: Sequence[int], where: str) -> No
 
 
 def datatype_named(wire: str) -> Datatype:
-    """The datatype of this name in the protocol.
-
-    Raises:
-        ClientError: this client does not know the datatype.
-    """
+    """The datatype of this name in the protocol. Raises ClientError: this client does not know the datatype."""
     if wire not in BY_WIRE:
         known = ", ".join(BY_WIRE)
         raise ClientError(f"the server named the datatype {wire!r}, expected one of {known}", code="INTERNAL")
@@ -76,21 +70,13 @@ def datatype_named(wire: str) -> Datatype:
 
 
 def as_input(value: Any, datatype: Datatype, where: str) -> Array:
-    """The array to send for one input.
+    """The array to send for one input; for BF16 uint16 bit patterns, for BYTES an object array of `bytes` and `str`.
 
     An array must have the model's dtype or one that casts to it without loss (uint8 to FP16, float16 to FP32): the caller
-    decides which precision to lose. Lists and plain numbers have no dtype of their own and are converted, if they fit.
+    decides which precision to lose. Lists and plain numbers have no dtype of their own and are converted, if they fit. `where`
+    begins an error's text, such as "input 'x' of model 'mlp'".
 
-    Args:
-        value: an array or an array-like (a tensor of torch or jax, a data frame); a list, number or string.
-        datatype: the model's.
-        where: start of the error's text, such as "input 'x' of model 'mlp'".
-
-    Returns:
-        Array of the datatype's dtype; for BF16 uint16 bit patterns, for BYTES an object array of `bytes` and `str`.
-
-    Raises:
-        InvalidRequest: the dtype differs and the cast could lose information, or a value does not fit.
+    Raises InvalidRequest: the dtype differs and the cast could lose information, or a value does not fit.
     """
     if isinstance(value, list | tuple | bool | int | float | str | bytes):
         return converted(value, datatype, where)
@@ -110,19 +96,10 @@ def as_input(value: Any, datatype: Datatype, where: str) -> Array:
 
 
 def converted(value: Any, datatype: Datatype, where: str) -> Array:
-    """Convert to the datatype, rounding fractions to the nearest representable value without leaving its range.
+    """Convert as `as_input` does, but round fractions to the nearest representable value without leaving the datatype's range.
 
-    Args:
-        value: an array or (nested) list of numbers, booleans or strings.
-        datatype: datatype of the model's input.
-        where: start of the error's text.
-
-    Returns:
-        Array as returned by `as_input`.
-
-    Raises:
-        InvalidRequest: the value is ragged or not numeric, a finite number is out of the datatype's range, or a fraction is
-            given for an integer datatype. The text gives the first such value and its position.
+    Raises InvalidRequest: the value is ragged or not numeric, a finite number is out of the datatype's range, or a fraction is
+    given for an integer datatype. The text gives the first such value and its position.
     """
     if datatype.wire == "BYTES":
         return _strings(value, where)

@@ -6,23 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
 from halfserve.serve.client.base import ClientBase
-from halfserve.serve.client.client_method import AsyncRunner, CallSettings, ClientOperation
+from halfserve.serve.client.client_connection import AsyncRunner, CallSettings, ClientOperation
 from halfserve.serve.client.cluster.channel import AsyncClusterChannel
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
 from halfserve.serve.client.infer_exchange import RequestOptions, close_region, open_region
 from halfserve.serve.client.model_handles import BoundModel, bind
 from halfserve.serve.client.shared_regions import SharedRegion
-from halfserve.serve.client.streams.stream_drivers import AsyncStream, Source, is_cancelled
-from halfserve.serve.client.streams.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from halfserve.serve.client.stream_drivers import AsyncStream, Source, is_cancelled
+from halfserve.serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 
 class AsyncClient(ClientBase, AsyncRunner):
@@ -57,9 +54,7 @@ class AsyncClient(ClientBase, AsyncRunner):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def stream_infer(

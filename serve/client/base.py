@@ -6,28 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.client import management
 from halfserve.serve.client.array_conversion import Array
-from halfserve.serve.client.client_connection import ClientConnection
-from halfserve.serve.client.client_method import ClientMethod, ClientOperation
-from halfserve.serve.client.exchange import (
-    Exchange,
-)
-from halfserve.serve.client.infer_exchange import (
-    InferOptions,
-    SendOptions,
-    infer,
-    infer_message,
-    without_sending,
-)
+from halfserve.serve.client.client_connection import ClientConnection, ClientMethod, ClientOperation
+from halfserve.serve.client.exchange import Exchange
+from halfserve.serve.client.infer_exchange import InferOptions, SendOptions, infer, infer_message, without_sending
 from halfserve.serve.client.infer_messages import InferAnswer
 from halfserve.serve.client.management import LogSetting, TraceSetting
-
-if TYPE_CHECKING:
-    from halfserve.protos.model_config_pb2 import ModelConfig
 
 
 class ClientBase(ClientConnection):

@@ -39,30 +39,13 @@ _COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Defl
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Target of a gRPC channel.
+    """Target of a gRPC channel."""
 
-    Attributes:
-        uri: address in gRPC's notation.
-        shown: address as given, for error texts.
-        is_local: whether the server is on this machine, so that nothing crosses a network.
-        members: HOST:PORT of some members of a cluster, from which the others are learned; empty for a single server.
-    """
-
-    uri: str
-    shown: str
-    is_local: bool
+    uri: str  # address in gRPC's notation
+    shown: str  # address as given, for error texts
+    is_local: bool  # whether the server is on this machine, so that nothing crosses a network
+    # HOST:PORT of some members of a cluster, from which the others are learned; empty for a single server.
     members: tuple[str, ...] = ()
-
-
-def checked_balancing(balancing: Balancing) -> Balancing:
-    """Return the balancing policy if it is valid.
-
-    Raises:
-        InvalidRequest: it is not one of BALANCINGS.
-    """
-    if balancing not in BALANCINGS:
-        raise InvalidRequest(f"balancing must be one of {', '.join(BALANCINGS)}, not {balancing!r}")
-    return balancing
 
 
 def parse_address(address: str | Sequence[str]) -> ServerAddress:
@@ -104,9 +87,7 @@ def parse_address(address: str | Sequence[str]) -> ServerAddress:
 
 def check_encrypted(server: ServerAddress, tls: Tls | None) -> None:
     """Refuse to send a token where others could read it.
-
-    Raises:
-        InvalidRequest: the server is on another machine, and the connection is not encrypted.
+    Raises InvalidRequest: the server is on another machine, and the connection is not encrypted.
     """
     if tls is None and not server.is_local:
         raise InvalidRequest(
@@ -205,18 +186,14 @@ def _read(what: str, path: Path | str | None) -> bytes | None:
 
 def headers_of(metadata: Mapping[str, HeaderValue] | None) -> Headers:
     """Metadata as gRPC takes it, from a mapping; names are put into lower case.
-
-    Raises:
-        InvalidRequest: gRPC cannot send a name or a value.
+    Raises InvalidRequest: gRPC cannot send a name or a value.
     """
     return tuple(_header(name.lower(), value) for name, value in (metadata or {}).items())
 
 
 def bearer(token: Token) -> tuple[tuple[str, str], ...]:
     """The header that carries a token; a callable is called for each RPC, so that the token can be renewed.
-
-    Raises:
-        InvalidRequest: the token is empty or has characters that are not allowed.
+    Raises InvalidRequest: the token is empty or has characters that are not allowed.
     """
     text = token if isinstance(token, str) else token()
     # The token stays out of the error's text, because errors end up in logs.
@@ -244,11 +221,7 @@ def method_path(method: str) -> str:
 
 
 def compression_named(name: str | None) -> Any:
-    """The grpc.Compression of a name; None for None.
-
-    Raises:
-        InvalidRequest: gRPC has no such compression.
-    """
+    """The grpc.Compression of a name; None for None. Raises InvalidRequest: gRPC has no such compression."""
     if name is None:
         return None
     if name not in _COMPRESSIONS:
@@ -259,13 +232,7 @@ def compression_named(name: str | None) -> Any:
 def channel_options(
     *, balancing: Balancing = "pick_first", keepalive_s: float | None = None, connecting_s: float = CONNECTING_S
 ) -> list[tuple[str, int | str]]:
-    """Options for grpc.insecure_channel and grpc.aio.insecure_channel.
-
-    Args:
-        balancing: how calls are spread over a target's addresses.
-        keepalive_s: seconds of silence after which the server is pinged while calls wait for it; None for never.
-        connecting_s: seconds that one attempt to connect may take, with TLS and HTTP/2's handshake.
-    """
+    """Options for grpc.insecure_channel and grpc.aio.insecure_channel; `keepalive_s` is as in `ClientConnection`."""
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

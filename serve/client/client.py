@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
 from halfserve.serve.client.base import ClientBase
-from halfserve.serve.client.client_method import CallSettings, ClientOperation, SyncRunner
+from halfserve.serve.client.client_connection import CallSettings, ClientOperation, SyncRunner
 from halfserve.serve.client.cluster.channel import SyncClusterChannel
 from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
 from halfserve.serve.client.infer_exchange import RequestOptions, close_region, open_region
 from halfserve.serve.client.model_handles import BoundModel, bind
 from halfserve.serve.client.shared_regions import SharedRegion
-from halfserve.serve.client.streams.stream_drivers import SyncStream
-from halfserve.serve.client.streams.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from halfserve.serve.client.stream_drivers import SyncStream
+from halfserve.serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 
 class Client(ClientBase, SyncRunner):
@@ -47,7 +44,7 @@ class Client(ClientBase, SyncRunner):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def stream_infer(

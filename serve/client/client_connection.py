@@ -1,17 +1,19 @@
-"""Settings and channel that both clients have beside their operations, and checks whether they may be used."""
+"""What both clients have beside their operations: how operations run, settings, the channel, checks whether it may be used."""
 
 from __future__ import annotations
 
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.channel_settings import (
+    BALANCINGS,
     Balancing,
     ChannelSettings,
     Compression,
@@ -21,13 +23,11 @@ from halfserve.serve.client.channel_settings import (
     Token,
     bearer,
     check_encrypted,
-    checked_balancing,
     compression_named,
     headers_of,
     method_path,
     parse_address,
 )
-from halfserve.serve.client.client_method import CallSettings, ClientOperation
 from halfserve.serve.client.cluster.channel import ClusterChannel
 from halfserve.serve.client.errors import Cancelled, ClientError, InvalidRequest, from_rpc_error
 from halfserve.serve.client.exchange import (
@@ -41,11 +41,60 @@ from halfserve.serve.client.exchange import (
     checked_timeout,
     retried,
 )
-from halfserve.serve.client.infer_exchange import (
-    SEND_OPTIONS,
-    InferState,
-    unregister_everything,
-)
+from halfserve.serve.client.infer_exchange import SEND_OPTIONS, InferState, unregister_everything
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSettings:
+    deadline: Deadline  # deadline of the whole operation
+    headers: Headers  # gRPC metadata
+    compression: Any  # compression as a grpc value; None for the channel's
+    closing: bool = False  # whether the client is being closed, in which case other operations are refused
+
+
+@dataclass(frozen=True)
+class ClientOperation(Generic[Answer]):
+    """An exchange with the client's retries applied, and the settings of its RPCs."""
+
+    exchange: Exchange[Answer]
+    settings: CallSettings
+
+
+class SyncRunner(ABC):
+    @abstractmethod
+    def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer: ...
+
+
+class AsyncRunner(ABC):
+    @abstractmethod
+    async def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer: ...
+
+
+class ClientMethod(Generic[P, R]):
+    """A method that returns a `ClientOperation[R]`; called, it returns R on a SyncRunner and a coroutine on an AsyncRunner."""
+
+    def __init__(self, prepare: Callable[Concatenate[Any, P], ClientOperation[R]]) -> None:
+        self._prepare = prepare
+        update_wrapper(self, prepare)
+
+    @overload
+    def __get__(self, runner: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, runner: SyncRunner, owner: type) -> Callable[P, R]: ...
+
+    @overload
+    def __get__(self, runner: AsyncRunner, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+    def __get__(self, runner: Any, owner: type) -> Any:
+        return self if runner is None else MethodType(self, runner)
+
+    def __call__(self, runner: Any, *arguments: P.args, **options: P.kwargs) -> Any:
+        return runner._run(partial(self._prepare, runner, *arguments, **options))  # noqa: SLF001  (see SyncRunner)
+
 
 RETRIES_IN_CLUSTER = 3
 CLOSING_S = 5.0  # time limit for unregistering shared memory when a client closes
@@ -98,8 +147,10 @@ class ClientConnection(ABC):
         if token is not None:
             check_encrypted(server, tls)
         compression_named(compression)
+        if balancing not in BALANCINGS:
+            raise InvalidRequest(f"balancing must be one of {', '.join(BALANCINGS)}, not {balancing!r}")
         self._channel_settings = ChannelSettings(
-            target=server, tls=tls, balancing=checked_balancing(balancing), compression=compression, keepalive_s=keepalive_s
+            target=server, tls=tls, balancing=balancing, compression=compression, keepalive_s=keepalive_s
         )
         if retries is None:
             retries = RETRIES_IN_CLUSTER if server.members else 0
@@ -188,9 +239,8 @@ class ClientConnection(ABC):
     def _check_usable(self, *, closing: bool = False) -> None:
         """Refuse a call that would hang.
 
-        Raises:
-            Cancelled: the client is closed.
-            ClientError: this process is a fork of the one that connected, or the client belongs to another event loop.
+        Raises Cancelled: the client is closed; ClientError: this process is a fork of the one that connected, or the client
+        belongs to another event loop.
         """
         if self._closed and not closing:
             raise Cancelled("this client is closed; make a new one")

@@ -36,17 +36,11 @@ def hinted_s(hint: str) -> float | None:
 
 
 class Repeat(Enum):
-    """Whether a call that failed may be made again.
+    """Whether a call that failed may be made again."""
 
-    Attributes:
-        SAFE: the server has not started to process the call.
-        IF_IDEMPOTENT: it is unknown how far the server got.
-        NO: the call would fail again, or the server forbids a repetition.
-    """
-
-    SAFE = "safe"
-    IF_IDEMPOTENT = "if idempotent"
-    NO = "no"
+    SAFE = "safe"  # the server has not started to process the call
+    IF_IDEMPOTENT = "if idempotent"  # it is unknown how far the server got
+    NO = "no"  # the call would fail again, or the server forbids a repetition
 
 
 class ClientError(Exception):
@@ -126,10 +120,11 @@ class Overloaded(ClientError):
     code = "RESOURCE_EXHAUSTED"
 
 
-_BY_CODE: dict[str, type[ClientError]] = {kind.code: kind for kind in ClientError.__subclasses__()}
-
-
-_BY_CODE |= {"UNAUTHENTICATED": AccessDenied, "FAILED_PRECONDITION": InvalidRequest, "OUT_OF_RANGE": InvalidRequest}
+_BY_CODE: dict[str, type[ClientError]] = {kind.code: kind for kind in ClientError.__subclasses__()} | {
+    "UNAUTHENTICATED": AccessDenied,
+    "FAILED_PRECONDITION": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+}
 
 
 def error_of_code(code: str, message: str, *, retry_after_s: float | None = None, repeat: Repeat = Repeat.NO) -> ClientError:
@@ -143,9 +138,7 @@ def deadline_exceeded(*, method: str, address: str, limit_s: float | None) -> De
 
 def check_text(value: object, what: str) -> None:
     """Refuse a value that the protocol cannot carry as text.
-
-    Raises:
-        InvalidRequest: it is not a str, or contains an unpaired surrogate, which UTF-8 cannot encode.
+    Raises InvalidRequest: it is not a str, or contains an unpaired surrogate, which UTF-8 cannot encode.
     """
     if not isinstance(value, str):
         raise InvalidRequest(f"{what} must be text, not {value!r}")
@@ -161,16 +154,9 @@ def is_above_0(value: object) -> bool:
 
 
 def from_rpc_error(error: Any, *, method: str, address: str, timeout_s: float | None) -> ClientError:
-    """The exception for one failed call.
+    """The exception for one failed call, with the server's own text; with a line of advice if grpc reports the failure itself.
 
-    Args:
-        error: a grpc.RpcError that is also a grpc.Call, as both grpc and grpc.aio raise it.
-        method: the RPC's name, such as "ModelInfer".
-        address: address of the server.
-        timeout_s: time limit of the call in seconds; None for none.
-
-    Returns:
-        The exception to raise. Its text is the server's own; for a failure that grpc reports itself, one line of advice.
+    `error` is a grpc.RpcError that is also a grpc.Call, as both grpc and grpc.aio raise it.
     """
     code, details = error.code().name, (error.details() or "").strip()
     if (trouble := _connection_trouble(code, details, address)) is not None:

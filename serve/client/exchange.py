@@ -30,15 +30,9 @@ TOKENS_PER_SUCCESS = 0.1
 
 @dataclass(frozen=True)
 class UnaryRpc:
-    """One unary RPC to make.
-
-    Attributes:
-        request: message to send; its class determines the RPC and the class of the answer.
-        idempotent: whether making the call twice has the same effect as making it once; such a call may be repeated when it is
-            unknown whether the server received it.
-    """
-
-    request: Message
+    request: Message  # message to send; its class determines the RPC and the class of the answer
+    # Whether making the call twice has the same effect as making it once; such a call may be repeated when it is unknown
+    # whether the server received it.
     idempotent: bool = True
 
     @property
@@ -48,15 +42,12 @@ class UnaryRpc:
 
     @property
     def answer(self) -> type[Message]:
-        """The class of the answer, such as ModelInferResponse."""
         answer: type[Message] = getattr(pb, f"{self.method}Response")
         return answer
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Time to wait before the next step."""
-
     seconds: float
 
 
@@ -66,18 +57,14 @@ Exchange = Generator[UnaryRpc | Pause, Any, Answer]
 
 def advance(exchange: Exchange[Answer], outcome: Any) -> UnaryRpc | Pause:
     """Return the next step after the last one's outcome: an answer, a ClientError to throw in, or None (start, pause).
-
-    Raises:
-        StopIteration: the exchange is over; its value is the result.
+    Raises StopIteration: the exchange is over; its value is the result.
     """
     return exchange.throw(outcome) if isinstance(outcome, ClientError) else exchange.send(outcome)
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
     """The limit in seconds, capped at what gRPC supports; None for no limit, also if the limit is infinite.
-
-    Raises:
-        InvalidRequest: the limit is neither None nor a number above 0.
+    Raises InvalidRequest: the limit is neither None nor a number above 0.
     """
     if timeout_s is None or timeout_s == math.inf:
         return None
@@ -99,9 +86,7 @@ class Deadline:
 
     def remaining_s(self, *, method: str, address: str) -> float | None:
         """Seconds left for the next call; None for no limit.
-
-        Raises:
-            DeadlineExceeded: no time is left. grpc rounds to milliseconds and would still send the call.
+        Raises DeadlineExceeded: no time is left. grpc rounds to milliseconds and would still send the call.
         """
         if self.end_s is None:
             return None

@@ -31,7 +31,7 @@ from halfserve.serve.client.shared_tensors import (
     SlabPool,
     ask_sharing,
     settle,
-    unregister_all,
+    unregister,
 )
 
 ModelKey = tuple[str, str]  # name and version; the version is empty for the server's choice
@@ -106,21 +106,14 @@ def without_sending(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class InferState:
-    """State that a client keeps between inferences.
-
-    Attributes:
-        metadata: metadata of each model that was used.
-        batching: whether the outputs have as many rows as the inputs, by model.
-        regions: shared memory regions that the caller has open.
-        left: names of closed regions that may still be registered at the server.
-        pool: shared memory for large tensors; None if the client does not use shared memory by itself.
-    """
+    """State that a client keeps between inferences."""
 
     def __init__(self, *, shared_memory: bool = False) -> None:
-        self.metadata: dict[ModelKey, pb.ModelMetadataResponse] = {}
-        self.batching: dict[ModelKey, bool] = {}
-        self.regions: tuple[SharedRegion, ...] = ()
-        self.left: tuple[str, ...] = ()
+        self.metadata: dict[ModelKey, pb.ModelMetadataResponse] = {}  # metadata of each model that was used
+        self.batching: dict[ModelKey, bool] = {}  # whether the outputs have as many rows as the inputs, by model
+        self.regions: tuple[SharedRegion, ...] = ()  # shared memory regions that the caller has open
+        self.left: tuple[str, ...] = ()  # names of closed regions that may still be registered at the server
+        # Shared memory for large tensors; None if the client does not use shared memory by itself.
         self.pool = SlabPool() if shared_memory else None
         self._lock = threading.Lock()
 
@@ -169,19 +162,10 @@ def infer(
     idempotent: bool = True,
     **options: Any,
 ) -> Exchange[InferAnswer]:
-    """Read the metadata once per model, then run the inference.
+    """Read the metadata once per model, then run the inference; `options` are those of `infer_request`.
 
     A model can be replaced while the client lives, so cached metadata alone never decides: a request that does not fit it is
     checked against fresh metadata, and a request that the server refuses clears the cache.
-
-    Args:
-        state: state of the client.
-        model: name of the model.
-        inputs: name -> array.
-        version: version of the model; empty for the one that the model's policy chooses.
-        into: arrays in shared memory for outputs, by output name.
-        idempotent: whether the request may be made twice.
-        options: arguments of `halfserve.serve.client.infer_messages.infer_request`.
     """
     check_named(inputs)
     key = (model, version)
@@ -317,7 +301,7 @@ def close_region(state: InferState, region: SharedRegion) -> Exchange[None]:
 def unregister_everything(state: InferState) -> Exchange[None]:
     """Unregister all memory of this client that the server may have registered, while the server answers."""
     if state.pool is not None:
-        yield from unregister_all(state.pool)
+        yield from unregister(state.pool, state.pool.take_all())
     state.leave(*(region.name for region in state.regions))  # the caller's `with` blocks may end after the client is closed
     yield from _unregister_left(state)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
+from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelMetadataResponse
 from halfserve.serve.client.array_conversion import (
     Array,
     as_bfloat16,
@@ -23,9 +23,6 @@ from halfserve.serve.client.channel_settings import MAX_MESSAGE_BYTES
 from halfserve.serve.client.errors import ClientError, InvalidRequest, check_text, is_above_0
 from halfserve.serve.protocol.raw_tensors import from_raw
 
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
-
 Parameter = bool | int | float | str
 SEQUENCE_ID = "sequence_id"
 MICROSECONDS = 1_000_000
@@ -35,11 +32,7 @@ REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "share
 def add_parameters(
     request: ModelInferRequest, parameters: Mapping[str, Parameter] | None, *, priority: int, queue_timeout_s: float | None
 ) -> None:
-    """Write a request's parameters.
-
-    Raises:
-        InvalidRequest: the protocol cannot carry a value, or a value is out of range.
-    """
+    """Write a request's parameters. Raises InvalidRequest: the protocol cannot carry a value, or a value is out of range."""
     for key, value in (parameters or {}).items():
         check_text(key, "a parameter's name")
         request.parameters[key].CopyFrom(_parameter(key, value))
@@ -87,20 +80,13 @@ def _integer_parameter(key: str, value: int) -> InferParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSlice:
-    """Location of one tensor's bytes in shared memory.
+    """Location of one tensor's bytes in shared memory."""
 
-    Attributes:
-        region: name under which the region is registered.
-        offset: offset from the region's start in bytes.
-        byte_size: size of the tensor, or of the space for it.
-    """
-
-    region: str
-    offset: int
-    byte_size: int
+    region: str  # name under which the region is registered
+    offset: int  # offset from the region's start in bytes
+    byte_size: int  # size of the tensor, or of the space for it
 
     def write_to(self, parameters: Any) -> None:
-        """Write this location to a tensor's map of InferParameter."""
         parameters[REGION].string_param = self.region
         parameters[SIZE].int64_param = self.byte_size
         if self.offset:
@@ -112,16 +98,13 @@ FindPlace = Callable[[str, Array], SharedSlice | None]
 
 
 def check_named(inputs: object) -> None:
-    """Refuse inputs that are not a mapping."""
     if not isinstance(inputs, Mapping):
         raise InvalidRequest(f"inputs must be arrays by name, such as {{'x': array}}, not {type(inputs).__name__}")
 
 
 def check_outputs(metadata: ModelMetadataResponse, names: Iterable[str]) -> None:
     """Refuse names that are not outputs of the model.
-
-    Raises:
-        InvalidRequest: a name is not an output; the text lists the model's outputs.
+    Raises InvalidRequest: a name is not an output; the text lists the model's outputs.
     """
     known = [tensor.name for tensor in metadata.outputs]
     for name in names:
@@ -144,21 +127,10 @@ def infer_request(
     find_place: FindPlace | None = None,
     into: Mapping[str, SharedSlice] | None = None,
 ) -> ModelInferRequest:
-    """Build a request whose tensors travel as raw bytes.
+    """Build a request whose tensors travel as raw bytes; see `RequestOptions` for the options.
 
-    Args:
-        metadata: metadata of the model, for the names, datatypes and shapes of its inputs.
-        inputs: name -> array, list, number or string; see `halfserve.serve.client.array_conversion.as_input`.
-        version: version of the model; empty for the one that the model's policy chooses.
-        outputs: see `halfserve.serve.client.infer_exchange.RequestOptions`, also for the following arguments up to `cast`.
-        request_id: id that the server returns unchanged.
-        parameters: request parameters.
-        priority: 1 is the most urgent.
-        queue_timeout_s: longest time in the queue in seconds.
-        top_k: number of classes to name.
-        cast: whether arrays of another dtype are converted.
-        find_place: finds the location of an input in shared memory; None sends all inputs.
-        into: locations in shared memory for outputs, by output name.
+    `find_place` finds the location of an input in shared memory (None sends all inputs), `into` has the locations for outputs,
+    by output name.
 
     Raises:
         InvalidRequest: an input or output is unknown, an input does not fit, the protocol cannot carry a parameter, or
@@ -189,15 +161,9 @@ def infer_request(
 
 
 def check_answer(response: ModelInferResponse, wanted: Collection[str], request_id: str = "") -> None:
-    """Refuse an answer that does not belong to the request.
+    """Refuse an answer that has another id than the request, lacks one of the `wanted` outputs, or has an output twice.
 
-    Args:
-        response: response of the server.
-        wanted: names of requested outputs; the answer may have others.
-        request_id: id of the request, empty for none. Some servers do not return it.
-
-    Raises:
-        ClientError: it has another id, lacks an output, or has one twice (code "INTERNAL").
+    The answer may have further outputs, and some servers do not return the id. Raises ClientError (code "INTERNAL").
     """
     if request_id and response.id not in ("", request_id):
         text = f"the server gave the answer to the request {response.id!r}, expected that to {request_id!r}"
@@ -210,18 +176,11 @@ def check_answer(response: ModelInferResponse, wanted: Collection[str], request_
 
 
 def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ()) -> dict[str, Array]:
-    """The outputs by name, in the server's order.
+    """The outputs by name, in the server's order, as writeable arrays of the caller; those in shared memory are left out.
 
-    Args:
-        response: response of the server.
-        elsewhere: names of outputs requested in shared memory. Some servers do not say in the response that they are there.
-
-    Returns:
-        Writeable arrays that belong to the caller. BF16 comes as `ml_dtypes.bfloat16`, BYTES as an object array of
-        `bytes`. An output in shared memory is not among them.
-
-    Raises:
-        ClientError: the response contradicts itself (code "INTERNAL").
+    BF16 comes as `ml_dtypes.bfloat16`, BYTES as an object array of `bytes`. `elsewhere` names the outputs requested in shared
+    memory: some servers do not say in the response that they are there. Raises ClientError: the response contradicts itself
+    (code "INTERNAL").
     """
     if len(response.outputs) != len(response.raw_output_contents):
         counts = f"{len(response.outputs)} outputs with {len(response.raw_output_contents)} raw contents"
@@ -235,11 +194,7 @@ def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ())
 
 
 def array_of(tensor: ModelInferResponse.InferOutputTensor, raw: bytes | memoryview) -> Array:
-    """View one output's bytes as an array.
-
-    Raises:
-        ClientError: the bytes do not fit the shape (code "INTERNAL").
-    """
+    """View one output's bytes as an array. Raises ClientError: the bytes do not fit the shape (code "INTERNAL")."""
     datatype = datatype_named(tensor.datatype)
     try:
         array = from_raw(raw, datatype, tensor.shape)

@@ -18,7 +18,6 @@ FILE = "file:"
 
 
 def server_live() -> Exchange[bool]:
-    """Whether a server answers."""
     return (yield from _flag(UnaryRpc(pb.ServerLiveRequest()), "live"))
 
 
@@ -29,9 +28,7 @@ def ready(model: str | None, version: str) -> Exchange[bool]:
 
 def wait_until_ready(model: str | None, version: str, deadline: Deadline) -> Exchange[None]:
     """Poll until the server, or one model, takes requests.
-
-    Raises:
-        DeadlineExceeded: it was not ready before the deadline; the text gives the last reason.
+    Raises DeadlineExceeded: it was not ready before the deadline; the text gives the last reason.
     """
     call = _ready_call(model, version)
     pause_s, longest_s = READY_POLL_S
@@ -71,7 +68,6 @@ def model_metadata(name: str, version: str) -> Exchange[pb.ModelMetadataResponse
 
 
 def model_config(name: str, version: str) -> Exchange[Any]:
-    """The ModelConfig message that the model is served with."""
     _check_model(name, version)
     answer = yield UnaryRpc(pb.ModelConfigRequest(name=name, version=version))
     return answer.config
@@ -105,13 +101,7 @@ def _flag(call: UnaryRpc, field: str) -> Exchange[bool]:
 
 
 def load_model(name: str, config: Mapping[str, Any] | str | None, files: Mapping[str, bytes] | None) -> Exchange[None]:
-    """Load or reload a model.
-
-    Args:
-        name: name of the model.
-        config: replaces the model's config.pbtxt: the JSON form of ModelConfig, as text or as a mapping.
-        files: replace the model's files: path in the model's folder, such as "1/model.onnx" -> content. They require `config`.
-    """
+    """Load or reload a model; see `Client.load_model`."""
     if files and config is None:
         raise InvalidRequest("files of a model to load need a config beside them; give both, or neither")
     request = pb.RepositoryModelLoadRequest(model_name=_named(name))
@@ -189,7 +179,6 @@ def unregister_cuda_region(name: str) -> Exchange[None]:
 
 
 def regions() -> Exchange[dict[str, pb.SystemSharedMemoryStatusResponse.RegionStatus]]:
-    """Registered regions by name."""
     answer = yield UnaryRpc(pb.SystemSharedMemoryStatusRequest())
     return dict(answer.regions)
 

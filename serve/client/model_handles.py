@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from halfserve.protos.inference_pb2 import ModelMetadataResponse
+from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.client.array_conversion import Array, check_shape, datatype_named
 from halfserve.serve.client.base import ClientBase
-from halfserve.serve.client.client_method import ClientMethod, ClientOperation
+from halfserve.serve.client.client_connection import ClientMethod, ClientOperation
 from halfserve.serve.client.errors import InvalidRequest
 from halfserve.serve.client.exchange import Exchange
 from halfserve.serve.client.infer_exchange import BoundInferOptions, InferState, infer, remember, without_sending
 from halfserve.serve.client.management import model_config, model_metadata, ready
-
-if TYPE_CHECKING:
-    from halfserve.protos.model_config_pb2 import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +194,7 @@ def _info(tensor: ModelMetadataResponse.TensorMetadata, *, optional: bool = Fals
 
 def bound_infer(state: InferState, model: BoundModel, inputs: Any, options: Mapping[str, Any]) -> Exchange[dict[str, Array]]:
     """Check a request, then send it; if it does not fit, the model may have been replaced, so its description is read again.
-
-    Raises:
-        InvalidRequest: the request does not fit the model's current description.
+    Raises InvalidRequest: the request does not fit the model's current description.
     """
     try:
         named = model.description.named(inputs)

@@ -6,21 +6,18 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
-from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
 from halfserve.serve.client.array_conversion import Array, datatype_named
 from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
 from halfserve.serve.client.infer_messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
 from halfserve.serve.client.management import register_region, unregister_region
 from halfserve.serve.client.shared_regions import SharedRegion
-
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
 WORTH_SHARING_BYTES = 128 * 1024  # measured: below, sending costs no more; at 512 KiB it costs twice as much
 SMALLEST_SLAB_BYTES = 256 * 1024
@@ -30,14 +27,10 @@ MAY_STILL_RUN = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE", "UNKNOWN", "IN
 
 
 class SlabPool:
-    """Reusable shared memory regions, each for one tensor at a time. Thread-safe.
-
-    Attributes:
-        is_on: whether the server supports shared memory, as far as is known.
-    """
+    """Reusable shared memory regions, each for one tensor at a time. Thread-safe."""
 
     def __init__(self) -> None:
-        self.is_on = True
+        self.is_on = True  # whether the server supports shared memory, as far as is known
         self._free: list[SharedRegion] = []
         self._registered: set[str] = set()
         self._abandoned: list[str] = []
@@ -82,7 +75,6 @@ class SlabPool:
         return names
 
     def not_unregistered(self, names: Iterable[str]) -> None:
-        """Keep names whose unregistration failed."""
         with self._lock:
             self._abandoned += names
 
@@ -110,25 +102,15 @@ class SlabPool:
 
 
 class SharedTensors:
-    """The tensors of one request that are in shared memory.
-
-    Args:
-        own: regions that the caller has open.
-        pool: regions for large tensors that are in none of the caller's; None if such tensors are sent.
-
-    Attributes:
-        regions: regions that the request uses, by name.
-        into: locations for outputs, by output name.
-        own: dtypes of the caller's arrays for outputs, by output name.
-    """
+    """The tensors of one request that are in shared memory: in a region of the caller's, or, if they are large, of the pool."""
 
     def __init__(self, own: Iterable[SharedRegion], pool: SlabPool | None) -> None:
         self._own = tuple(own)
         self._pool = pool
         self.slabs: list[SharedRegion] = []
-        self.regions: dict[str, SharedRegion] = {}
-        self.into: dict[str, SharedSlice] = {}
-        self.own: dict[str, np.dtype[Any]] = {}
+        self.regions: dict[str, SharedRegion] = {}  # regions that the request uses, by name
+        self.into: dict[str, SharedSlice] = {}  # locations for outputs, by output name
+        self.own: dict[str, np.dtype[Any]] = {}  # dtypes of the caller's arrays for outputs, by output name
 
     def find_place(self, _: str, array: Array) -> SharedSlice | None:
         """Location of an input in shared memory, where it is or where it was copied to; None if it must be sent."""
@@ -145,9 +127,7 @@ class SharedTensors:
 
     def place_outputs(self, metadata: ModelMetadataResponse, into: Mapping[str, Array]) -> None:
         """Have outputs written to arrays of the caller.
-
-        Raises:
-            InvalidRequest: an array does not lie in a region of this client, or has another dtype than the output.
+        Raises InvalidRequest: an array does not lie in a region of this client, or has another dtype than the output.
         """
         dtypes = {tensor.name: datatype_named(tensor.datatype).array_dtype for tensor in metadata.outputs}
         for name, array in into.items():
@@ -166,11 +146,7 @@ class SharedTensors:
     ) -> None:
         """Have large outputs of known size written to regions of the pool.
 
-        Args:
-            metadata: metadata of the model.
-            inputs: name -> array.
-            wanted: names of the requested outputs; None for all.
-            batching: whether outputs have as many rows as the inputs.
+        `wanted` names the requested outputs (None for all); `batching`: whether outputs have as many rows as the inputs.
         """
         if self._pool is None:
             return
@@ -190,26 +166,17 @@ class SharedTensors:
         place = self.into[name]
         return self.regions[place.region].bytes_at(place.offset, min(byte_size, place.byte_size))
 
-    def check_own(self, name: str, datatype: Datatype) -> None:
-        """Refuse an output whose dtype differs from that of the caller's array.
-
-        Raises:
-            ClientError: the dtypes differ (code "INTERNAL").
+    def take_own(self, name: str, datatype: Datatype, raw: bytes) -> None:
+        """Check an output that belongs into the caller's array, and copy it there if it came in the message.
+        Raises ClientError: its dtype differs from the array's, or it is longer than the array (code "INTERNAL").
         """
+        place, what = self.into[name], f"output {name!r} of the server's answer"
         if datatype.array_dtype != self.own[name]:
-            text = f"output {name!r} of the server's answer is {datatype.wire}, but the array for it has the dtype"
-            raise ClientError(f"{text} {self.own[name]}", code="INTERNAL")
-
-    def write_own(self, name: str, raw: bytes) -> None:
-        """Copy an output that came in the message to the caller's array.
-
-        Raises:
-            ClientError: it is longer than the array (code "INTERNAL").
-        """
-        place = self.into[name]
+            raise ClientError(
+                f"{what} is {datatype.wire}, but the array for it has the dtype {self.own[name]}", code="INTERNAL"
+            )
         if len(raw) > place.byte_size:
-            text = f"output {name!r} of the server's answer has {len(raw)} bytes, the array for it {place.byte_size}"
-            raise ClientError(text, code="INTERNAL")
+            raise ClientError(f"{what} has {len(raw)} bytes, the array for it {place.byte_size}", code="INTERNAL")
         self.output_bytes(name, len(raw))[:] = raw
 
     def _in_own(self, array: Array) -> SharedSlice | None:
@@ -243,23 +210,14 @@ class SharingRefused(Exception):  # noqa: N818  (leads to a second attempt, not 
 def ask_sharing(
     pool: SlabPool | None, sharing: SharedTensors, call: UnaryRpc, check: Callable[[ModelInferResponse], None]
 ) -> Exchange[InferAnswer]:
-    """Make a ModelInfer call with some tensors in shared memory.
+    """Make a ModelInfer call with some tensors in shared memory; `check` raises if the response answers another request.
 
-    Args:
-        pool: pool of the client; None if it has none.
-        sharing: the tensors in shared memory.
-        call: ModelInfer call to make.
-        check: raises if the response answers another request.
+    Outputs in the caller's arrays are views of these; the caller owns the others.
 
-    Returns:
-        The answer. Outputs in the caller's arrays are views of these; the caller owns the others.
-
-    Raises:
-        SharingRefused: the server cannot open the memory of the pool.
-        ClientError: any error of an inference.
+    Raises SharingRefused: the server cannot open the memory of the pool; ClientError: any error of an inference.
     """
     if pool is not None:
-        yield from _unregister(pool, pool.take_abandoned())
+        yield from unregister(pool, pool.take_abandoned())
     for slab in sharing.slabs:
         if pool is not None and not pool.is_registered(slab):
             yield from _register_slab(pool, slab)
@@ -310,12 +268,8 @@ def _register_again(sharing: SharedTensors) -> Exchange[None]:
             yield from register_region(region.name, region.key, region.byte_size)
 
 
-def unregister_all(pool: SlabPool) -> Exchange[None]:
-    """Unregister every region of the pool, while the server answers."""
-    yield from _unregister(pool, pool.take_all())
-
-
-def _unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
+def unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
+    """Unregister regions of the pool, while the server answers."""
     position = 0
     try:
         for position, name in enumerate(names):  # noqa: B007  (counted for what follows)
@@ -331,9 +285,8 @@ def _outputs(sharing: SharedTensors, response: ModelInferResponse) -> dict[str, 
     arrays = output_arrays(response, sharing.into)
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if tensor.name in sharing.own:
-            sharing.check_own(tensor.name, datatype_named(tensor.datatype))
+            sharing.take_own(tensor.name, datatype_named(tensor.datatype), raw)
             if raw:  # the server does not support shared memory for outputs
-                sharing.write_own(tensor.name, raw)
                 del arrays[tensor.name]
         if tensor.name in sharing.into and tensor.name not in arrays:
             itemsize = (BY_WIRE[tensor.datatype].itemsize if tensor.datatype in BY_WIRE else None) or 0

@@ -208,7 +208,6 @@ class BackendView:
         return self._backend.compute_dtype(name)
 
     def run(self, inputs: Tensors) -> Tensors:
-        """See `Backend.run`."""
         raise NotImplementedError
 
     def give_up(self) -> None:
@@ -258,7 +257,6 @@ class RequestBackend:
         return None
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """See `Backend`."""
         raise NotImplementedError(name)
 
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:

@@ -29,52 +29,29 @@ _TEI_STATUSES = {Fault.WRONG: 422, Fault.EMPTY: 400, Fault.TOO_LONG: 413, Fault.
 
 
 class InputError(InvalidArgumentError):
-    """A field of a request is wrong.
-
-    Attributes:
-        param: the field's name.
-        fault: kind of the fault.
-    """
+    """A field of a request is wrong."""
 
     def __init__(self, text: str, *, param: str, fault: Fault = Fault.WRONG) -> None:
         super().__init__(text)
-        self.param = param
-        self.fault = fault
+        self.param = param  # the field's name
+        self.fault = fault  # kind of the fault
 
 
 def in_form(path: str, status: int, text: str, error: Exception | None = None) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON of an error.
-
-    Args:
-        path: requested path.
-        status: the usual one of HTTP.
-        text: message for the client.
-        error: the cause, where it is known.
-    """
+    """The status and the JSON of an error, from the usual status of HTTP and the message for the client."""
     if path in TEI_PATHS:
         if isinstance(error, InputError):
             status = _TEI_STATUSES[error.fault]
             return status, {"error": text, "error_type": "Empty" if error.fault is Fault.EMPTY else "Validation"}
-        return status, {"error": text, "error_type": "Validation" if status in range(400, 429) else _tei_type(status)}
+        kind = "Validation" if status in range(400, 429) else _TEI_TYPES.get(status, "Backend")
+        return status, {"error": text, "error_type": kind}
     if path in COHERE_PATHS:
         return status, {"message": text}
     if path.startswith(OPENAI_PREFIX):
-        return status, {
-            "error": {"message": text, "type": _openai_type(status), "param": _param(error), "code": _code(status, error)}
-        }
+        kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        param = error.param if isinstance(error, InputError) else None
+        return status, {"error": {"message": text, "type": kind, "param": param, "code": _code(status, error)}}
     return status, {"error": text}
-
-
-def _tei_type(status: int) -> str:
-    return _TEI_TYPES.get(status, "Backend")
-
-
-def _openai_type(status: int) -> str:
-    return _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-
-
-def _param(error: Exception | None) -> str | None:
-    return error.param if isinstance(error, InputError) else None
 
 
 def _code(status: int, error: Exception | None) -> str | None:

@@ -54,11 +54,8 @@ class GenerateRoute:
         self._limits = limits
 
     async def answer(self, request: Request) -> Response:
-        """The model's only response.
-
-        Raises:
-            InferenceError: the request is invalid, refused, or failed, or the model gives another number of responses.
-            ClientDisconnect: the client has disconnected; its place in the queue is free again.
+        """The model's only response. Raises InferenceError: the request is invalid, refused, or failed, or the model gives
+        another number of responses; ClientDisconnect: the client has disconnected; its place in the queue is free again.
         """
         responses = await self._ask(request)
         only = await responses.next_or_gone(request)
@@ -134,11 +131,7 @@ class Responses:
         self._is_many = False
 
     def ask(self) -> None:
-        """Queue the request.
-
-        Raises:
-            InferenceError: it is wrong or refused.
-        """
+        """Queue the request. Raises InferenceError: it is wrong or refused."""
         try:
             self._cancel = self._inference.infer(self._message, None, self._reply, many=self)
         except InferenceError as error:
@@ -154,9 +147,7 @@ class Responses:
 
     async def next_or_gone(self, request: Request) -> bytes | InferenceError | None:
         """The next response of a request whose answer has not begun; None after the last one.
-
-        Raises:
-            ClientDisconnect: the client has disconnected.
+        Raises ClientDisconnect: the client has disconnected.
         """
         coming = asyncio.ensure_future(self.next())
         await answered_or_gone(request, coming, self.give_up)
@@ -208,16 +199,9 @@ def _memory_of(response: bytes) -> int:
 
 
 def read_request(body: bytes, inputs: Inputs, model: str, version: str) -> bytes:
-    """The serialized ModelInferRequest of a generate request.
+    """The serialized ModelInferRequest of a generate request. Fields that are no inputs of the model are parameters.
 
-    Args:
-        body: the JSON.
-        inputs: the metadata of the model's inputs. Fields of these names are inputs, all other fields are parameters.
-        model: name of the model.
-        version: its version; "" for the latest.
-
-    Raises:
-        InvalidArgumentError: a field is invalid; the text names it.
+    Raises InvalidArgumentError: a field is invalid; the text names it.
     """
     content = dict(fields.parse_object(body, unique=True))
     head = pb.ModelInferRequest(model_name=model, model_version=version, id=fields.text(content, "id", "the request", ""))
@@ -251,9 +235,7 @@ def _filled(declared: Any, elements: int) -> list[int]:
 
 def write_response(message: bytes) -> str:
     """The JSON of a serialized ModelInferResponse; outputs of one element are no lists.
-
-    Raises:
-        InvalidArgumentError: an output cannot be written as JSON.
+    Raises InvalidArgumentError: an output cannot be written as JSON.
     """
     head, tensors = split_response(message)
     response = pb.ModelInferResponse.FromString(head)

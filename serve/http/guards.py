@@ -44,10 +44,8 @@ CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
 
 
 class BrowserGuard:
-    """An ASGI application around another one."""
-
     def __init__(self, app: App, *, host: str, allowed_hosts: Iterable[str], allowed_origins: Iterable[str] = ()) -> None:
-        """A guard.
+        """Guard `app`, which is served at the address `host`.
 
         Args:
             app: ASGI application to guard.
@@ -123,13 +121,6 @@ class TokenGuard:
     """Admits requests by their headers; one application per set of permitted models answers them."""
 
     def __init__(self, app_of: Callable[[Service], App], service: Service, gate: Gate) -> None:
-        """A guard.
-
-        Args:
-            app_of: makes an application that answers from a service.
-            service: methods of all models.
-            gate: admits requests, and restricts the service.
-        """
         self._app_of = app_of
         self._app = app_of(service)
         self._service = service
@@ -140,7 +131,9 @@ class TokenGuard:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"]
         try:
-            _check_authorization(scope)
+            count = sum(name == b"authorization" for name, _ in scope["headers"])
+            if count > 1:  # a proxy may have checked another one than this server would
+                raise InvalidArgumentError(f"the request has {count} authorization headers; expected one")
             grant = self._gate.admit_path(path, scope["headers"])
             grant.charge(peer_of(scope))
         except InferenceError as error:
@@ -159,12 +152,6 @@ class TokenGuard:
             app = self._restricted[service]
         # An inference request is checked again when it is queued.
         await app(scope, receive if path.endswith("/infer") else _checked(grant, receive), send)
-
-
-def _check_authorization(scope: Message) -> None:
-    count = sum(name == b"authorization" for name, _ in scope["headers"])
-    if count > 1:  # a proxy may have checked another one than this server would
-        raise InvalidArgumentError(f"the request has {count} authorization headers; expected one")
 
 
 def _checked(grant: AccessGrant, receive: Receive) -> Receive:

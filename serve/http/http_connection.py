@@ -227,12 +227,9 @@ class SocketReader(asyncio.BufferedProtocol):
     """
 
     def __init__(self, connection: HttpConnection, received: memoryview, left: Callable[[asyncio.BaseProtocol], None]) -> None:
-        """A reader.
+        """Give received bytes to `connection`, and call `left` when it is lost.
 
-        Args:
-            connection: gets the bytes.
-            received: buffer, shared by all readers: its bytes are consumed before the next socket is read.
-            left: called when the connection is lost.
+        All readers share the buffer `received`: its bytes are consumed before the next socket is read.
         """
         self._connection, self._received, self._left = connection, received, left
 
@@ -275,12 +272,9 @@ class EventTurns(h11.Connection):
     """Returns a limited number of events per turn of the event loop, and refuses a request with two lengths.
 
     So a body in a million chunks of a byte does not block other requests.
-
-    Attributes:
-        has_more: there may be more events, in the next turn.
     """
 
-    has_more = False
+    has_more = False  # there may be more events, in the next turn
     _left = EVENTS
 
     @property
@@ -289,7 +283,6 @@ class EventTurns(h11.Connection):
         return len(self._receive_buffer)
 
     def begin_turn(self) -> None:
-        """Reset the limit."""
         self.has_more, self._left = False, EVENTS
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
@@ -326,7 +319,6 @@ class HeldFlow(FlowControl):
             super().resume_reading()
 
     def hold(self) -> None:
-        """Stop reading."""
         self._is_held = True
         super().pause_reading()
 

@@ -22,65 +22,40 @@ def memory_of(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Limits of each client.
-
-    Attributes:
-        max_body_bytes: size limit of one request, as received.
-        max_small_body_bytes: size limit of a request without tensors or model files, as received and decompressed.
-        max_text_body_bytes: size limit of a request whose texts are tokenized, as received and decompressed.
-        max_inflated_bytes: size limit of a compressed request, decompressed.
-        max_header_bytes: size limit of one request's line and headers.
-        max_connections: open at the same time on one port; more are refused.
-        header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
-        stall_s: seconds without progress after which a body, an unread answer, or a client that still sends a refused body is
-            given up.
-        short_stall_s: the same for answers of a connection that holds more memory than others, while memory is short.
-        keep_alive_s: seconds that a connection may stay open between two requests, or with an answered request incomplete.
-        inline_bytes: larger bodies are decoded and encoded on a thread, so that other requests do not wait for them.
-    """
-
-    max_body_bytes: int = 256 * MIB
+    max_body_bytes: int = 256 * MIB  # size limit of one request, as received
+    # Size limit of a request without tensors or model files, as received and decompressed.
     max_small_body_bytes: int = 64 * 1024
-    max_text_body_bytes: int = 2 * MIB
-    max_inflated_bytes: int = 64 * MIB
-    max_header_bytes: int = 32 * 1024
-    max_connections: int = 1000
+    max_text_body_bytes: int = 2 * MIB  # size limit of a request whose texts are tokenized, as received and decompressed
+    max_inflated_bytes: int = 64 * MIB  # size limit of a compressed request, decompressed
+    max_header_bytes: int = 32 * 1024  # size limit of one request's line and headers
+    max_connections: int = 1000  # open at the same time on one port; more are refused
+    # Seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
     header_s: float = 10.0
+    # Seconds without progress after which a body, an unread answer, or a client that still sends a refused body is given up.
     stall_s: float = 60.0
-    short_stall_s: float = 5.0
+    short_stall_s: float = 5.0  # the same for answers of a connection that holds more memory than others, while memory is short
+    # Seconds that a connection may stay open between two requests, or with an answered request incomplete.
     keep_alive_s: float = 75.0
+    # Larger bodies are decoded and encoded on a thread, so that other requests do not wait for them.
     inline_bytes: int = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """How to serve HTTP.
-
-    Attributes:
-        port: TCP port of the REST interface and the page; 0 for a free one.
-        metrics_port: TCP port of the metrics alone; 0 for a free one, None for no such port.
-        page: whether the page for people is served at "/".
-        allowed_hosts: names by which browsers may address this server, besides localhost, addresses and the machine's own name.
-            If some are given, or if the server listens on this machine alone, requests for other names are refused;
-            otherwise only pages' requests that change something are (DNS rebinding).
-        allowed_origins: origins that may send inference requests (CORS), such as "https://app.example"; "*" allows all.
-        limits: limits of each client.
-    """
-
-    port: int = 8000
-    metrics_port: int | None = 8002
-    page: bool = True
+    port: int = 8000  # TCP port of the REST interface and the page; 0 for a free one
+    metrics_port: int | None = 8002  # TCP port of the metrics alone; 0 for a free one, None for no such port
+    page: bool = True  # whether the page for people is served at "/"
+    # Names by which browsers may address this server, besides localhost, addresses and the machine's own name. If some are
+    # given, or if the server listens on this machine alone, requests for other names are refused; otherwise only pages'
+    # requests that change something are (DNS rebinding).
     allowed_hosts: tuple[str, ...] = ()
+    # Origins that may send inference requests (CORS), such as "https://app.example"; "*" allows all.
     allowed_origins: tuple[str, ...] = ()
-    limits: HttpLimits = HttpLimits()
+    limits: HttpLimits = HttpLimits()  # limits of each client
 
 
 def checked_origin(text: str) -> str:
-    """An origin as browsers write it, or "*".
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """An origin as browsers write it, or "*". Raises ValueError: it is neither."""
     if text == "*":
         return text
     expected = "expected 'https://NAME', 'http://NAME:PORT', or '*' for all, without a path"

@@ -18,12 +18,15 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from halfserve.serve.http.guards import peer_of
 from halfserve.serve.http.http_connection import HttpConnection, SocketReader
 from halfserve.serve.http.http_options import HttpLimits
+from halfserve.serve.security.client_limits import network_of
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.read_scheduler import read_scheduler
+from halfserve.serve.transports.task_turns import TaskTurns
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +72,11 @@ class HttpServer:
         self._listening, self._shared = listening, connections
         self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
+        self._turns = TaskTurns()
 
         async def until_cut_off(scope: Any, receive: Any, send: Any) -> None:
             with contextlib.suppress(asyncio.CancelledError):  # `stop` has said so
-                await app(scope, receive, send)
+                await self._turns.run(app(scope, receive, send), lambda: network_of(peer_of(scope)))
 
         self._config = Config(
             until_cut_off,
@@ -97,15 +101,10 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """The number of open connections."""
         return len(self._state.connections)
 
     async def start(self) -> int:
-        """Listen, and return the port.
-
-        Raises:
-            BindError: the address is in use, not this machine's, or not allowed.
-        """
+        """Listen, and return the port. Raises BindError: the address is in use, not this machine's, or not allowed."""
         self._config.load()
         bound = self._listening or listen(Address(self._host, self._port, self._option))
         self._listener = Listener(

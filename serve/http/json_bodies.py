@@ -113,15 +113,8 @@ def _parse_numbers(text: str) -> list[Any]:
 
 
 def parse_object(body: bytes | memoryview, *, empty: bool = False, unique: bool = False) -> Fields:
-    """Parse a body as a JSON object.
-
-    Args:
-        body: UTF-8 text.
-        empty: whether an empty body stands for {}.
-        unique: whether the names of an object's fields must differ; otherwise the last field of a name counts.
-
-    Raises:
-        InvalidArgumentError: the body is not JSON, or no object.
+    """Parse a body of UTF-8 text as a JSON object; with `empty`, an empty body stands for {}. See `loads` for `unique`.
+    Raises InvalidArgumentError: the body is not JSON, or no object.
     """
     if empty and not bytes(body).strip():
         return {}
@@ -174,7 +167,6 @@ def members(fields: Fields, name: str, where: str) -> dict[str, Any]:
 
 
 def each_object(entries: list[Any], where: str) -> list[Fields]:
-    """Check that all entries of a list are objects."""
     for entry in entries:
         if not isinstance(entry, dict):
             raise InvalidArgumentError(f"an entry of {where} is {_shown(entry)}, expected an object")
@@ -196,7 +188,6 @@ def flag(fields: Fields, name: str, where: str, default: bool | None = None) -> 
 
 
 def base64_bytes(fields: Fields, name: str, where: str) -> bytes:
-    """A field of base64 text, decoded."""
     encoded = text(fields, name, where)
     try:
         if "=" in encoded[:-2]:

@@ -19,27 +19,16 @@ NO_REQUESTS = Histogram((0,) * (len(EDGES_NS) + 1), 0)
 
 
 class ModelSample(NamedTuple):
-    """One interval of one model version.
+    """One interval of one model version."""
 
-    Attributes:
-        time_s: its end, in seconds since the epoch.
-        requests: answered per second.
-        failures: failed or refused per second.
-        rows: computed per second.
-        batch_rows: mean rows per batch; None without a batch.
-        median_ms: median time from arrival to answer; None without a request.
-        p99_ms: 99th percentile of that time.
-        waiting: requests in the queue at the end.
-    """
-
-    time_s: float
-    requests: float
-    failures: float
-    rows: float
-    batch_rows: float | None
-    median_ms: float | None
-    p99_ms: float | None
-    waiting: int
+    time_s: float  # its end, in seconds since the epoch
+    requests: float  # answered per second
+    failures: float  # failed or refused per second
+    rows: float  # computed per second
+    batch_rows: float | None  # mean rows per batch; None without a batch
+    median_ms: float | None  # median time from arrival to answer; None without a request
+    p99_ms: float | None  # 99th percentile of that time
+    waiting: int  # requests in the queue at the end
 
 
 WIDTH = len(ModelSample._fields)
@@ -143,11 +132,7 @@ def _totals(model: Model, before: Histogram) -> _Totals:
 
 
 def quantile_ms(counts: Sequence[int], share: float) -> float | None:
-    """A quantile of the requests' times in milliseconds; None without requests.
-
-    Args:
-        counts: requests per bucket of `EDGES_NS`, and beyond the last edge.
-        share: 0 to 1.
+    """A quantile of the requests' times in milliseconds, from the counts per bucket of `EDGES_NS`; None without requests.
 
     Within a bucket the times are assumed to be uniform on a logarithmic scale, as the edges are.
     """

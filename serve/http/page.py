@@ -50,8 +50,6 @@ EVENTS = 50
 
 
 class Page:
-    """The page's routes."""
-
     def __init__(self, core: InferenceCore, whole: Page | None = None) -> None:
         """The page of these models; `whole` is the page of all models, whose history it shares."""
         self._core = core
@@ -97,7 +95,6 @@ class Page:
         return json_text_response(await self._state.read(since_s))
 
     async def certificate(self, request: Request) -> Response:
-        """The whole certificate of one model version."""
         model = self._core.model(request.path_params["model"], request.path_params["version"])
         return json_response(await self._certificates.full(model))
 
@@ -112,8 +109,6 @@ def _content(name: str) -> bytes:
 
 
 class PageState:
-    """The state that the page shows, as JSON."""
-
     def __init__(self, core: InferenceCore, history: ModelHistory, certificates: Certificates) -> None:
         self._core = core
         self._history = history
@@ -211,11 +206,7 @@ class Certificates:
         return self._read[id(copy)]
 
     async def full(self, model: Model) -> Certificate:
-        """A model version's certificate.
-
-        Raises:
-            NotFoundError: it has none.
-        """
+        """A model version's certificate. Raises NotFoundError: it has none."""
         certificate = await self.of(model)
         if certificate is None:
             raise NotFoundError(

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message
 
 from halfserve.serve.engine.errors import (
     DeadlineExceededError,
@@ -33,25 +32,16 @@ SMALLEST_WORTH_BYTES = 1024
 
 
 class RequestMemory:
-    """The memory of one request, which may be refused while the rest of its body is awaited, if other clients need memory.
-
-    Attributes:
-        share: the connection's share of the memory budget.
-        size: bytes of the body.
-    """
+    """The memory of one request, which may be refused while the rest of its body is awaited, if other clients need memory."""
 
     def __init__(self, budget: MemoryBudget) -> None:
-        self.share = budget.share(is_known=True, press=self._press)
+        self.share = budget.share(is_known=True, press=self._press)  # the connection's share of the memory budget
         self._waits: asyncio.Timeout | None = None
         self._is_refused = False
-        self.size = 0
+        self.size = 0  # bytes of the body
 
     def hold(self, more: int) -> None:
-        """Count `more` bytes.
-
-        Raises:
-            UnavailableError: the memory budget is spent.
-        """
+        """Count `more` bytes. Raises UnavailableError: the memory budget is spent."""
         self.size += more
         self.share.resize(memory_of(self.size))
         self._is_refused |= self.share.is_too_much and not self.share.goes_on()
@@ -59,9 +49,7 @@ class RequestMemory:
 
     def grow(self, more: int) -> None:
         """Count `more` bytes for what is made of the body, before it is made.
-
-        Raises:
-            UnavailableError: the memory budget is spent, and other requests hold most of it.
+        Raises UnavailableError: the memory budget is spent, and other requests hold most of it.
         """
         self.share.add(more)
         if self.share.is_crowded_out:
@@ -73,21 +61,13 @@ class RequestMemory:
         self.share.add(-less)
 
     def check(self) -> None:
-        """Check that the body may still be received.
-
-        Raises:
-            UnavailableError: other clients need the memory.
-        """
+        """Check that the body may still be received. Raises UnavailableError: other clients need the memory."""
         if self._is_refused:
             self.share.close()
             raise UnavailableError(FULL)
 
     async def within(self, limit_s: float, coming: Awaitable[T]) -> T:
-        """Wait for `coming`.
-
-        Raises:
-            TimeoutError: after `limit_s` seconds, or as soon as the request is refused.
-        """
+        """Wait for `coming`. Raises TimeoutError: after `limit_s` seconds, or as soon as the request is refused."""
         try:
             async with asyncio.timeout(limit_s) as self._waits:
                 return await coming
@@ -137,9 +117,7 @@ class BodyReader:
 
     def hold_answer(self, request: Request, size: int) -> None:
         """Count `size` bytes for an answer in place of its request, until the connection takes it over.
-
-        Raises:
-            UnavailableError: the memory budget is spent.
+        Raises UnavailableError: the memory budget is spent.
         """
         memory = memory_held(request)
         memory.grow(memory_of(size) - memory.share.size)
@@ -182,15 +160,12 @@ class BodyReader:
         return received
 
     async def _next(self, request: Request, received: RequestMemory) -> tuple[bytes, bool]:
-        message = await self._message(request, received)
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        return message.get("body", b""), message.get("more_body", False)
-
-    async def _message(self, request: Request, received: RequestMemory) -> Message:
         for limit_s in (self._limits.stall_s, MOMENT_S):
             with contextlib.suppress(TimeoutError):
-                return await received.within(limit_s, request.receive())
+                message = await received.within(limit_s, request.receive())
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                return message.get("body", b""), message.get("more_body", False)
             received.check()
         raise DeadlineExceededError("the rest of the request did not come; send it again")
 
@@ -210,10 +185,8 @@ async def client_gone(request: Request) -> None:
 async def answered_or_gone(request: Request, answered: asyncio.Future[Any], cancel: Callable[[], None]) -> None:
     """Wait for an answer, or until the client has closed the connection; the answer is then cancelled.
 
-    Args:
-        request: request whose body is received.
-        answered: the answer to come; it may be an error, which is not raised here.
-        cancel: called if there is no answer: the client has gone, or this wait is cancelled.
+    The answer may be an error, which is not raised here. `cancel` is called if there is no answer: the client has gone, or this
+    wait is cancelled.
     """
     gone = asyncio.create_task(client_gone(request))
     waited: list[asyncio.Future[Any]] = [answered, gone]
@@ -230,9 +203,7 @@ async def answered_or_gone(request: Request, answered: asyncio.Future[Any], canc
 
 def header_length(request: Request, body_bytes: int) -> int | None:
     """The number of JSON bytes at the body's start, from Inference-Header-Content-Length; None if all are.
-
-    Raises:
-        InvalidArgumentError: the header is no number, or larger than the body.
+    Raises InvalidArgumentError: the header is no number, or larger than the body.
     """
     text = request.headers.get("inference-header-content-length")
     if text is None:
@@ -246,18 +217,12 @@ def header_length(request: Request, body_bytes: int) -> int | None:
 
 
 def decompressed(body: bytes, coding: str, limit: int, advice: str = UNCOMPRESSED) -> bytes:
-    """Decompress a request's body.
-
-    Args:
-        body: bytes of the body, as received.
-        coding: the Content-Encoding; "" or "identity" is none.
-        limit: bytes of the result; at most one more is ever inflated.
-        advice: advice to a client whose result is over the limit.
+    """Decompress a request's body; the coding "" or "identity" is none. At most one byte over the limit is ever inflated.
 
     Raises:
         UnsupportedError: the coding is unknown.
         InvalidArgumentError: the body is not valid in this coding.
-        MessageTooLargeError: the result would be over the limit.
+        MessageTooLargeError: the result would be over the limit; the text ends in `advice`.
     """
     coding = coding.strip().lower()
     if coding in {"", "identity"}:

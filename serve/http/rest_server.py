@@ -39,13 +39,7 @@ from halfserve.serve.transports.listener import ConnectionLimit
 
 
 class RestServer:
-    """Listens on one or two ports and answers from the same engine as gRPC does.
-
-    Attributes:
-        routes: everything that the first port answers.
-        port: TCP port of the REST interface and the page; 0 before it listens.
-        metrics_port: TCP port of the metrics alone; None without one.
-    """
+    """Listens on one or two ports and answers from the same engine as gRPC does."""
 
     def __init__(
         self,
@@ -79,7 +73,7 @@ class RestServer:
         self._page = Page(core) if options.page else None
         self._bodies = BodyReader(options.limits, shared_budget)
         self._texts = TokenizedModels(core)
-        self.routes = self._routes(service)
+        self.routes = self._routes(service)  # everything that the first port answers
 
         def server(routes_of: Callable[[Service], list[Route]], name: str, port: int) -> HttpServer:
             return HttpServer(
@@ -97,14 +91,12 @@ class RestServer:
         self._servers = [server(self._routes, "http", options.port)]
         if options.metrics_port is not None:
             self._servers.append(server(lambda seen: [metrics_route(seen)], "metrics", options.metrics_port))
-        self.port = 0
-        self.metrics_port: int | None = None
+        self.port = 0  # TCP port of the REST interface and the page; 0 before it listens
+        self.metrics_port: int | None = None  # TCP port of the metrics alone; None without one
 
     async def start(self) -> None:
         """Listen, and set the ports.
-
-        Raises:
-            BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
+        Raises BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
         """
         try:
             ports = [await server.start() for server in self._servers]
@@ -162,12 +154,7 @@ def guarded_application(
 ) -> App:
     """An ASGI application that answers admitted requests, each from the models that its token permits.
 
-    Args:
-        routes_of: makes the routes of a service.
-        service: methods of all models.
-        host: the address that is listened on.
-        options: HTTP options.
-        gate: admits requests; None admits all.
+    `routes_of` makes the routes of a service. Without a gate, all requests are admitted.
     """
     if gate is None:
         return application(routes_of(service), host, options)

@@ -27,7 +27,6 @@ from halfserve.serve.protocol.service import SERVICE, Service
 MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version}"
 REPOSITORY_MODEL = "/v2/repository/models/{model}"
-SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 FILE = "file:"
 LEVELS = "trace_level"  # the only setting with several values
 
@@ -136,19 +135,14 @@ class SharedMemoryRoutes:
 
     def routes(self) -> list[Route]:
         found = []
-        for base, status, register, unregister in (
-            (SYSTEM, self.system_status, self.system_register, self.system_unregister),
-            (CUDA, self.cuda_status, self.cuda_register, self.cuda_unregister),
-        ):
+        for kind, register in (("System", self.system_register), ("Cuda", self.cuda_register)):
+            base = f"/v2/{kind.lower()}sharedmemory"
             region = base + "/region/{region}"
-            for path in (base, region):
-                found += [Route(f"{path}/status", status), _post(f"{path}/unregister", unregister)]
+            for path in (base, region):  # all regions, or the one of a name
+                found.append(Route(f"{path}/status", partial(self._status, f"{kind}SharedMemoryStatus"), methods=["GET"]))
+                found.append(_post(f"{path}/unregister", partial(self._unregister, f"{kind}SharedMemoryUnregister")))
             found.append(_post(f"{region}/register", register))
         return found
-
-    async def system_status(self, request: Request) -> Response:
-        """The region of a name, or all."""
-        return await self._regions("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name=_region(request)))
 
     async def system_register(self, request: Request) -> Response:
         content = fields.parse_object(await self._bodies.read_small(request))
@@ -159,14 +153,6 @@ class SharedMemoryRoutes:
             byte_size=fields.whole(content, "byte_size", "the region"),
         )
         return await self._done("SystemSharedMemoryRegister", message)
-
-    async def system_unregister(self, request: Request) -> Response:
-        """Unregister the region of a name, or all."""
-        return await self._done("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=_region(request)))
-
-    async def cuda_status(self, request: Request) -> Response:
-        """The region of a name, or all."""
-        return await self._regions("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest(name=_region(request)))
 
     async def cuda_register(self, request: Request) -> Response:
         content = fields.parse_object(await self._bodies.read_small(request))
@@ -179,13 +165,12 @@ class SharedMemoryRoutes:
         )
         return await self._done("CudaSharedMemoryRegister", message)
 
-    async def cuda_unregister(self, request: Request) -> Response:
-        """Unregister the region of a name, or all."""
-        return await self._done("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest(name=_region(request)))
-
-    async def _regions(self, rpc: str, message: Message) -> Response:
-        response = await self._call(rpc, message)
+    async def _status(self, rpc: str, request: Request) -> Response:
+        response = await self._call(rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
         return json_response([message_dict(region) for _, region in sorted(response.regions.items())])
+
+    async def _unregister(self, rpc: str, request: Request) -> Response:
+        return await self._done(rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
 
 
 class SettingRoutes:
@@ -240,11 +225,7 @@ class SettingRoutes:
 
 
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
-    """The response message of an RPC.
-
-    Raises:
-        InferenceError: the errors of the RPC.
-    """
+    """The response message of an RPC. Raises InferenceError: the errors of the RPC."""
     path = f"/{SERVICE}/{rpc}"
     unary = service.unary.get(path)
     if unary is not None:

@@ -55,15 +55,7 @@ class UnreadAnswer:
         share: MemoryShare,
         count: Callable[[], None],
     ) -> None:
-        """Watch a connection that has written nothing.
-
-        Args:
-            transport: the connection's transport.
-            loop: the event loop.
-            limits: time limits of reading.
-            share: the connection's part of the memory budget.
-            count: called when the client has read some bytes.
-        """
+        """Watch a connection that has written nothing; `count` is called when the client has read some bytes."""
         self._transport, self._loop, self._limits, self._share, self._count = transport, loop, limits, share, count
         self._limit = TimeLimit(loop)
         self._bytes, self._since_s = 0, 0.0  # unread bytes at the latest look, and its time
@@ -75,7 +67,6 @@ class UnreadAnswer:
         return max(self._left(), self._held_bytes)
 
     def write(self, data: bytes) -> None:
-        """Send a part of an answer."""
         if len(data) > LARGE_BYTES:
             self._transport.set_write_buffer_limits(0)  # writing is paused until the client has read everything
             self._held_bytes = len(data)
@@ -97,7 +88,6 @@ class UnreadAnswer:
             self._transport.set_write_buffer_limits()
 
     def stop_waiting(self) -> None:
-        """End the time limit."""
         self._limit.cancel()
 
     def press(self) -> None:

@@ -16,7 +16,6 @@ import typer
 from benchmarks import cuda, cuda_faults
 from benchmarks.converters.prediction import Errors
 from benchmarks.cuda_device.networks import Network
-from benchmarks.cuda_device.predictions import compared
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError
 from tests.export.conversions.cases import cases
@@ -61,7 +60,7 @@ def test_predictions_are_compared_with_what_was_found() -> None:
     assert cells[:4] == ("simple", "14", "100.0%", "100.0%")
     assert cells[-2:] == ("0", "")
     case = next(case for case in cases("light") if case.name == "light_densenet121")
-    errors = compared(case, "CPUExecutionProvider")
+    errors = cuda.compared(case, "CPUExecutionProvider")
     assert 1e-5 < errors.found < 1e-2
     assert errors.ratio == errors.found / max(errors.predicted, 2.0**-11)
     assert [Errors(predicted=math.inf, found=found).ratio for found in (math.inf, 0.5)] == [1.0, 0.0]

@@ -16,8 +16,8 @@ from benchmarks import half_hardware
 from benchmarks.converters.prediction import Agreement, Errors, error_of
 from benchmarks.half_device.comparison import compared
 from halfserve.export.half_types import BF16
-from halfserve.serve.backends.openvino import processor
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino import fitness
+from halfserve.serve.backends.openvino.fitness import computed_halves
 from tests.export.conversions.cases import Case
 
 with_bfloat16 = pytest.mark.skipif("bf16" not in computed_halves(), reason="needs a processor with bfloat16 arithmetic")
@@ -46,7 +46,7 @@ def case(text: str) -> Case:
 def test_rounded_constants_are_predicted_within_twice(text: str) -> None:
     outcome = compared(case(text), "bfloat16")
     assert outcome.errors is not None, outcome.reason
-    assert 0 < outcome.errors.ratio <= 2, outcome.cause
+    assert 0 < outcome.errors.ratio <= 2
 
 
 def test_float16_is_compared_where_nothing_computes_in_it() -> None:
@@ -69,7 +69,7 @@ def test_shares_and_places_of_the_ratios_are_counted() -> None:
 
 
 def test_a_processor_without_arithmetic_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(processor, "_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(fitness, "_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(typer.Exit) as ended:
         half_hardware.main(sets="simple")
     assert ended.value.exit_code == 2
@@ -79,7 +79,7 @@ def test_a_processor_without_arithmetic_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_instruction_set_that_the_environment_forbids_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_flags", lambda: frozenset({"avx512_bf16", "avx512_fp16"}))
+    monkeypatch.setattr(fitness, "_flags", lambda: frozenset({"avx512_bf16", "avx512_fp16"}))
     assert half_hardware.halves() == (["float16", "bfloat16"], [])
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     there, missing = half_hardware.halves()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from halfserve import Client
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino.fitness import computed_halves
 
 pytest.importorskip("openvino")
 pytestmark = [

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir
 
+from halfserve.export.half_types import FP16_MAX, FP16_OVERFLOW
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import FLOAT, MOVERS, all_nodes, asks_for_infinity
 from halfserve.export.onnx_fp16.planning.plan import KEEP
@@ -31,7 +32,6 @@ from halfserve.export.onnx_fp16.repair.edits import (
     repair,
 )
 from halfserve.export.onnx_fp16.repair.fragile_chains import factor_of
-from halfserve.export.weight_ledger import FP16_MAX, FP16_OVERFLOW
 
 SOFTMAX = ("LogSoftmax", "Softmax")
 THROUGH = frozenset({"Add", "Cast", "Mul", "Neg", "Sub", "Where"}) | MOVERS

@@ -12,28 +12,140 @@ import hashlib
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import onnxruntime as ort
 
-from halfserve.serve.backends.onnx_runtime.custom_operators import stamp
-from halfserve.serve.backends.onnx_runtime.probe_process import CrashedError, ProbeProcess, TrialEndedError, timer
-from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
+from halfserve.serve.backends.cpu_trials import ResultCache
+from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings, stamp
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
 
+CHILD = Path(__file__).with_name("probe_child.py")
+# -P keeps modules beside the program from hiding others.
+DEFAULT_COMMAND = (sys.executable, "-P", str(CHILD))
+
+# The child yields to the server, but not with the lowest priority: a trial must end in time even on a busy machine.
+NICENESS, LOWEST = 15, 19
+LIGHT_KB = 128 << 10
+KILLED = -9  # exit code after SIGKILL, for which Windows has no name
+# Exit codes after signals of a terminal or service manager that stops the server, which models do not cause.
+STOPPED = {-signal.SIGTERM, -signal.SIGINT} | ({-signal.SIGHUP, -signal.SIGQUIT} if sys.platform != "win32" else set())
+
+
+class TrialEndedError(Exception):
+    """A trial ended without an answer for a reason that does not concern the model."""
+
+
+class CrashedError(Exception):
+    """The model crashed the process; the text is the signal, such as "SIGSEGV"."""
+
+
+def timer(in_s: float, call: Callable[[], object]) -> threading.Timer:
+    """Start a timer that does not keep the process alive."""
+    started = threading.Timer(in_s, call)
+    started.daemon = True
+    started.start()
+    return started
+
+
+class ProbeProcess:
+    """One child process. A start takes 0.1 s; the process is reused until a model crashes it."""
+
+    def __init__(self, command: tuple[str, ...] = DEFAULT_COMMAND) -> None:
+        """Start the process without waiting for its readiness. Raises OSError: the process cannot be started."""
+        self._peak_kb: int | None = 0
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=False
+        )
+        _give_way(self._process.pid)
+        self._out_of_time = False
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it has never held much more memory than a new process, device memory included."""
+        return self._peak_kb is not None and self._peak_kb < LIGHT_KB
+
+    def try_out(self, trial: dict[str, Any], model: bytes, limit_s: float) -> None:
+        """Load and run a model once; `model` has its bytes, or is empty if it has a file.
+
+        Raises CrashedError: the model crashed the process; TrialEndedError: the trial took too long, or the process was killed.
+        """
+        limit = timer(limit_s, self._run_out)
+        try:
+            answer = self._exchange(json.dumps(trial).encode() + b"\n", model)
+        finally:
+            limit.cancel()
+        if not answer.endswith(b"\n"):  # it may have died while writing
+            self._explain(self._process.wait(), limit_s)
+        self._peak_kb = json.loads(answer)["peak_kb"]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipes()[0].close()
+        self._process.kill()
+        self._process.wait()
+        self._pipes()[1].close()
+
+    def _exchange(self, head: bytes, model: bytes) -> bytes:
+        stdin, stdout = self._pipes()
+        with contextlib.suppress(BrokenPipeError):  # it died while reading; the missing answer shows it
+            stdin.write(head)
+            stdin.write(model)
+            stdin.flush()
+        answer: bytes = stdout.readline()
+        return answer
+
+    def _pipes(self) -> tuple[Any, Any]:
+        return self._process.stdin, self._process.stdout
+
+    def _run_out(self) -> None:
+        self._out_of_time = True
+        self._process.kill()
+
+    def _explain(self, code: int, limit_s: float) -> NoReturn:
+        if self._out_of_time:
+            raise TrialEndedError(f"loading and running it once took more than {limit_s:g} s")
+        if code == KILLED:
+            raise TrialEndedError("the system ended the trial (out of memory?)")
+        if code in STOPPED:
+            raise TrialEndedError(f"the trial was stopped ({_name(code)})")
+        if code >= 0 and sys.platform != "win32":
+            raise TrialEndedError(f"the trial's process ended with code {code}")
+        raise CrashedError(_name(code))
+
+
+def _give_way(pid: int) -> None:
+    """Lower the child's priority from outside, because its imports take longer than most trials."""
+    with contextlib.suppress(AttributeError, OSError):  # Windows does not have this call
+        os.setpriority(os.PRIO_PROCESS, pid, min(LOWEST, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
+
+
+def _name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"code {code & 0xFFFFFFFF:#x}"
+
+
 READ_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
-OWN_VERSION = version("halfserve")
 LIMIT_S = 60.0  # seconds for one trial
 # Seconds before an idle child is ended. A start costs 0.1 s, and replaced models are often replaced again; a light child keeps
 # 25 MB.
@@ -61,95 +173,51 @@ def verdict_key(path: Path, circumstances: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class CrashVerdict:
-    """The result of a trial."""
-
     level: OptimizationLevel | None  # the first level that did not crash; None if all did
     crashes: dict[str, str]  # signal by level, such as "SIGSEGV"
 
 
-@dataclass(frozen=True)
-class CrashVerdictCache:
-    """A folder of verdicts, one small file each. Unreadable or unwritable files only cost another trial."""
+class CrashVerdictCache(ResultCache[CrashVerdict]):
+    def from_json(self, known: Any) -> CrashVerdict:
+        level = None if known["level"] is None else OptimizationLevel[known["level"].upper()]
+        return CrashVerdict(level, {str(name): str(signal) for name, signal in known["crashes"].items()})
 
-    folder: Path | None  # None caches nothing
-
-    def find(self, key: str) -> CrashVerdict | None:
-        if self.folder is None:
-            return None
-        try:
-            known = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-            level = None if known["level"] is None else OptimizationLevel[known["level"].upper()]
-            return CrashVerdict(level, {str(name): str(signal) for name, signal in known["crashes"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def keep(self, key: str, verdict: CrashVerdict) -> None:
-        """Write a verdict atomically."""
-        if self.folder is None:
-            return
-        level = None if verdict.level is None else verdict.level.label
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f"{key}.{os.urandom(4).hex()}.part"
-            try:
-                part.write_text(json.dumps({"level": level, "crashes": verdict.crashes}), encoding="utf-8")
-                part.replace(self.folder / f"{key}.json")
-            except OSError:
-                part.unlink(missing_ok=True)
-
-
-class LoadTrial(Protocol):
-    """A model and the conditions under which a runtime is to load it."""
-
-    @property
-    def path(self) -> Path:
-        """The original model file."""
-
-    @property
-    def levels(self) -> tuple[OptimizationLevel, ...]:
-        """The optimization levels to try, the highest first."""
-
-    @property
-    def key(self) -> str:
-        """Key that is equal for trials with equal results."""
-
-    def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
-        """Return the request to the child process. `source`: the model's bytes, or the path of its file."""
+    def to_json(self, result: CrashVerdict) -> Any:
+        return {"level": None if result.level is None else result.level.label, "crashes": result.crashes}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrashTrial:
-    """A trial with ONNX Runtime."""
+class LoadTrial:
+    """A model and the conditions under which a runtime is to load it."""
 
     path: Path  # the original model file
-    providers: list[tuple[str, dict[str, str]]]  # names and options of the providers
-    settings: SessionSettings  # settings of the session
-
-    @property
-    def levels(self) -> tuple[OptimizationLevel, ...]:
-        return tuple(OptimizationLevel)
+    request: Mapping[str, Any]  # what the child gets beside the model and the level; see probe_child.py
+    circumstances: Sequence[str]  # what else decides the result, such as the runtime's version
+    levels: Sequence[OptimizationLevel] = tuple(OptimizationLevel)  # optimization levels to try, in this order
 
     def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
-        """See `LoadTrial`."""
-        return {
-            "path": "" if isinstance(source, bytes) else str(Path(source).absolute()),
-            "bytes": len(source),
-            "level": level.value,
-            "providers": self.providers,
-            "entries": dict(self.settings.session_entries),
-            "parallel": self.settings.parallel,
-            "memory_arena": self.settings.memory_arena,
-            "memory_pattern": self.settings.memory_pattern,
-            "operator_libraries": self.settings.operator_libraries,
-        }
+        """Return the request to the child process. `source`: the model's bytes, or the path of its file."""
+        path = "" if isinstance(source, bytes) else str(Path(source).absolute())
+        return {"path": path, "bytes": len(source), "level": level.value, **self.request}
 
     @cached_property
     def key(self) -> str:
         """Key that is equal for trials with equal results; computing it reads the whole file, but not external weights."""
-        message = self.message(b"", OptimizationLevel.ALL)
         # This package's version is included because it changes models before they are loaded.
-        libraries = map(stamp, self.settings.operator_libraries)
-        return verdict_key(self.path, [ort.__version__, OWN_VERSION, repr(sorted(message.items())), *libraries])
+        return verdict_key(self.path, [version("halfserve"), *self.circumstances, repr(sorted(self.request.items()))])
+
+
+def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings: SessionSettings) -> LoadTrial:
+    """Return a trial with ONNX Runtime; `providers` has their names and options."""
+    request = {
+        "providers": providers,
+        "entries": dict(settings.session_entries),
+        "parallel": settings.parallel,
+        "memory_arena": settings.memory_arena,
+        "memory_pattern": settings.memory_pattern,
+        "operator_libraries": settings.operator_libraries,
+    }
+    return LoadTrial(path=path, request=request, circumstances=[ort.__version__, *map(stamp, settings.operator_libraries)])
 
 
 class CrashProbe:
@@ -172,15 +240,10 @@ class CrashProbe:
                 self._running()
                 self._rest()
 
-    def safe_level(self, trial: CrashTrial, source: str | bytes) -> OptimizationLevel:
+    def safe_level(self, trial: LoadTrial, source: str | bytes) -> OptimizationLevel:
         """Return the highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
 
-        Args:
-            trial: conditions of the trial.
-            source: the model's bytes, or the path of its file.
-
-        Raises:
-            ModelLoadError: the model crashes at every level.
+        `source` is the model's bytes, or the path of its file. Raises ModelLoadError: the model crashes at every level.
         """
         verdict = self.verdict(trial, source)
         if verdict is None:
@@ -199,12 +262,7 @@ class CrashProbe:
         return verdict.level
 
     def verdict(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict | None:
-        """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning.
-
-        Args:
-            trial: conditions of the trial.
-            source: the model's bytes, or the path of its file.
-        """
+        """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning."""
         key = trial.key
         verdict = self._verdicts.find(key)
         if verdict is None:

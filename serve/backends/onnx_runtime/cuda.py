@@ -128,16 +128,9 @@ class GraphReplays:
         self._recordings: dict[Shapes, _Recording] = {}
 
     def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
-        """Compute every output.
+        """Compute every output, from inputs by the session's names, in its dtypes.
 
-        Args:
-            feeds: inputs by the session's names, in its dtypes.
-
-        Returns:
-            Host arrays in the session's order, owned by the caller.
-
-        Raises:
-            Exception: any exception of the runtime.
+        Returns host arrays in the session's order, owned by the caller. Raises any exception of the runtime.
         """
         shapes = tuple((name, array.shape) for name, array in feeds.items())
         recording = self._recordings.get(shapes)

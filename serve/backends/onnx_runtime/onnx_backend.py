@@ -13,7 +13,6 @@ import onnxruntime as ort
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
-from halfserve.serve.backends.onnx_runtime.custom_operators import operator_libraries
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.onnx_runtime.request_errors import RequestErrors, free_sizes, index_ranges
@@ -25,7 +24,12 @@ from halfserve.serve.backends.onnx_runtime.session import (
     nodes_by_provider,
     warn_if_in_vain,
 )
-from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, read_settings
+from halfserve.serve.backends.onnx_runtime.session_settings import (
+    OPTIMIZATION_LEVEL,
+    OptimizationLevel,
+    operator_libraries,
+    read_settings,
+)
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.tensors import Array, Tensors
@@ -53,9 +57,7 @@ class OnnxRuntime:
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface without its weights.
-
-        Raises:
-            ModelLoadError: the file is missing, is not ONNX, or has inputs without a wire type.
+        Raises ModelLoadError: the file is missing, is not ONNX, or has inputs without a wire type.
         """
         return read_interface(path)
 
@@ -79,15 +81,10 @@ class OnnxRuntime:
         if opened.level is not OptimizationLevel.ALL:
             config.parameters[OPTIMIZATION_LEVEL].string_value = opened.level.label
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
-        replays = GraphReplays(opened.session, "cuda", placement.device_id) if opened.records_graphs else None
-        on_device = DeviceSession(opened.session, placement.device_id) if opened.provider != CPU else None
         free = tuple(free_sizes(interface, batched=config.max_batch_size > 0))
         with open_onnx(path) as file:
             errors = RequestErrors(index_ranges(file.model.graph), free, on_device=opened.provider != CPU)
-        shrinkage = settings.arena_shrinkage
-        return OnnxRuntimeBackend.of(
-            opened, interface, arena_shrinkage=shrinkage, replays=replays, device_session=on_device, errors=errors
-        )
+        return OnnxRuntimeBackend.of(opened, interface, placement.device_id, settings.arena_shrinkage, errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +107,7 @@ class OnnxRuntimeBackend:
 
     @classmethod
     def of(
-        cls,
-        opened: OpenSession,
-        interface: ModelInterface,
-        *,
-        arena_shrinkage: str = "",
-        replays: GraphReplays | None = None,
-        device_session: DeviceSession | None = None,
-        errors: RequestErrors | None = None,
+        cls, opened: OpenSession, interface: ModelInterface, device_id: int, arena_shrinkage: str, errors: RequestErrors
     ) -> OnnxRuntimeBackend:
         """Make the backend. `arena_shrinkage`: devices whose memory arenas shrink after each run."""
         session = opened.session
@@ -139,9 +129,9 @@ class OnnxRuntimeBackend:
             _output_dtypes=outputs,
             _texts=[spec.name for spec in interface.inputs if spec.datatype.array_dtype.hasobject],
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
-            _replays=replays,
-            _device_session=device_session,
-            _errors=RequestErrors({}) if errors is None else errors,
+            _replays=GraphReplays(session, "cuda", device_id) if opened.records_graphs else None,
+            _device_session=DeviceSession(session, device_id) if opened.provider != CPU else None,
+            _errors=errors,
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:

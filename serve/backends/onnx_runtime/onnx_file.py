@@ -50,9 +50,7 @@ class OnnxFile:
 
     def pieces(self, weight: TensorProto, place: ByteRange | None) -> Iterator[bytes | memoryview]:
         """Yield the stored bytes of a weight, in pieces of PIECE_BYTES and a rest.
-
-        Raises:
-            ModelLoadError: the file has become shorter, or cannot be read.
+        Raises ModelLoadError: the file has become shorter, or cannot be read.
         """
         if place is None:
             content = memoryview(weight.raw_data)
@@ -64,22 +62,14 @@ class OnnxFile:
             at += PIECE_BYTES
 
     def take_in(self) -> None:
-        """Read the left-out weights into the message.
-
-        Raises:
-            ModelLoadError: the file has changed, or cannot be read.
-        """
+        """Read the left-out weights into the message. Raises ModelLoadError: the file has changed, or cannot be read."""
         for weight, place in self.large_weights():
             if place is not None:
                 weight.raw_data = self._read(place.offset, place.length)
         self.require_unchanged()
 
     def require_unchanged(self) -> None:
-        """Check that the file was not written to since it was opened.
-
-        Raises:
-            ModelLoadError: the file was written to.
-        """
+        """Check that the file was not written to since it was opened. Raises ModelLoadError: the file was written to."""
         if _stamp(self._file) != self._stamp:
             raise _changed(self.path)
 
@@ -97,9 +87,7 @@ class OnnxFile:
 @contextmanager
 def open_onnx(path: Path) -> Iterator[OnnxFile]:
     """Open an ONNX file and parse its graph; external data is not read.
-
-    Raises:
-        ModelLoadError: the file cannot be read, is not ONNX, or has external data outside its folder.
+    Raises ModelLoadError: the file cannot be read, is not ONNX, or has external data outside its folder.
     """
     try:
         file = open_regular(path)
@@ -152,26 +140,14 @@ def _changed(path: Path) -> ModelLoadError:
 
 def locations(model: onnx.ModelProto, path: Path) -> frozenset[str]:
     """Return the locations of external data, as written in the model.
-
-    Args:
-        model: the parsed file.
-        path: path of the file, for errors.
-
-    Raises:
-        ModelLoadError: a tensor names another place than a file in the folder, or two places.
+    Raises ModelLoadError: a tensor names another place than a file in the folder, or two places.
     """
     return frozenset(_location(tensor, path) for tensor in _external(model))
 
 
 def data_files(model: onnx.ModelProto, path: Path) -> frozenset[str]:
     """Return the external data files, relative to the model's folder.
-
-    Args:
-        model: the parsed file.
-        path: path of the model file.
-
-    Raises:
-        ModelLoadError: a file lies outside the folder, by its path or by a link, or is not regular.
+    Raises ModelLoadError: a file lies outside the folder, by its path or by a link, or is not regular.
     """
     found = locations(model, path)
     for location in sorted(found):
@@ -181,9 +157,7 @@ def data_files(model: onnx.ModelProto, path: Path) -> frozenset[str]:
 
 def data_bytes(model: onnx.ModelProto, path: Path) -> int:
     """Return the bytes of external data, shared bytes counted per tensor; a tensor without a length counts its whole file.
-
-    Raises:
-        ModelLoadError: a length is not a number, or a place is outside the folder.
+    Raises ModelLoadError: a length is not a number, or a place is outside the folder.
     """
     sizes = {location: _size(path.parent / location) for location in locations(model, path)}
     try:
@@ -195,9 +169,7 @@ def data_bytes(model: onnx.ModelProto, path: Path) -> int:
 
 def take_in(model: onnx.ModelProto, path: Path) -> None:
     """Read all external data into the message.
-
-    Raises:
-        ModelLoadError: a file is missing, too short, or outside the model's folder.
+    Raises ModelLoadError: a file is missing, too short, or outside the model's folder.
     """
     for tensor in _external(model):
         entries = _entries(tensor, path)
@@ -217,9 +189,7 @@ def take_in(model: onnx.ModelProto, path: Path) -> None:
 
 def require_no_engine(model: onnx.ModelProto, path: Path) -> None:
     """Check that no node holds a compiled device program: the runtime would open its file, and TensorRT would run it.
-
-    Raises:
-        ModelLoadError: a node holds one.
+    Raises ModelLoadError: a node holds one.
     """
     if any(node.op_type == ENGINE for node in nodes_below(model.graph.node, *(f.node for f in model.functions))):
         raise ModelLoadError(f"{path}: holds a program compiled for one device ({ENGINE}), which is not served; export again")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from halfserve.protos.datatypes import BY_ONNX
 from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below, open_onnx
@@ -36,9 +35,7 @@ OF_SHAPES = frozenset({"Shape", "Size"})  # operators whose results do not depen
 
 def read_interface(path: Path) -> ModelInterface:
     """Read a model file's interface without its weights.
-
-    Raises:
-        ModelLoadError: the file is not ONNX, or a value has no wire type.
+    Raises ModelLoadError: the file is not ONNX, or a value has no wire type.
     """
     with open_onnx(path) as opened:
         graph, files, open_ended = opened.model.graph, opened.data_files, is_open_ended(opened.model)
@@ -116,13 +113,10 @@ def _in_nodes(nodes: Iterable[NodeProto], values: set[str]) -> bool:
         if kind in LOOPS or any(inputs[place] in values for place in SIZES.get(kind, ()) if place < len(inputs)):
             return True
         if kind in BRANCHES:
-            if any(_in_graph(attribute.g, values) for attribute in node.attribute):
-                return True
+            for graph in (attribute.g for attribute in node.attribute):
+                if _in_nodes(graph.node, {*values, *(value.name for value in graph.input)}):
+                    return True
             values.update(node.output)
         elif kind not in OF_SHAPES and not values.isdisjoint(inputs):
             values.update(node.output)
     return False
-
-
-def _in_graph(graph: GraphProto, values: AbstractSet[str]) -> bool:
-    return _in_nodes(graph.node, {*values, *(value.name for value in graph.input)})

@@ -6,7 +6,8 @@ and messages end at 2 GiB. From file to file, each piece is read, converted and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,133 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
-from onnx import ModelProto, TensorProto, helper
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from halfserve.files.onnx_outline import ByteRange
-from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
-from halfserve.serve.backends.onnx_runtime.upcast import HALF_TYPES, UPCAST, half_types, retype
+from halfserve.files.onnx_tensors import all_tensors
+from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, nodes_below, open_onnx, require_no_engine, take_in
 from halfserve.serve.engine.disk_files import temporary_folder
 from halfserve.serve.engine.errors import ModelLoadError
+
+FP32 = TensorProto.FLOAT
+HALF_TYPES: Mapping[int, str] = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
+# Replacements of types, by the type in the file. ONNX Runtime has few CPU kernels in fp16, fewer in bf16, and surrounds other
+# operators with casts: computing in fp32 throughout is as fast as an fp32 model, and more accurate.
+UPCAST: Mapping[int, int] = dict.fromkeys(HALF_TYPES, FP32)
+FP16_AS_BF16: Mapping[int, int] = {TensorProto.FLOAT16: TensorProto.BFLOAT16}
+BF16_AS_FP16: Mapping[int, int] = {TensorProto.BFLOAT16: TensorProto.FLOAT16}
+# Attributes that hold a type, of all operators of ONNX and of ONNX Runtime's own domain.
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
+
+
+def half_types(model: ModelProto) -> frozenset[int]:
+    """Return the half-precision types of weights, inputs, outputs or casts."""
+    return frozenset(number for number in _types(model) if number in HALF_TYPES)
+
+
+def retype(model: ModelProto, to: Mapping[int, int]) -> None:
+    """Change types in place, in weights, constants, casts, inputs, outputs, subgraphs and functions.
+
+    `to` has the new TensorProto types, by the types that they replace. The model may be without its weights.
+    """
+    for tensor in all_tensors(model):
+        _retype_tensor(tensor, to)
+    for graph in _graphs(model):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            _retype_type(value.type, to)
+    types = TypeAttributes(model.functions)
+    for function in model.functions:
+        for value in function.value_info:
+            _retype_type(value.type, to)
+        for default in function.attribute_proto:
+            _retype_attribute(default, types.of_calls(function), to)
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            _retype_attribute(attribute, types.of(node), to)
+
+
+def _types(model: ModelProto) -> Iterator[int]:
+    yield from (tensor.data_type for tensor in all_tensors(model))
+    for graph in _graphs(model):
+        yield from (v.type.tensor_type.elem_type for v in (*graph.input, *graph.output))
+    types = TypeAttributes(model.functions)
+    for function in model.functions:
+        for default in function.attribute_proto:
+            if default.name in types.of_calls(function):
+                yield default.i
+    for node in _nodes(model):
+        yield from (attribute.i for attribute in node.attribute if attribute.name in types.of(node))
+
+
+def _graphs(model: ModelProto) -> Iterator[GraphProto]:
+    yield model.graph
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield attribute.g
+            yield from attribute.graphs
+
+
+def _nodes(model: ModelProto) -> Iterator[NodeProto]:
+    return nodes_below(model.graph.node, *(function.node for function in model.functions))
+
+
+def _retype_attribute(attribute: AttributeProto, types: AbstractSet[str], to: Mapping[int, int]) -> None:
+    # No operator of ONNX or ONNX Runtime has an attribute with a list of types.
+    if attribute.name in types and attribute.i in to:
+        attribute.i = to[attribute.i]
+    if attribute.HasField("tp"):
+        _retype_type(attribute.tp, to)
+
+
+def _retype_tensor(tensor: TensorProto, to: Mapping[int, int]) -> None:
+    if tensor.data_type in to:
+        array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(to[tensor.data_type]))
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def _retype_type(proto: TypeProto, to: Mapping[int, int]) -> None:
+    kind = proto.WhichOneof("value")
+    if kind in {"tensor_type", "sparse_tensor_type"}:
+        tensor = getattr(proto, kind)
+        tensor.elem_type = to.get(tensor.elem_type, tensor.elem_type)
+    elif kind in {"sequence_type", "optional_type"}:
+        _retype_type(getattr(proto, kind).elem_type, to)
+
+
+class TypeAttributes:
+    """The integer attributes that hold a tensor type, also where a model's functions pass them on under other names."""
+
+    def __init__(self, functions: Sequence[FunctionProto]) -> None:
+        """`functions`: all functions of the model, which may call each other."""
+        self._by_function: dict[tuple[str, str, str], AbstractSet[str]] = {
+            _key(function): frozenset() for function in functions
+        }
+        grows = True
+        while grows:
+            grows = False
+            for function in functions:
+                found = self._handed_on(function)
+                grows |= found != self._by_function[_key(function)]
+                self._by_function[_key(function)] = found
+
+    def of_calls(self, function: FunctionProto) -> AbstractSet[str]:
+        return self._by_function[_key(function)]
+
+    def of(self, node: NodeProto) -> AbstractSet[str]:
+        """Return the names of the type attributes that a node may have."""
+        return self._by_function.get((node.domain, node.op_type, node.overload), TYPE_ATTRIBUTES)
+
+    def _handed_on(self, function: FunctionProto) -> AbstractSet[str]:
+        attributes = ((attribute, self.of(node)) for node in nodes_below(function.node) for attribute in node.attribute)
+        return {
+            attribute.ref_attr_name for attribute, types in attributes if attribute.ref_attr_name and attribute.name in types
+        }
+
+
+def _key(function: FunctionProto) -> tuple[str, str, str]:
+    return function.domain, function.name, function.overload
+
 
 # From this total size on, weights reach the runtime through a file.
 INLINE_BYTES = 1 << 18
@@ -46,15 +167,10 @@ def prepared(path: Path, *, for_gpu: bool, types: Mapping[int, int] | None = Non
     """Prepare a model file; temporary files are removed afterwards.
 
     NumPy, and with it ONNX Runtime's Python interface, has no bf16: such inputs and outputs are fp32 at the session's border.
+    `types` replaces TensorProto types (see `retype`); by default none for ONNX Runtime on CUDA (`for_gpu`), and all
+    half-precision types by fp32 on the CPU.
 
-    Args:
-        path: path of the model file.
-        for_gpu: whether ONNX Runtime on CUDA opens the model, which computes half precision.
-        types: replacements of TensorProto types (see `retype`); by default none on a GPU, and fp32 for all half-precision types
-            on the CPU.
-
-    Raises:
-        ModelLoadError: the file or its external weights cannot be read, or the disk is full.
+    Raises ModelLoadError: the file or its external weights cannot be read, or the disk is full.
     """
     with open_onnx(path) as opened:
         model = opened.model
@@ -92,7 +208,7 @@ def _must_be_sound(path: Path) -> Iterator[None]:
 @contextmanager
 def _room_for_weights(opened: OnnxFile) -> Iterator[Path | None]:
     """Yield a temporary folder for large weights; None without large weights."""
-    size = large_weights_bytes(opened)
+    size = sum(weight.ByteSize() if place is None else place.length for weight, place in opened.large_weights())
     if size <= INLINE_BYTES:
         yield None
         return
@@ -148,13 +264,7 @@ def set_border(model: ModelProto, types: Mapping[str, int]) -> dict[str, str]:
     """Change the types of inputs and outputs by casts that the runtime computes, in place; inner names and types stay.
 
     ONNX Runtime converts fp16 with processor instructions, NumPy element by element: 12 and 198 us for an image of 3x224x224.
-
-    Args:
-        model: the parsed model, with or without its weights.
-        types: TensorProto type at the border, by the name of an input or output.
-
-    Returns:
-        The new name of every input whose type differed.
+    `types` has the TensorProto type at the border by name. Returns the new name of every input whose type differed.
     """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
@@ -183,22 +293,11 @@ def set_border(model: ModelProto, types: Mapping[str, int]) -> dict[str, str]:
     return renamed
 
 
-def large_weights_bytes(opened: OnnxFile) -> int:
-    """Return the approximate bytes of the weights that `move_weights` would move, before the upcast."""
-    return sum(weight.ByteSize() if place is None else place.length for weight, place in opened.large_weights())
-
-
 def move_weights(opened: OnnxFile, file: Path, to: Mapping[int, int]) -> None:
     """Move large weights to a file, and replace them in the model by references; the model must be saved beside the file.
 
-    Args:
-        opened: the open file, whose model is changed in place.
-        file: path of the file to write.
-        to: TensorProto types to write, by the types that they replace.
-
-    Raises:
-        OSError: the file cannot be written.
-        ModelLoadError: the model's file cannot be read, or a weight has an impossible size.
+    `to` has the TensorProto types to write, by the types that they replace. Raises OSError: the file cannot be written;
+    ModelLoadError: the model's file cannot be read, or a weight has an impossible size.
     """
     with file.open("wb") as output:
         for tensor, place in opened.large_weights():
@@ -219,7 +318,6 @@ def move_weights(opened: OnnxFile, file: Path, to: Mapping[int, int]) -> None:
 
 
 def _write_retyped(opened: OnnxFile, tensor: TensorProto, place: ByteRange | None, output: BinaryIO, data_type: int) -> None:
-    """Write a weight of a half-precision type in another type."""
     dtype: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     wanted: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(data_type)
     for piece in opened.pieces(tensor, place):

@@ -100,9 +100,7 @@ def _options(trial: dict[str, Any]) -> Any:
 def ones(value: Any, rows: int = 1) -> Any:
     """Make an input filled with ones, because zeros would crash integer divisions.
 
-    Args:
-        value: the session's input.
-        rows: size of an open first dimension; other open dimensions get 1.
+    An open first dimension gets the size `rows`, other open dimensions get 1.
     """
     shape = [size if isinstance(size, int) else 1 for size in value.shape]
     if shape and not isinstance(value.shape[0], int):

@@ -8,14 +8,41 @@ are checked before each batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto
 
-from halfserve.serve.backends.index_ranges import IndexRange, check_indices
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
-from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
+
+
+@dataclass(frozen=True)
+class IndexRange:
+    """The valid values of an input, both ends included."""
+
+    low: int
+    high: int
+
+    def outside(self, array: Array) -> int | None:
+        """Return a value of the array that is not in the range; None if all are."""
+        if not array.size:
+            return None
+        least, most = int(array.min()), int(array.max())
+        return most if most > self.high else least if least < self.low else None
+
+
+def check_indices(ranges: Mapping[str, IndexRange], inputs: Tensors) -> None:
+    """Check the inputs whose range is known. Raises InvalidArgumentError: an input has a value outside its range."""
+    for name, known in ranges.items():
+        value = known.outside(inputs[name]) if name in inputs else None
+        if value is not None:
+            raise InvalidArgumentError(
+                f"input {name!r} has the value {value}, expected {known.low} to {known.high}: it is the index of one of "
+                f"{known.high + 1} rows"
+            )
+
 
 # Operators whose results have exactly the elements of their first input.
 SAME_ELEMENTS = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
@@ -74,26 +101,17 @@ def _origin(name: str, makers: Mapping[str, NodeProto], passing: frozenset[str])
 
 
 class RequestErrors:
-    """Distinguishes errors of requests from errors of one model. Used by one thread at a time.
-
-    Attributes:
-        checks_first: whether inputs must be checked before each batch.
-        has_computed: whether a batch was computed. Before, a size that does not fit may be the model's own defect.
-    """
+    """Distinguishes errors of requests from errors of one model. Used by one thread at a time."""
 
     def __init__(self, ranges: Mapping[str, IndexRange], sizes: tuple[str, ...] = (), *, on_device: bool = False) -> None:
         """`sizes`: the inputs with a free size beside the batch dimension. `on_device`: wrong indices are no errors there."""
-        self.checks_first = on_device and bool(ranges)
+        self.checks_first = on_device and bool(ranges)  # whether inputs must be checked before each batch
+        # Whether a batch was computed. Before, a size that does not fit may be the model's own defect.
         self.has_computed = False
         self._ranges = ranges
         self._sizes = sizes
 
     def check(self, inputs: Tensors) -> None:
-        """Check the inputs whose range is known.
-
-        Raises:
-            InvalidArgumentError: an input has a value outside its range.
-        """
         check_indices(self._ranges, inputs)
 
     def explain(self, inputs: Tensors, text: str) -> InferenceError:

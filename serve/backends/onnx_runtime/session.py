@@ -18,7 +18,7 @@ from typing import Any
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashTrial
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
@@ -57,8 +57,6 @@ class _UnusableDeviceError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSession:
-    """An open session."""
-
     session: ort.InferenceSession  # the runtime's session
     precision: str  # precision of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
     level: OptimizationLevel  # optimization level
@@ -73,8 +71,6 @@ class OpenSession:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpener:
-    """Opens model files in ONNX Runtime."""
-
     path: Path  # the model file
     placement: DevicePlacement  # device and CPU settings of the session
     settings: SessionSettings = field(default_factory=SessionSettings)  # settings in the model's configuration
@@ -160,7 +156,7 @@ class SessionOpener:
 
     def _open(self, providers: Providers, *, for_gpu: bool) -> OpenSession:
         probe = None if self.settings.level is not None or providers[0][0] == TENSORRT else self.probe
-        trial = CrashTrial(path=self.path, providers=providers, settings=self.settings)
+        trial = onnx_trial(self.path, providers, self.settings)
         if probe is not None:
             probe.expect(trial)
             pause()
@@ -269,11 +265,7 @@ def is_quick(session: ort.InferenceSession, rows: int) -> bool:
     """Return whether the largest batch is too fast to benefit from several threads; False if its size is unknown.
 
     Threads here do not spin, so that each parallel operator waits for the system to wake a thread: an MLP of 64-256-10 takes 19
-    us for 64 rows on one thread, and 30 us on two.
-
-    Args:
-        session: session with one thread.
-        rows: rows of the largest batch.
+    us for 64 rows on one thread, and 30 us on two. The session has one thread.
     """
     inputs = session.get_inputs()
     if any(not isinstance(size, int) for value in inputs for size in value.shape[1:]):

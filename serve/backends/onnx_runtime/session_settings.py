@@ -1,4 +1,9 @@
-"""Session settings from a model's configuration, under Triton's names for its ONNX Runtime backend."""
+"""Session settings from a model's configuration, under Triton's names for its ONNX Runtime backend.
+
+`model_operations { op_library_filename: "..." }` names libraries of custom operators. The package onnxruntime-extensions
+(tokenizers, text operators, image decoders) is referred to by its name and is trusted like any installed package. A file in the
+repository can run any code as the server's user once it is loaded, so it needs an option.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.disk_files import require_regular
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import require_file_name, require_inside
 
 OPTIMIZATION_LEVEL = "halfserve.optimization_level"
 # A new input shape costs milliseconds with this search, hundreds with an exhaustive one.
@@ -55,18 +65,12 @@ class OptimizationLevel(Enum):
 
 
 # Triton's levels in `optimization { graph { level } }`; an absent one reads as 0, which means all.
-TRITON_LEVELS = {
-    -1: OptimizationLevel.BASIC,
-    1: OptimizationLevel.EXTENDED,
-    2: OptimizationLevel.DISABLED,
-}
+TRITON_LEVELS = {-1: OptimizationLevel.BASIC, 1: OptimizationLevel.EXTENDED, 2: OptimizationLevel.DISABLED}
 
 
 def declared_level(config: ModelConfig, path: Path) -> OptimizationLevel | None:
     """Read the configured level, from halfserve's parameter or Triton's field; None if not configured.
-
-    Raises:
-        ModelLoadError: there is no such level.
+    Raises ModelLoadError: there is no such level.
     """
     own = own_parameter(config, OPTIMIZATION_LEVEL, path)
     if own is not None:
@@ -91,14 +95,8 @@ class Accelerators:
 def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
     """Read provider options from the accelerators of GPUs in a configuration, with the keys of Triton's ONNX Runtime backend.
 
-    Accelerators of CPUs belong to another runtime: see onnx_models.py.
-
-    Args:
-        config: configuration of the model.
-        path: path of the model file, for errors.
-
-    Raises:
-        ModelLoadError: an accelerator or precision is unknown, or CUDA graphs are requested for TensorRT.
+    Accelerators of CPUs belong to another runtime: see onnx_models.py. Raises ModelLoadError: an accelerator or precision is
+    unknown, or CUDA graphs are requested for TensorRT.
     """
     cuda = {**CUDA_DEFAULTS, **_from_parameters(config)}
     tensorrt = None
@@ -145,8 +143,6 @@ def _is_on(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """Settings with which a session is opened."""
-
     level: OptimizationLevel | None = None  # optimization level; None leaves the choice to the server
     intra_op_threads: int | None = None  # threads for one operator on the CPU; None if not configured, 0 for one per core
     inter_op_threads: int = 0  # threads for parallel operators; 0 for one per core
@@ -162,9 +158,7 @@ class SessionSettings:
 
 def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
     """Read the settings in a model's configuration; `path` is the model file, for errors.
-
-    Raises:
-        ModelLoadError: a value is invalid.
+    Raises ModelLoadError: a value is invalid.
     """
     parameters = {key: value.string_value.strip() for key, value in config.parameters.items()}
     graphs, accelerators = own_parameter(config, "halfserve.cuda_graphs", path), read_accelerators(config, path)
@@ -211,3 +205,72 @@ def _switch(parameters: Mapping[str, str], key: str, path: Path, *, default: boo
     if value.lower() not in SWITCH:
         raise ModelLoadError(f"{path}: parameter {key!r} is {value!r}, expected '0' or '1'")
     return SWITCH[value.lower()]
+
+
+TRUST_OPTION = "--trust-custom-operators"
+PACKAGE = "onnxruntime_extensions"
+LIBRARY = "_extensions_pydll"  # name of the library in the package
+FOLDERS = 3  # number of folders to search: a version's, the fp32 twin's below it, and the model's above
+
+
+def operator_libraries(config: ModelConfig, path: Path, *, trusted: bool) -> tuple[str, ...]:
+    """Return the paths of the libraries that a model's sessions register, from the folder of its version or of its model.
+
+    `trusted`: whether libraries of the repository may be loaded. Raises ModelLoadError: see `library_path`; or the package is
+    not installed.
+    """
+    return tuple(_library(name, path, trusted=trusted) for name in config.model_operations.op_library_filename)
+
+
+def _library(name: str, path: Path, *, trusted: bool) -> str:
+    if name in OPERATOR_PACKAGES:
+        found = packaged_library()
+        if found is None:
+            raise ModelLoadError(
+                f"{path}: needs the operators of onnxruntime-extensions, which is not installed; "
+                "in a checkout of halfserve, pip install '.[extensions]'"
+            )
+        return found
+    hint = f". The package {PACKAGE!r} needs no option"
+    return library_path(name, path, "model_operations", trusted=trusted, hint=hint)
+
+
+def library_path(name: str, path: Path, setting: str, *, trusted: bool, hint: str = "") -> str:
+    """Return the path of a library in a version's folder, or in its model's; `setting` is the setting that names it.
+
+    Raises ModelLoadError: the library is not trusted (the text ends in `hint`), not there, or not in the model's folder.
+    """
+    if not trusted:
+        raise ModelLoadError(
+            f"{path}: {setting} names the library {name!r}, which can run any code as the server's user when it is "
+            f"loaded; start the server with {TRUST_OPTION} if you trust everybody who writes files there{hint}"
+        )
+    require_file_name(name, f"{path}: {setting} is")
+    folders = path.absolute().parents[:FOLDERS]
+    library = next((folder / name for folder in folders if (folder / name).exists()), None)
+    if library is None:
+        raise ModelLoadError(f"{path}: the library {name!r} of {setting} is not in the model's folder; copy it there")
+    require_inside(folders[-1], library)
+    try:
+        require_regular(library)
+    except OSError as error:
+        raise ModelLoadError(f"{path}: the library {name!r} cannot be read: {error.strerror}") from None
+    return str(library)
+
+
+@cache
+def packaged_library() -> str | None:
+    """Return the path of the package's library; None if it is not installed."""
+    # The library is found without import: the package would import torch, and make later processes use protobuf's slow version.
+    package = PathFinder.find_spec(PACKAGE)
+    module = PathFinder.find_spec(LIBRARY, package.submodule_search_locations) if package else None
+    return module.origin if module else None
+
+
+def stamp(library: str) -> str:
+    """Return a text that changes when a library changes; "" if it is gone."""
+    try:
+        status = Path(library).stat()
+    except OSError:
+        return ""
+    return f"{library} {status.st_size} {status.st_mtime_ns}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,91 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import openvino as ov
+from openvino import opset13
 
-from halfserve.serve.backends.index_ranges import IndexRange, check_indices
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.request_errors import IndexRange, check_indices, free_sizes
 from halfserve.serve.backends.openvino.plugin import Compilation, input_places, place_of, reason_of, reports_errors
-from halfserve.serve.backends.openvino.sizes import SizeCheck
 from halfserve.serve.engine.backend import ONNX, OPENVINO_PROVIDER, ModelInterface
 from halfserve.serve.engine.errors import InstanceLostError, InvalidArgumentError, ModelLoadError, is_out_of_memory
 from halfserve.serve.engine.tensors import Array, Tensors
+
+# Number of rows for which sizes are inferred: no graph has it as a constant size. If it fits, other numbers do too.
+ROWS = 7
+MOST_KNOWN = 4096  # most combinations of sizes that are remembered
+FEW = 16  # most elements of a constant that may be a size
+Sizes = tuple[tuple[int, ...], ...]
+
+
+class SizeCheck:
+    """Checks whether a model can compute inputs of given sizes, by a copy of its graph without weights. Used by one thread.
+
+    A try with the plugin is not possible: a batch whose sizes do not fit breaks the compiled model, and if a Reshape has a
+    fixed size, OpenVINO 2026.4.1 writes beyond its memory (400 numbers for a Reshape to [2, 2]). The shapes of all tensors are
+    inferred instead, once for each new combination of sizes: 1.7 ms for a MiniLM. `ov.Model.reshape` would take 13 ms, because
+    it also looks for patterns to rewrite.
+    """
+
+    def __init__(self, model: ov.Model, interface: ModelInterface, places: Mapping[str, int]) -> None:
+        """`places`: numbers of the inputs in the model, by their names. Raises InvalidArgumentError: all of the model's sizes
+        are known except the number of rows, and it cannot compute any number.
+        """
+        self._graph = _without_weights(model)
+        self._places = places
+        self._batched = interface.batched
+        self._known: set[Sizes] = set()
+        self._is_open = any(free_sizes(interface, batched=interface.batched))
+        if interface.batched and not self._is_open:
+            self._infer(tuple((ROWS, *spec.shape[1:]) for spec in interface.inputs if spec.name in self._places))
+
+    def check(self, inputs: Tensors) -> None:
+        """Check the sizes of a batch. Raises InvalidArgumentError: the model cannot compute these sizes."""
+        if not self._is_open:
+            return
+        shapes = tuple(inputs[name].shape for name in self._places)
+        if self._batched and len({shape[:1] for shape in shapes}) == 1:
+            shapes = tuple((ROWS, *shape[1:]) for shape in shapes)
+        if shapes in self._known:
+            return
+        try:
+            self._infer(shapes)
+        except InvalidArgumentError as error:
+            given = ", ".join(f"{name!r} {list(inputs[name].shape)}" for name in self._places)
+            raise InvalidArgumentError(
+                f"the model cannot compute inputs of these sizes: {given}; expected sizes that fit each other and the model "
+                f"({error})"
+            ) from None
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known.add(shapes)
+
+    def _infer(self, shapes: Sizes) -> None:
+        parameters = self._graph.get_parameters()
+        try:
+            for place, shape in zip(self._places.values(), shapes, strict=True):
+                parameters[place].set_partial_shape(ov.PartialShape(list(shape)))
+            self._graph.validate_nodes_and_infer_types()
+        except Exception as error:
+            # The bindings raise RuntimeErrors and others, without a common base class.
+            raise InvalidArgumentError(reason_of(error)) from error
+
+
+def _without_weights(model: ov.Model) -> ov.Model:
+    """Copy a graph, with an input in place of each constant from which no size is computed."""
+    graph = model.clone()
+    added = []
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "Constant" or not node.get_output_element_type(0).is_real():
+            continue
+        shape = list(node.get_output_shape(0))
+        if math.prod(shape) > FEW:
+            weight = opset13.parameter(shape, node.get_output_element_type(0))
+            for taker in node.output(0).get_target_inputs():
+                taker.replace_source_output(weight.output(0))
+            added.append(weight)
+    graph.add_parameters(added)
+    return graph
+
 
 # Up to this size a copy costs less than separate memory for the answer, or a view of the request's memory.
 SMALL_BYTES = 65_536
@@ -28,21 +107,11 @@ NARROWED = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint3
 
 @dataclass(eq=False)
 class _Output:
-    """One output of a compiled model.
-
-    Attributes:
-        place: number of the output in the model.
-        element: element type in the model.
-        dtype: dtype of the arrays that clients get.
-        empty: smallest shape; None if the rank is open, so that its answers are copied.
-        is_large: whether an answer was too large to be copied, so that each gets memory of its own.
-    """
-
-    place: int
-    element: ov.Type
-    dtype: np.dtype[Any]
-    empty: Sequence[int] | None
-    is_large: bool = False
+    place: int  # number of the output in the model
+    element: ov.Type  # element type in the model
+    dtype: np.dtype[Any]  # dtype of the arrays that clients get
+    empty: Sequence[int] | None  # smallest shape; None if the rank is open, so that its answers are copied
+    is_large: bool = False  # whether an answer was too large to be copied, so that each gets memory of its own
 
     def prepare(self, request: ov.InferRequest) -> None:
         """Prepare a run: give the output memory that no other answer has, if that is cheaper than a copy."""
@@ -67,17 +136,11 @@ class _Output:
 
 @dataclass(eq=False, kw_only=True)
 class OpenVinoBackend:
-    """One compiled model with the one request that it computes.
+    """One compiled model with the one request that it computes."""
 
-    Attributes:
-        provider: see `Backend`.
-        precision: precision of the computation, in words.
-        compiled: the compiled model.
-    """
-
-    provider: str = OPENVINO_PROVIDER
-    precision: str
-    compiled: ov.CompiledModel
+    provider: str = OPENVINO_PROVIDER  # see `Backend`
+    precision: str  # precision of the computation, in words
+    compiled: ov.CompiledModel  # the compiled model
     _request: ov.InferRequest
     _places: Mapping[str, int]  # numbers of the inputs in the compiled model
     _elements: Mapping[str, ov.Type]
@@ -94,23 +157,17 @@ class OpenVinoBackend:
         cls,
         compilation: Compilation,
         interface: ModelInterface,
-        *,
+        config: ModelConfig,
         ranges: Mapping[str, IndexRange],
         given_names: Mapping[str, str],
-        can_give_up: bool,
     ) -> OpenVinoBackend:
-        """Make the backend.
+        """Make the backend; the configuration's parameters get the numbers of the model's nodes by their precision.
 
-        Args:
-            compilation: the compiled model.
-            interface: interface of the model file.
-            ranges: ranges of the inputs of indices: the plugin answers zeros for indices out of range.
-            given_names: see `PreparedModel`.
-            can_give_up: whether runs can be cancelled from another thread, which costs each 0.1 ms.
+        The plugin answers zeros for indices out of `ranges`. `given_names`: see `PreparedModel`.
 
-        Raises:
-            ModelLoadError: OpenVINO has other outputs, or cannot compute every number of rows.
+        Raises ModelLoadError: OpenVINO has other outputs, or cannot compute every number of rows.
         """
+        config.parameters["halfserve.nodes"].string_value = compilation.nodes_in_words
         compiled = compilation.compiled
         own = [given_names.get(spec.name, spec.name) for spec in interface.inputs]
         found = input_places(compiled.inputs, own)
@@ -140,7 +197,8 @@ class OpenVinoBackend:
             _outputs=outputs,
             _ranges=ranges,
             _sizes=sizes,
-            _waits=can_give_up or not reports_errors(compiled),
+            # A limit of the time needs runs that can be cancelled from another thread, which costs each 0.1 ms.
+            _waits="halfserve.max_compute_s" in config.parameters or not reports_errors(compiled),
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
@@ -180,7 +238,7 @@ class OpenVinoBackend:
         return {name: output.take(request) for name, output in outputs.items()}
 
     def give_up(self) -> None:
-        """End a run before its next node, if `can_give_up` was set; a loop is one node."""
+        """End a run before its next node, if the compute time is limited; a loop is one node."""
         self._request.cancel()
 
     def _set(self, name: str, array: Array) -> Array:
@@ -217,11 +275,7 @@ def _shareable(array: Array) -> Array:
 
 
 def _require_narrow(name: str, array: Array) -> None:
-    """Check that integers fit into 32 bits.
-
-    Raises:
-        InvalidArgumentError: an integer does not fit.
-    """
+    """Check that integers fit into 32 bits. Raises InvalidArgumentError: an integer does not fit."""
     if not array.size:
         return
     least, most = int(array.min()), int(array.max())

@@ -33,16 +33,9 @@ LOOPS = frozenset({"Loop", "If"})
 OF_SHAPES = frozenset({"ShapeOf"})  # layers whose results do not depend on values
 
 
-def weights_file(path: Path) -> Path:
-    """Return the path of a graph's weights, which may be absent if it has none."""
-    return path.with_suffix(".bin")
-
-
 def read_ir_interface(path: Path) -> ModelInterface:
     """Read the interface of model.xml.
-
-    Raises:
-        ModelLoadError: the file or its weights cannot be read, it is no OpenVINO graph, or a value has no wire type.
+    Raises ModelLoadError: the file or its weights cannot be read, it is no OpenVINO graph, or a value has no wire type.
     """
     graph = _Graph(_read(path), path)
     inputs = tuple(_spec(layer, layer, f"{path}: input") for layer in graph.of_type("Parameter"))
@@ -104,9 +97,7 @@ class _Graph:
 
     def source(self, result: Element) -> Element:
         """Return a copy of the layer that makes a Result's value, with only that output.
-
-        Raises:
-            ModelLoadError: there is no such layer.
+        Raises ModelLoadError: there is no such layer.
         """
         port = result.find("input/port")
         place = self._edges.get((result.get("id", ""), "" if port is None else port.get("id", "")))
@@ -135,12 +126,9 @@ class _Graph:
                 values.add(number)
         return False
 
-    def has_weights(self) -> bool:
-        return any((data := layer.find("data")) is not None and data.get("size", "0") != "0" for layer in self.of_type("Const"))
-
 
 def _weights(graph: _Graph, path: Path) -> frozenset[str]:
-    file = weights_file(path)
+    file = path.with_suffix(".bin")  # may be absent if the graph has no weights
     try:
         require_inside(path.parent, file)
         require_regular(file)
@@ -148,7 +136,8 @@ def _weights(graph: _Graph, path: Path) -> frozenset[str]:
         raise ModelLoadError(f"{file}: cannot be read: {error.strerror}") from None
     if file.exists():
         return frozenset({file.name})
-    if graph.has_weights():
+    sizes = (data.get("size", "0") for layer in graph.of_type("Const") for data in layer.iterfind("data"))
+    if any(size != "0" for size in sizes):
         raise ModelLoadError(f"{file}: is missing, and the model {path.name} beside it keeps its weights there; copy it there")
     return frozenset()
 
@@ -158,7 +147,9 @@ def _spec(named: Element, layer: Element, where: str) -> TensorSpec:
     port = layer.find("output/port")
     if port is None:
         raise ModelLoadError(f"{where} {named.get('name')!r} has no port; save the model again")
-    name = port_name(re.split(r"(?<!\\),", port.get("names", "")), layer.get("name", ""))
+    # Clients know a tensor by the first of its names, as in Triton, or by its layer's.
+    names = re.split(r"(?<!\\),", port.get("names", ""))
+    name = min((one.replace("\\,", ",") for one in names if one), default=layer.get("name", ""))
     precision = port.get("precision", "")
     datatype = BY_WIRE.get(WIRE_NAMES.get(precision, precision))
     if datatype is None or datatype.array_dtype.hasobject:
@@ -170,12 +161,6 @@ def _spec(named: Element, layer: Element, where: str) -> TensorSpec:
     if not all(re.fullmatch(r"-1|\d{1,18}", size) for size in sizes):
         raise ModelLoadError(f"{where} {name!r} has the sizes {sizes}, expected numbers; save the model again")
     return TensorSpec(name=name, datatype=datatype, shape=tuple(int(size) for size in sizes))
-
-
-def port_name(names: list[str], layer: str) -> str:
-    """Return the name by which clients know a tensor: the first of its names, as in Triton, or its layer's."""
-    known = sorted(name.replace("\\,", ",") for name in names if name)
-    return known[0] if known else layer
 
 
 def _most_rows(parameter: Element) -> int | None:

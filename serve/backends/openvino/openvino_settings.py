@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.custom_operators import library_path
+from halfserve.serve.backends.onnx_runtime.session_settings import library_path
 from halfserve.serve.engine.config.model_config import EXTENSION
 from halfserve.serve.engine.config.parameters import PREFIX
 from halfserve.serve.engine.errors import ModelLoadError
@@ -48,33 +48,17 @@ PARAMETERS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoSettings:
-    """Settings with which a model is compiled.
-
-    Attributes:
-        threads: number of threads for one batch; None if not configured, 0 for one per core.
-        streams: NUM_STREAMS; None for one, because a copy of a model computes one batch at a time.
-        performance_hint: PERFORMANCE_HINT; None if not configured.
-        hint_bf16: whether float32 parts of the graph are computed in bf16.
-        extension: path of a library of operators; None for none.
-    """
-
-    threads: int | None = None
-    streams: str | None = None
-    performance_hint: str | None = None
-    hint_bf16: bool = False
-    extension: str | None = None
+    threads: int | None = None  # number of threads for one batch; None if not configured, 0 for one per core
+    streams: str | None = None  # NUM_STREAMS; None for one, because a copy of a model computes one batch at a time
+    performance_hint: str | None = None  # PERFORMANCE_HINT; None if not configured
+    hint_bf16: bool = False  # whether float32 parts of the graph are computed in bf16
+    extension: str | None = None  # path of a library of operators; None for none
 
 
 def read_openvino_settings(config: ModelConfig, path: Path, *, trusted: bool) -> OpenVinoSettings:
-    """Read the settings in a model's configuration.
+    """Read the settings in a model's configuration; `trusted`: whether libraries of the repository may be loaded.
 
-    Args:
-        config: configuration of the model.
-        path: path of the model file.
-        trusted: whether libraries of the repository may be loaded.
-
-    Raises:
-        ModelLoadError: a parameter is not known, has an invalid value, or names a library that is not trusted or not there.
+    Raises ModelLoadError: a parameter is not known, has an invalid value, or names a library that is not trusted or not there.
     """
     given = {key: value.string_value.strip() for key, value in config.parameters.items() if not key.startswith(PREFIX)}
     for key, value in given.items():

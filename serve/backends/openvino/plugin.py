@@ -39,19 +39,10 @@ PREFIX_LINE = re.compile(r"^(Exception from|Check ').*|^\s*$")
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """A compiled model.
-
-    Attributes:
-        model: the model before its compilation.
-        compiled: the compiled model.
-        nodes: number of computing nodes by the type in which they are computed; see `precisions`.
-        precision: precision of the computation, in words.
-    """
-
-    model: ov.Model
-    compiled: ov.CompiledModel
-    nodes: Mapping[str, int]
-    precision: str
+    model: ov.Model  # the model before its compilation
+    compiled: ov.CompiledModel  # the compiled model
+    nodes: Mapping[str, int]  # number of computing nodes by the type in which they are computed; see `precisions`
+    precision: str  # precision of the computation, in words
 
     @property
     def nodes_in_words(self) -> str:
@@ -90,16 +81,8 @@ def properties(settings: OpenVinoSettings, threads: int) -> dict[str, Any]:
 
 
 def compiled_with(source: str | bytes, path: Path, settings: OpenVinoSettings, threads: int) -> Compilation:
-    """Compile a model.
-
-    Args:
-        source: the model's bytes, or the path of its file.
-        path: path of the original file, for errors.
-        settings: settings in the model's configuration.
-        threads: see `properties`.
-
-    Raises:
-        ModelLoadError: OpenVINO refuses the model, or its library of operators.
+    """Compile a model: its bytes, or the file of that path. `path` is the original file, for errors; `threads`: see
+    `properties`. Raises ModelLoadError: OpenVINO refuses the model, or its library of operators.
     """
     try:
         own = core()
@@ -120,9 +103,7 @@ def compiled_with(source: str | bytes, path: Path, settings: OpenVinoSettings, t
 def in_words(nodes: Mapping[str, int], written: AbstractSet[str]) -> str:
     """Describe the precision of a computation in words, such as "bf16", "fp32" or "fp32 (the fp16 model, upcast)".
 
-    Args:
-        nodes: number of nodes by the type in which they are computed.
-        written: floating types of the graph before it was compiled.
+    `nodes` counts nodes by the type in which they are computed; `written` are the floating types before the compilation.
     """
     ran = " and ".join(half for half in HALVES if nodes.get(half))
     given = " and ".join(half for half in HALVES if half in written)

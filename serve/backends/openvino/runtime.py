@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import openvino as ov
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.index_ranges import IndexRange
-from halfserve.serve.backends.onnx_runtime.crash_probe import OWN_VERSION, CrashProbe, verdict_key
-from halfserve.serve.backends.onnx_runtime.custom_operators import stamp
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, LoadTrial
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
-from halfserve.serve.backends.onnx_runtime.onnx_preparation import prepared
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import BF16_AS_FP16, FP16_AS_BF16, UPCAST, prepared
 from halfserve.serve.backends.onnx_runtime.request_errors import index_ranges
-from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, read_settings
-from halfserve.serve.backends.onnx_runtime.upcast import BF16_AS_FP16, FP16_AS_BF16, UPCAST
+from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, read_settings, stamp
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
 from halfserve.serve.backends.openvino.ir_file import read_ir_interface
 from halfserve.serve.backends.openvino.openvino_settings import OpenVinoSettings, read_openvino_settings
@@ -29,38 +24,6 @@ from halfserve.serve.engine.errors import ModelLoadError
 
 # Replacements of the file's types, by the precision in which a graph is computed.
 TYPES: Mapping[CpuPrecision, Mapping[int, int]] = {CpuPrecision.BFLOAT16: FP16_AS_BF16, CpuPrecision.FLOAT16: BF16_AS_FP16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenVinoTrial:
-    """A trial of the crash probe with OpenVINO."""
-
-    path: Path  # the original model file
-    settings: OpenVinoSettings
-    prepared_for: str = ""  # precision in which the model was prepared; "" for the unchanged file
-
-    @property
-    def levels(self) -> tuple[OptimizationLevel, ...]:
-        """The only level: OpenVINO has no switch for its optimizations."""
-        return (OptimizationLevel.ALL,)
-
-    def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:  # noqa: ARG002  (there is one)
-        """See `LoadTrial`."""
-        return {
-            "openvino": properties(self.settings, 1),
-            "extension": self.settings.extension or "",
-            "path": "" if isinstance(source, bytes) else str(Path(source).absolute()),
-            "bytes": len(source),
-        }
-
-    @cached_property
-    def key(self) -> str:
-        """Key that is equal for trials with equal results; computing it reads the whole file, but not its weights."""
-        message = self.message(b"", OptimizationLevel.ALL)
-        return verdict_key(
-            self.path,
-            [ov.__version__, OWN_VERSION, self.prepared_for, repr(sorted(message.items())), stamp(message["extension"])],
-        )
 
 
 class OpenVinoRuntime:
@@ -75,24 +38,19 @@ class OpenVinoRuntime:
 
     def describe(self, path: Path) -> ModelInterface:
         """Read the interface of an OpenVINO file without its weights.
-
-        Raises:
-            ModelLoadError: a file is missing or unreadable, is no OpenVINO graph, or has inputs without a wire type.
+        Raises ModelLoadError: a file is missing or unreadable, is no OpenVINO graph, or has inputs without a wire type.
         """
         return read_ir_interface(path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> OpenVinoBackend:
         """Load one copy on the CPU. An OpenVINO graph is computed in the types in which it is written.
-
-        Raises:
-            ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
+        Raises ModelLoadError: a setting is invalid, OpenVINO refuses the model, it crashes its process, or a GPU is required.
         """
         if interface.kind is ONNX:
             return self.load_onnx(path, interface, placement, config, placement.cpu_precision)
         _require_cpu(path, placement)
         settings = read_openvino_settings(config, path, trusted=self._trust_custom_operators)
-        compilation = self._compiled(path, str(path), settings, placement)
-        return _backend(compilation, interface, config, {}, {})
+        return OpenVinoBackend.of(self._compiled(path, str(path), settings, placement), interface, config, {}, {})
 
     def load_onnx(
         self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
@@ -115,18 +73,25 @@ class OpenVinoRuntime:
             compilation = replace(compilation, precision=in_words(compilation.nodes, model.halves))
         with open_onnx(path) as file:
             ranges = index_ranges(file.model.graph)
-        return _backend(compilation, interface, config, ranges, names)
+        return OpenVinoBackend.of(compilation, interface, config, ranges, names)
 
     def _compiled(
         self, path: Path, source: str | bytes, settings: OpenVinoSettings, placement: DevicePlacement, prepared_for: str = ""
     ) -> Compilation:
         if self._probe is not None:
-            _require_survival(self._probe, OpenVinoTrial(path=path, settings=settings, prepared_for=prepared_for), source)
+            extension = settings.extension or ""
+            trial = LoadTrial(
+                path=path,
+                request={"openvino": properties(settings, 1), "extension": extension},
+                circumstances=[ov.__version__, prepared_for, stamp(extension)],
+                levels=(OptimizationLevel.ALL,),  # OpenVINO has no switch for its optimizations
+            )
+            _require_survival(self._probe, trial, source)
         pause()
         return compiled_with(source, path, settings, placement.threads)
 
 
-def _require_survival(probe: CrashProbe, trial: OpenVinoTrial, source: str | bytes) -> None:
+def _require_survival(probe: CrashProbe, trial: LoadTrial, source: str | bytes) -> None:
     verdict = probe.verdict(trial, source)
     if verdict is not None and verdict.level is None:
         raise ModelLoadError(
@@ -141,21 +106,3 @@ def _require_cpu(path: Path, placement: DevicePlacement) -> None:
             f"{path}: a GPU is required, but OpenVINO runs models on the CPU here, not on CUDA device {placement.device_id}; "
             "allow the CPU"
         )
-
-
-def _backend(
-    compilation: Compilation,
-    interface: ModelInterface,
-    config: ModelConfig,
-    ranges: Mapping[str, IndexRange],
-    given_names: Mapping[str, str],
-) -> OpenVinoBackend:
-    """Make the backend of a compiled model; the configuration's parameters get the numbers of its nodes by their precision."""
-    config.parameters["halfserve.nodes"].string_value = compilation.nodes_in_words
-    return OpenVinoBackend.of(
-        compilation,
-        interface,
-        ranges=ranges,
-        given_names=given_names,
-        can_give_up="halfserve.max_compute_s" in config.parameters,
-    )

@@ -38,29 +38,17 @@ RECONNECT_TIMEOUT_S = 1.0
 
 
 class InFlightRequest:
-    """A request in flight.
-
-    Attributes:
-        model: index of its model.
-        intended_ns: time at which it was due, in nanoseconds.
-        status: name of its gRPC status; set once the status is known.
-        message: status message of the server.
-        answer_bytes: bytes received so far, including the prefix of the answer's message.
-        answer_prefix: the first PREFIX_BYTES of the answer.
-    """
-
     __slots__ = ("answer_bytes", "answer_prefix", "intended_ns", "message", "model", "status")
 
     def __init__(self, model: int, intended_ns: int) -> None:
-        self.model = model
-        self.intended_ns = intended_ns
-        self.status: str | None = None
-        self.message = ""
-        self.answer_bytes = 0
-        self.answer_prefix = b""
+        self.model = model  # index of its model
+        self.intended_ns = intended_ns  # time at which it was due, in nanoseconds
+        self.status: str | None = None  # name of its gRPC status; set once the status is known
+        self.message = ""  # status message of the server
+        self.answer_bytes = 0  # bytes received so far, including the prefix of the answer's message
+        self.answer_prefix = b""  # the first PREFIX_BYTES of the answer
 
     def take(self, data: bytes) -> None:
-        """Take in a part of the answer."""
         if len(self.answer_prefix) < PREFIX_BYTES:
             self.answer_prefix += data[: PREFIX_BYTES - len(self.answer_prefix)]
         self.answer_bytes += len(data)
@@ -98,15 +86,11 @@ def framed(message: bytes) -> bytes:
 
 
 class ConnectionCalls(ABC):
-    """The calls of one connection.
-
-    Attributes:
-        in_flight: requests in flight by stream, the oldest first.
-    """
+    """The calls of one connection."""
 
     def __init__(self, connection: Http2Connection, headers: Headers) -> None:
         self.connection = connection
-        self.in_flight: dict[int, InFlightRequest] = {}
+        self.in_flight: dict[int, InFlightRequest] = {}  # requests in flight by stream, the oldest first
         self._headers = headers
         self._capacity = connection.max_streams
 
@@ -122,9 +106,7 @@ class ConnectionCalls(ABC):
     @abstractmethod
     def receive(self) -> list[InFlightRequest]:
         """Read the received data and return the requests that have ended.
-
-        Raises:
-            ConnectionLostError: the connection is lost, and with it every request in flight.
+        Raises ConnectionLostError: the connection is lost, and with it every request in flight.
         """
 
     def expired(self, before_ns: int) -> list[InFlightRequest]:
@@ -294,12 +276,7 @@ def _timeout(seconds: float) -> bytes:
 
 
 class ConnectionPool:
-    """Connections to one server, or to all members of a cluster; opened when needed and replaced when lost.
-
-    Attributes:
-        given_up: whether all attempts to connect have failed for too long.
-        trouble: reason why the last connection was lost, or not opened.
-    """
+    """Connections to one server, or to all members of a cluster; opened when needed and replaced when lost."""
 
     def __init__(self, target: LoadEndpoint, spec: LoadSpec) -> None:
         targets = target.each
@@ -314,8 +291,8 @@ class ConnectionPool:
         self._turn = 0
         self._retry_s = 0.0
         self._alone_since_s: float | None = None
-        self.given_up = False
-        self.trouble = "no connection"
+        self.given_up = False  # whether all attempts to connect have failed for too long
+        self.trouble = "no connection"  # reason why the last connection was lost, or not opened
 
     @property
     def all(self) -> list[ConnectionCalls]:
@@ -358,7 +335,6 @@ class ConnectionPool:
         return links[-1] if links[-1].room > 0 else None
 
     def drop(self, link: ConnectionCalls, reason: str) -> None:
-        """Remove a lost connection."""
         self.trouble = reason
         link.connection.close()
         self._links.remove(link)

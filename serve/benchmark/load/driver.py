@@ -11,7 +11,6 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -26,27 +25,8 @@ NEVER_NS = 2**62
 Tell = Callable[[LoadStatistics], bool]
 
 
-class Pacer(Protocol):
-    """Decides when requests are due; all times are nanoseconds of one clock."""
-
-    def due(self, now_ns: int) -> list[int]:
-        """The intended sending times up to now that were not returned before."""
-
-    def answered(self, count: int) -> None:
-        """Record that `count` requests have ended, successfully or not."""
-
-    def next_ns(self) -> int | None:
-        """Next time at which `due` returns something even if no answer arrives; None for never."""
-
-    def stop(self) -> None:
-        """Make no further request due."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether no further request will be due."""
-
-
-def pacer_of(spec: LoadSpec, start_ns: int) -> Pacer:
+def pacer_of(spec: LoadSpec, start_ns: int) -> ClosedLoop | OpenLoop:
+    """The pacer of a load, which decides when requests are due; all times are nanoseconds of one clock."""
     return ClosedLoop(spec, start_ns) if spec.rate is None else OpenLoop(spec, start_ns)
 
 
@@ -59,6 +39,7 @@ class ClosedLoop:
         self._end_ns = None if spec.seconds is None else start_ns + round(spec.seconds * NANOSECONDS)
 
     def due(self, now_ns: int) -> list[int]:
+        """The intended sending times up to now that were not returned before."""
         if self._end_ns is not None and now_ns >= self._end_ns:
             self._left = 0
         count = self._free if self._left is None else min(self._free, self._left)
@@ -68,9 +49,11 @@ class ClosedLoop:
         return [now_ns] * count
 
     def answered(self, count: int) -> None:
+        """Record that `count` requests have ended, successfully or not."""
         self._free += count
 
     def next_ns(self) -> int | None:
+        """Next time at which `due` returns something even if no answer arrives; None for never."""
         return None if self._left == 0 else self._end_ns
 
     def stop(self) -> None:
@@ -78,6 +61,7 @@ class ClosedLoop:
 
     @property
     def exhausted(self) -> bool:
+        """Whether no further request will be due."""
         return self._left == 0
 
 
@@ -195,14 +179,7 @@ def _histogram(nanoseconds: array[int]) -> LatencyHistogram:
 
 
 class Driver:
-    """Generates one process's share of a load.
-
-    Args:
-        target: server and RPC.
-        requests: serialized requests, sent in turn.
-        models: index of each request's model.
-        spec: this process's share of the load.
-    """
+    """Generates one process's share of a load: sends serialized requests in turn, each for the model with its index."""
 
     def __init__(self, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int], spec: LoadSpec) -> None:
         self._spec = spec
@@ -211,7 +188,7 @@ class Driver:
         self._links = ConnectionPool(target, spec)
         self._backlog: deque[int] = deque()  # intended times of requests that wait for a connection
         self._timeout_ns = round(spec.timeout_s * NANOSECONDS)
-        self._pacer: Pacer
+        self._pacer: ClosedLoop | OpenLoop
         self._recorder: StatisticsRecorder
         self._next_tick_ns = 0
 
@@ -219,13 +196,9 @@ class Driver:
         self._links.open()
 
     def run(self, tell: Tell) -> str | None:
-        """Load the server until the share is done.
+        """Load the server until the share is done; return the reason why the load ended early, None if it did not.
 
-        Args:
-            tell: called with every window's statistics; when it returns False no more requests are started.
-
-        Returns:
-            Reason why the load ended early; None if it did not.
+        `tell` is called with every window's statistics; when it returns False no more requests are started.
         """
         started_ns = time.perf_counter_ns()
         self._pacer, self._recorder = pacer_of(self._spec, started_ns), StatisticsRecorder(self._model_count, started_ns)
@@ -285,7 +258,6 @@ class Driver:
                     break
 
     def _tick(self, now_ns: int, tell: Tell) -> None:
-        """Work that is done once per window."""
         self._next_tick_ns += self._window_ns
         self._links.retire()
         if not tell(self._recorder.window(now_ns)):

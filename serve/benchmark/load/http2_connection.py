@@ -28,15 +28,9 @@ DEFAULT_STREAMS = 2**31 - 1  # for a server that sets no limit
 
 
 def encrypted(plain: socket.socket, host: str, files: TlsPaths) -> ssl.SSLSocket:
-    """Do the TLS handshake with ALPN for HTTP/2; the plain socket is closed if that fails.
+    """Do the TLS handshake with ALPN for HTTP/2 on a connected socket with a timeout, which is closed if that fails.
 
-    Args:
-        plain: connected socket with a timeout.
-        host: host name of the server.
-        files: certificates.
-
-    Raises:
-        OSError: the server's certificate is not trusted, a file cannot be read, or the server does not support TLS.
+    Raises OSError: the server's certificate is not trusted, a file cannot be read, or the server does not support TLS.
     """
     try:
         context = ssl.create_default_context(cafile=files.authorities)
@@ -54,14 +48,8 @@ class ConnectionLostError(Exception):
 
 
 class Http2Connection:
-    """A connection after the HTTP/2 handshake.
-
-    Args:
-        target: server to connect to.
-        timeout_s: time limit for connecting and for the server's settings, in seconds.
-
-    Raises:
-        ConnectionLostError: the server does not answer, or does not speak HTTP/2.
+    """A connection after the HTTP/2 handshake; `timeout_s` limits connecting and waiting for the server's settings.
+    Raises ConnectionLostError: the server does not answer, or does not speak HTTP/2.
     """
 
     def __init__(self, target: LoadEndpoint, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
@@ -99,11 +87,7 @@ class Http2Connection:
         return self._socket.fileno()
 
     def receive(self) -> list[Event]:
-        """Read the received data.
-
-        Raises:
-            ConnectionLostError: the server has closed the connection or broken the protocol.
-        """
+        """Read the received data. Raises ConnectionLostError: the server has closed the connection or broken the protocol."""
         try:
             data = self._socket.recv(READ_BYTES)
         except WOULD_BLOCK:
@@ -125,11 +109,7 @@ class Http2Connection:
             self.usable = False
 
     def flush(self) -> None:
-        """Write as much as the socket takes.
-
-        Raises:
-            ConnectionLostError: the connection is lost.
-        """
+        """Write as much as the socket takes. Raises ConnectionLostError: the connection is lost."""
         try:
             while self._unsent or self._more():
                 sent = self._socket.send(self._unsent)

@@ -13,14 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.benchmark.load.driver import Driver
 from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadResult, LoadSpec, LoadStatistics
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM)
 WINDOW, DONE = "window", "done"
@@ -55,15 +52,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def work(pipe: Any, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int]) -> None:
-    """Run a load process until the other end of the pipe is closed.
+    """Run a load process until the other end of the pipe is closed; see `Driver` for the arguments.
 
-    Args:
-        pipe: receives a LoadSpec, sends "ready", receives "start" (or "abort"), then sends (WINDOW, LoadStatistics) repeatedly
-            and (DONE, reason why the load ended early or None). Meanwhile "stop" ends the sending, and "abort" also the
-            waiting.
-        target: server and RPC.
-        requests: serialized requests, sent in turn.
-        models: index of each request's model.
+    The pipe receives a LoadSpec, sends "ready", receives "start" (or "abort"), then sends (WINDOW, LoadStatistics) repeatedly
+    and (DONE, reason why the load ended early or None). Meanwhile "stop" ends the sending, and "abort" also the waiting.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     gc.disable()  # a collection would pause the measurement, and nothing here makes reference cycles
@@ -114,15 +106,10 @@ def _told(pipe: Any, tally: LoadStatistics) -> bool:
 
 
 class LoadGenerator:
-    """Processes that generate load on one server.
+    """Processes that generate load on one server; one can send about ten thousand requests a second.
 
-    The processes are spawned, so a script that uses this needs the usual `if __name__ == "__main__":`.
-
-    Args:
-        target: server and RPC.
-        requests: serialized ModelInferRequests, sent in turn.
-        models: index of each request's model; None if there is one model.
-        processes: number of processes that share the load; one can send about ten thousand requests a second.
+    The processes are spawned, so a script that uses this needs the usual `if __name__ == "__main__":`. See `Driver` for the
+    arguments; `models` may be left out if there is one model.
     """
 
     def __init__(
@@ -142,16 +129,11 @@ class LoadGenerator:
                 self._processes.append(process)
 
     def run(self, spec: LoadSpec, on_window: OnWindow = lambda _: True) -> LoadResult:
-        """Generate one load and wait for its end.
+        """Generate one load and wait for its end; a KeyboardInterrupt ends it early, and the result has the statistics until
+        then.
 
-        A KeyboardInterrupt during the load ends it; the result has the statistics until then.
-
-        Args:
-            spec: the load.
-            on_window: called with each window's statistics over all processes; returning False ends the load.
-
-        Raises:
-            BenchmarkError: a process has died.
+        `on_window` is called with each window's statistics over all processes; returning False ends the load. Raises
+        BenchmarkError: a process has died.
         """
         pairs = list(zip(self._pipes, _shares(spec, len(self._pipes)), strict=True))
         shares = [(pipe, share) for pipe, share in pairs if share is not None]
@@ -179,7 +161,7 @@ class LoadGenerator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -207,9 +189,7 @@ class _Collection:
         totals = [tallies[0].then(tallies[1:]) for tallies in self._told.values()]
         trouble = next((reason for reason in self._endings.values() if reason), None)
         return LoadResult(
-            tally=totals[0].beside(totals[1:]),
-            windows=self._windows,
-            ended_early=INTERRUPTED if interrupted else trouble,
+            tally=totals[0].beside(totals[1:]), windows=self._windows, ended_early=INTERRUPTED if interrupted else trouble
         )
 
     def _take(self, pipe: Any) -> None:
@@ -234,28 +214,19 @@ class _Collection:
 
 def _shares(spec: LoadSpec, processes: int) -> list[LoadSpec | None]:
     """Divide a load evenly; None for a process without a share."""
-    if spec.rate is not None:
-        return [_open_share(spec, index, processes) for index in range(processes)]
     concurrency = spec.concurrency or 1
-    used = min(processes, concurrency)
-    return [
+    used = processes if spec.rate is not None else min(processes, concurrency)
+    shares = [
         replace(
             spec,
-            concurrency=_part(concurrency, index, used),
+            concurrency=_part(concurrency, index, used) if spec.rate is None else spec.concurrency,
             requests=None if spec.requests is None else _part(spec.requests, index, used),
             connections=max(1, _part(spec.connections, index, used)),
             share=(index, used),
         )
-        if index < used
-        else None
-        for index in range(processes)
+        for index in range(used)
     ]
-
-
-def _open_share(spec: LoadSpec, index: int, processes: int) -> LoadSpec:
-    requests = None if spec.requests is None else _part(spec.requests, index, processes)
-    connections = max(1, _part(spec.connections, index, processes))
-    return replace(spec, requests=requests, connections=connections, share=(index, processes))
+    return [*shares, *[None] * (processes - used)]
 
 
 def _part(total: int, index: int, parts: int) -> int:

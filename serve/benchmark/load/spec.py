@@ -23,20 +23,13 @@ class LatencyHistogram:
 
     The buckets are those of Gil Tene's HdrHistogram (http://hdrhistogram.org), with 1024 steps per doubling. They are stored
     sparsely as two arrays, so that numpy can merge them and they are cheap to send between processes.
-
-    Attributes:
-        values_ns: int64 [buckets], increasing: the middle of each non-empty bucket, in nanoseconds.
-        counts: int64 [buckets]: number of latencies in each bucket, above 0.
-        sum_ns: exact sum of all latencies, in nanoseconds.
-        min_ns: exact smallest latency, in nanoseconds; 0 if there is none.
-        max_ns: exact largest latency, in nanoseconds; 0 if there is none.
     """
 
-    values_ns: Nanoseconds
-    counts: Nanoseconds
-    sum_ns: int
-    min_ns: int
-    max_ns: int
+    values_ns: Nanoseconds  # int64 [buckets], increasing: the middle of each non-empty bucket, in nanoseconds
+    counts: Nanoseconds  # int64 [buckets]: number of latencies in each bucket, above 0
+    sum_ns: int  # exact sum of all latencies, in nanoseconds
+    min_ns: int  # exact smallest latency, in nanoseconds; 0 if there is none
+    max_ns: int  # exact largest latency, in nanoseconds; 0 if there is none
 
     @classmethod
     def of(cls, latencies_ns: Nanoseconds) -> LatencyHistogram:
@@ -85,7 +78,6 @@ class LatencyHistogram:
         return [float(value) for value in values / NANOSECONDS_PER_MS]
 
     def within(self, bound_ms: float) -> int:
-        """Number of latencies up to `bound_ms` milliseconds."""
         return int(self.counts[self.values_ns <= bound_ms * NANOSECONDS_PER_MS].sum())
 
 
@@ -102,42 +94,21 @@ def _bucketed(latencies_ns: Nanoseconds) -> Nanoseconds:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsPaths:
-    """PEM files for an encrypted connection.
-
-    Attributes:
-        authorities: CA certificates to verify the server's with; None for the system's.
-        certificate: certificate of this side, if the server requests one.
-        key: private key of the certificate.
-        server_name: name in the server's certificate, if it differs from the host.
-    """
-
-    authorities: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    server_name: str | None = None
+    authorities: str | None = None  # CA certificates to verify the server's with; None for the system's
+    certificate: str | None = None  # certificate of this side, if the server requests one
+    key: str | None = None  # private key of the certificate
+    server_name: str | None = None  # name in the server's certificate, if it differs from the host
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadEndpoint:
-    """The server and the RPC to load.
-
-    Attributes:
-        host: host name or address of the server.
-        port: gRPC port of the server.
-        path: method path of the RPC.
-        streaming: whether one call of the RPC carries many messages.
-        tls: PEM files for an encrypted connection; None for no encryption.
-        headers: metadata of every call, with lower-case names.
-        others: (host, port) of the other members of a cluster, which are loaded too.
-    """
-
-    host: str
-    port: int
-    path: str
-    streaming: bool = False
-    tls: TlsPaths | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-    others: tuple[tuple[str, int], ...] = ()
+    host: str  # host name or address of the server
+    port: int  # gRPC port of the server
+    path: str  # method path of the RPC
+    streaming: bool = False  # whether one call of the RPC carries many messages
+    tls: TlsPaths | None = None  # PEM files for an encrypted connection; None for no encryption
+    headers: tuple[tuple[str, str], ...] = ()  # metadata of every call, with lower-case names
+    others: tuple[tuple[str, int], ...] = ()  # (host, port) of the other members of a cluster, which are loaded too
 
     @property
     def address(self) -> str:
@@ -151,55 +122,34 @@ class LoadEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """A load to generate; either `concurrency` or `rate` is given.
+    """A load to generate; either `concurrency` or `rate` is given."""
 
-    Attributes:
-        concurrency: requests in flight, each followed by the next when it is answered (closed loop).
-        rate: requests per second, sent whether the earlier ones are answered or not (open loop).
-        arrivals: whether the requests of a rate arrive evenly, or at random like those of many users.
-        seconds: time in seconds after which no request is started; None for no such limit.
-        requests: most requests to start; None for no such limit.
-        timeout_s: deadline of each request in seconds, counted from its intended sending time.
-        connections: connections of each process; more are opened if the server limits the calls on one.
-        window_s: interval between two reports of a process, in seconds.
-        share: index of this process, and the number of processes.
-    """
-
-    concurrency: int | None = None
-    rate: float | None = None
-    arrivals: Arrivals = "poisson"
-    seconds: float | None = None
-    requests: int | None = None
-    timeout_s: float = 30.0
-    connections: int = 1
-    window_s: float = 0.25
-    share: tuple[int, int] = (0, 1)
+    concurrency: int | None = None  # requests in flight, each followed by the next when it is answered (closed loop)
+    rate: float | None = None  # requests per second, sent whether the earlier ones are answered or not (open loop)
+    arrivals: Arrivals = "poisson"  # whether the requests of a rate arrive evenly, or at random like those of many users
+    seconds: float | None = None  # time in seconds after which no request is started; None for no such limit
+    requests: int | None = None  # most requests to start; None for no such limit
+    timeout_s: float = 30.0  # deadline of each request in seconds, counted from its intended sending time
+    connections: int = 1  # connections of each process; more are opened if the server limits the calls on one
+    window_s: float = 0.25  # interval between two reports of a process, in seconds
+    share: tuple[int, int] = (0, 1)  # index of this process, and the number of processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadStatistics:
-    """Statistics of a period; those of several processes or windows can be added.
+    """Statistics of a period; those of several processes or windows can be added."""
 
-    Attributes:
-        latencies: latencies of successful requests, one histogram per model: from the intended sending time (open loop) or the
-            actual one (closed loop) to the complete answer.
-        errors: failed requests by name of the gRPC status.
-        messages: the first server message of each status.
-        sent: requests that were started.
-        lateness: delay between intended and actual sending time of each request of an open loop, caused by the generator.
-        seconds: length of the period in seconds.
-        busy: fraction of the time in which the busiest process was not waiting.
-        held_back: requests that had to wait because every connection was full.
-    """
-
+    # Latencies of successful requests, one histogram per model: from the intended sending time (open loop) or the actual one
+    # (closed loop) to the complete answer.
     latencies: Sequence[LatencyHistogram] = ()
-    errors: Counter[str] = field(default_factory=Counter)
-    messages: dict[str, str] = field(default_factory=dict)
-    sent: int = 0
+    errors: Counter[str] = field(default_factory=Counter)  # failed requests by name of the gRPC status
+    messages: dict[str, str] = field(default_factory=dict)  # the first server message of each status
+    sent: int = 0  # requests that were started
+    # Delay between intended and actual sending time of each request of an open loop, caused by the generator.
     lateness: LatencyHistogram = EMPTY
-    seconds: float = 0.0
-    busy: float = 0.0
-    held_back: int = 0
+    seconds: float = 0.0  # length of the period in seconds
+    busy: float = 0.0  # fraction of the time in which the busiest process was not waiting
+    held_back: int = 0  # requests that had to wait because every connection was full
 
     @property
     def latency(self) -> LatencyHistogram:
@@ -208,7 +158,6 @@ class LoadStatistics:
 
     @property
     def failed(self) -> int:
-        """Number of failed requests."""
         return self.errors.total()
 
     def beside(self, others: Sequence[LoadStatistics]) -> LoadStatistics:
@@ -225,17 +174,9 @@ class LoadStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """Result of a finished load.
-
-    Attributes:
-        tally: statistics of the whole load.
-        windows: the same statistics by window, for as long as requests were started.
-        ended_early: reason why the load ended early (INTERRUPTED for Ctrl-C); None if it did not.
-    """
-
-    tally: LoadStatistics
-    windows: Sequence[LoadStatistics] = ()
-    ended_early: str | None = None
+    tally: LoadStatistics  # statistics of the whole load
+    windows: Sequence[LoadStatistics] = ()  # the same statistics by window, for as long as requests were started
+    ended_early: str | None = None  # reason why the load ended early (INTERRUPTED for Ctrl-C); None if it did not
 
 
 def _sum(tallies: Sequence[LoadStatistics], *, seconds: float, busy: float) -> LoadStatistics:

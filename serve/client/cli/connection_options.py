@@ -32,8 +32,6 @@ def reading_options() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """Options of TLS, the token and gRPC metadata."""
-
     use_tls: Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")] = False
     tls_ca: Annotated[
         Path | None,
@@ -53,9 +51,7 @@ class Credentials:
 
     def tls(self) -> Tls | None:
         """Certificates for an encrypted connection; None for a plain one.
-
-        Raises:
-            InputArgumentError: a file is missing or is no PEM file; the text names it.
+        Raises InputArgumentError: a file is missing or is no PEM file; the text names it.
         """
         if not any((self.use_tls, self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
             return None
@@ -63,18 +59,12 @@ class Credentials:
             return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
 
     def token(self) -> str | None:
-        """The bearer token.
-
-        Raises:
-            InputArgumentError: the file does not hold one token; the text names it.
-        """
+        """The bearer token. Raises InputArgumentError: the file does not hold one token; the text names it."""
         return None if self.token_file is None else read_token(self.token_file)
 
     def metadata(self) -> dict[str, str]:
         """Headers, as gRPC metadata, of each call besides the token.
-
-        Raises:
-            InputArgumentError: a header is malformed; the text shows it.
+        Raises InputArgumentError: a header is malformed; the text shows it.
         """
         given = dict(_header(text) for text in self.headers or ())
         with reading_options():
@@ -84,8 +74,6 @@ class Credentials:
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """Options of a client's connection."""
-
     address: Annotated[
         str,
         _connection(
@@ -100,30 +88,16 @@ class Connection:
     credentials: Credentials
 
     def client(self, **options: Any) -> Client:
-        """A client; it connects at its first call.
-
-        Raises:
-            InputArgumentError: an option is malformed; the text names it.
-        """
+        """A client; it connects at its first call. Raises InputArgumentError: an option is malformed; the text names it."""
         tls, token, metadata = self.credentials.tls(), self.credentials.token(), self.credentials.metadata()
         with reading_options():
             return Client(
-                self.address,
-                timeout_s=self.timeout,
-                retries=self.retries,
-                tls=tls,
-                token=token,
-                metadata=metadata,
-                **options,
+                self.address, timeout_s=self.timeout, retries=self.retries, tls=tls, token=token, metadata=metadata, **options
             )
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        InputArgumentError: the file cannot be read, or holds anything else.
-    """
+    """The token in a file. Raises InputArgumentError: the file cannot be read, or holds anything else."""
     try:
         words = path.read_text(encoding="ascii").split()
     except OSError as error:

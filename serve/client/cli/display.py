@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from halfserve.protos.datatypes import DATATYPES
+from halfserve.protos.inference_pb2 import ModelMetadataResponse
+from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.infer_messages import InferAnswer
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from halfserve.protos.inference_pb2 import ModelMetadataResponse
-    from halfserve.protos.model_config_pb2 import ModelConfig
 
 # A terminal would execute them: overwrite its contents, rename its window, type an answer.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -101,7 +98,7 @@ def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     for row in rows:
         lines = [row["reason"]] if row["reason"] else []
         for arrow, key in (("", "inputs"), ("-> ", "outputs")):
-            lines += [f"{arrow}{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]]
+            lines += [f"{arrow}{t['name']} {t['datatype']}[{','.join(map(str, t['shape']))}]" for t in row[key]]
         lines += [f"computed in {row['precision']}"] if row.get("precision") else []
         lines += [f"measured: {row['measured']}"] if row.get("measured") else []
         lines += row.get("steps", ())
@@ -128,10 +125,6 @@ def computation_of(config: ModelConfig) -> dict[str, str]:
 def steps_of(config: ModelConfig) -> list[str]:
     """One line per step of an ensemble: model, provider and precision; empty for other models."""
     return config.parameters[STEPS_PARAMETER].string_value.splitlines() if STEPS_PARAMETER in config.parameters else []
-
-
-def _compact(shape: Iterable[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
 
 
 def _argmax(array: Array) -> list[int] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 from zipfile import ZipFile
 
 import numpy as np
@@ -16,6 +17,7 @@ import typer
 
 from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.option_groups import takes_option_groups
+from halfserve.protos.inference_pb2 import ModelMetadataResponse
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.cli.connection_options import AsJson, Connection
 from halfserve.serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
@@ -32,9 +34,6 @@ from halfserve.serve.client.errors import ClientError, InvalidRequest
 from halfserve.serve.client.infer_exchange import RequestOptions
 from halfserve.serve.client.infer_messages import InferAnswer
 
-if TYPE_CHECKING:
-    from halfserve.protos.inference_pb2 import ModelMetadataResponse
-
 LINES = ".jsonl"
 SUFFIXES = (".npz", ".json")
 FAILED_EXIT_CODE = 1  # a request of a stream failed
@@ -45,8 +44,6 @@ _streaming = partial(typer.Option, rich_help_panel="Many requests over one call"
 
 @dataclass(frozen=True, kw_only=True)
 class InferArguments:
-    """Options of `halfserve infer` beside those of the connection."""
-
     inputs: Annotated[
         list[str],
         _request(
@@ -111,7 +108,11 @@ def infer(
 
 def _infer_once(client: Client, model: str, arguments: InferArguments, options: RequestOptions) -> None:
     if arguments.output_file is not None:
-        _check_output_file(arguments.output_file)
+        if arguments.output_file.suffix not in SUFFIXES:
+            raise InputArgumentError(
+                f"--output-file {arguments.output_file}: expected a name that ends in {' or '.join(SUFFIXES)}"
+            )
+        checked_output(arguments.output_file, "--output-file")  # before the server is asked for the outputs
     given = read_inputs(arguments.inputs)
     fitted, notes = fitted_inputs(given, client.model_metadata(model, arguments.version))
     for note in notes:
@@ -182,13 +183,10 @@ def _requests(arguments: InferArguments, metadata: ModelMetadataResponse) -> Ite
 
 
 def _of_lines(path: str, metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
-    if path == STDIN:
-        yield from _of_open_file("standard input", sys.stdin.buffer, metadata)
-        return
-    if not Path(path).is_file():
+    if path != STDIN and not Path(path).is_file():
         raise InputArgumentError(f"--input {path}: there is no file {path}")
-    with Path(path).open("rb") as file:
-        yield from _of_open_file(path, file, metadata)
+    with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as file:
+        yield from _of_open_file("standard input" if path == STDIN else path, file, metadata)
 
 
 def _of_open_file(name: str, file: IO[bytes], metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
@@ -205,25 +203,8 @@ def _of_open_file(name: str, file: IO[bytes], metadata: ModelMetadataResponse) -
             yield tensors  # the stream answers it with its error
 
 
-def _check_output_file(path: Path) -> None:
-    """Check that outputs can be written there, before the server is asked for them.
-
-    Raises:
-        InputArgumentError: its name does not end in .npz or .json.
-        OSError: the file cannot be written.
-    """
-    if path.suffix not in SUFFIXES:
-        raise InputArgumentError(f"--output-file {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
-    checked_output(path, "--output-file")
-
-
 def _write_answer(path: Path, answer: InferAnswer) -> None:
-    """Write the outputs atomically.
-
-    Raises:
-        ClientError: a .npz file cannot keep an output.
-        OSError: the file cannot be written.
-    """
+    """Write the outputs atomically. Raises ClientError: a .npz file cannot keep an output; or OSError."""
     if path.suffix == ".json":
         with atomic_file(path) as file:
             file.write(json.dumps(answer_json(answer), allow_nan=False).encode())

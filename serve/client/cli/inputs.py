@@ -13,16 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from halfserve.protos.datatypes import Datatype
+from halfserve.protos.inference_pb2 import ModelMetadataResponse
 from halfserve.serve.client.array_conversion import Array, as_input, converted, datatype_named, fits
 from halfserve.serve.client.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from halfserve.protos.datatypes import Datatype
-    from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
 STDIN = "-"
 NUMPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
@@ -36,42 +34,29 @@ class InputArgumentError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class RawBytes:
-    """The raw bytes of a tensor, or of one BYTES element, from a file.
+    """The raw bytes of a tensor, or of one BYTES element, from a file."""
 
-    Attributes:
-        source: the file, for error texts.
-        content: its bytes.
-    """
-
-    source: str
-    content: bytes
-
-
-def read_raw(argument: str, path: str) -> RawBytes:
-    return RawBytes(path, sys.stdin.buffer.read() if path == STDIN else _content(argument, path))
+    source: str  # the file, for error texts
+    content: bytes  # its bytes
 
 
 def read_tensors(argument: str, path: str) -> dict[str, Any]:
     """Read named tensors; the tensor of a .npy file, or of JSON that is not an object, has the name "".
 
-    Args:
-        argument: text of the --input option, for error messages.
-        path: path of the file; "-" for standard input, whose format is detected from its first bytes.
+    The format of standard input, the path "-", is detected from its first bytes.
 
-    Raises:
-        InputArgumentError: there is no such file, or it is in none of the formats.
+    Raises InputArgumentError: there is no such file, or it is in none of the formats; the text has `argument`, the --input.
     """
-    content = sys.stdin.buffer.read() if path == STDIN else _content(argument, path)
+    content = _content(argument, path)
     if path.endswith(".json") or (path == STDIN and not content.startswith((NUMPY_MAGIC, ZIP_MAGIC))):
-        return _from_json(argument, path, content)
+        where = f"--input {argument}: {'standard input' if path == STDIN else path}"
+        return tensors_of_json(parsed_json(content, where), where)
     return _from_numpy(argument, path, content)
 
 
 def tensors_of_json(value: Any, where: str) -> dict[str, Any]:
     """Named tensors of a JSON value: {name: values}, the protocol's {"inputs": [{"name", "data"}]}, or values alone.
-
-    Raises:
-        InputArgumentError: an entry of "inputs" has no name or no data.
+    Raises InputArgumentError: an entry of "inputs" has no name or no data.
     """
     if not isinstance(value, dict):
         return {"": value}
@@ -87,11 +72,7 @@ def tensors_of_json(value: Any, where: str) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        InputArgumentError: the text is not JSON.
-    """
+    """Parse JSON. Raises InputArgumentError: the text is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -114,12 +95,9 @@ def _shaped(entry: dict[str, Any], where: str) -> Any:
         raise InputArgumentError(f"{where}: input {entry['name']!r} has {len(data)} values for the shape {shape}") from None
 
 
-def _from_json(argument: str, path: str, content: bytes) -> dict[str, Any]:
-    where = f"--input {argument}: {'standard input' if path == STDIN else path}"
-    return tensors_of_json(parsed_json(content, where), where)
-
-
 def _content(argument: str, path: str) -> bytes:
+    if path == STDIN:
+        return sys.stdin.buffer.read()
     if not Path(path).is_file():
         raise InputArgumentError(f"--input {argument}: there is no file {path}")
     try:
@@ -139,13 +117,8 @@ def _from_numpy(argument: str, path: str, content: bytes) -> dict[str, Array]:
 
 
 def read_inputs(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read every --input.
-
-    Returns:
-        name -> array from a file, bytes of a file, or Python value of a JSON literal.
-
-    Raises:
-        InputArgumentError: a file is missing or malformed, the text is not JSON, or a name is given twice.
+    """Read every --input: name -> array from a file, bytes of a file, or Python value of a JSON literal.
+    Raises InputArgumentError: a file is missing or malformed, the text is not JSON, or a name is given twice.
     """
     if sum(_reads_stdin(argument) for argument in arguments) > 1:
         raise InputArgumentError("--input -: standard input can be read once; give all its tensors as one .npz or JSON object")
@@ -161,11 +134,8 @@ def read_inputs(arguments: Sequence[str]) -> dict[str, Any]:
 def fitted_inputs(inputs: Mapping[str, Any], metadata: ModelMetadataResponse) -> tuple[dict[str, Array], list[str]]:
     """Convert the inputs to the model's datatypes, and add the batch dimension where only that is missing.
 
-    Returns:
-        name -> array to send, and one line for each change made to an input.
-
-    Raises:
-        InvalidRequest: a name is unknown, values do not fit the datatype, or the shape does not fit the model.
+    Returns name -> array to send, and one line for each change made to an input. Raises InvalidRequest: a name is unknown,
+    values do not fit the datatype, or the shape does not fit the model.
     """
     tensors = {tensor.name: tensor for tensor in metadata.inputs}
     fitted: dict[str, Array] = {}
@@ -195,11 +165,14 @@ def _reads_stdin(argument: str) -> bool:
 def _read(argument: str) -> dict[str, Any]:
     name, equals, text = argument.partition("=")
     if not equals and (argument == STDIN or argument.endswith((".npz", ".json"))):
-        return _all_named(argument, read_tensors(argument, argument))
+        tensors = read_tensors(argument, argument)
+        if "" in tensors:
+            raise InputArgumentError(f"--input {argument}: holds a tensor without a name; give NAME={argument}")
+        return tensors
     if not equals or not name:
         raise InputArgumentError(f"--input {argument}: expected {FORMS}")
     if text.startswith("@"):
-        return {name: read_raw(argument, text[1:])}
+        return {name: RawBytes(text[1:], _content(argument, text[1:]))}
     if text != STDIN and not text.endswith(ARRAY_FILES):
         return {name: _literal(argument, text)}
     tensors = read_tensors(argument, text)
@@ -210,12 +183,6 @@ def _read(argument: str) -> dict[str, Any]:
             f"--input {argument}: the file holds {', '.join(tensors) or 'nothing'}, expected an array {name}"
         )
     return {name: next(iter(tensors.values()))}
-
-
-def _all_named(argument: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    if "" in tensors:
-        raise InputArgumentError(f"--input {argument}: holds a tensor without a name; give NAME={argument}")
-    return tensors
 
 
 def _literal(argument: str, text: str) -> Any:

@@ -19,14 +19,7 @@ from rich.table import Table
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos.inference_pb2 import ModelStatistics
 from halfserve.serve.client.cli.connection_options import AsJson, Connection
-from halfserve.serve.client.cli.display import (
-    PipedConsole,
-    computation_of,
-    models_table,
-    provider_of,
-    steps_of,
-    tensors_json,
-)
+from halfserve.serve.client.cli.display import PipedConsole, computation_of, models_table, provider_of, steps_of, tensors_json
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ModelNotFound
@@ -37,15 +30,8 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsSnapshot:
-    """Statistics of a server's models at one time.
-
-    Attributes:
-        models: statistics by model name and version.
-        at_s: time of the snapshot on the monotonic clock.
-    """
-
-    models: Mapping[Key, ModelStatistics]
-    at_s: float
+    models: Mapping[Key, ModelStatistics]  # statistics by model name and version
+    at_s: float  # time of the snapshot on the monotonic clock
 
 
 def snapshot_of(statistics: Iterable[ModelStatistics], names: Sequence[str], at_s: float) -> StatisticsSnapshot:

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import methodcaller
+from typing import Any, ClassVar
 
 import grpc
 
@@ -21,9 +22,6 @@ from halfserve.serve.client.cluster.directory import DirectoryWatch
 from halfserve.serve.client.cluster.members import MemberConnection, Members
 from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
 from halfserve.serve.client.infer_messages import SEQUENCE_ID, is_stateful
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 KEEPALIVE_S = 2.0  # without pings, calls to a lost machine would wait for their deadlines
 CONNECTING_S = 2.0  # time limit of a connection attempt; short, as another member can be tried
@@ -36,16 +34,16 @@ Deserializer = Callable[[bytes], Any]
 class ClusterChannel(ABC):
     """Base of both channels.
 
-    Args:
-        settings: channel settings, with the cluster's addresses as the target.
-        headers: returns the metadata for Watch, which uses connections of its own.
-        has_token: whether calls carry a token, which may leave this machine only encrypted.
+    `headers` returns the metadata for Watch, which uses connections of its own; a token (`has_token`) may leave this machine
+    only encrypted.
     """
+
+    _library: ClassVar[Any]  # grpc or grpc.aio
 
     def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
         opened = partial(open_member, settings, has_token)
         self._shown = settings.target.shown
-        self._members = Members(partial(opened, self._library()), self._closer())
+        self._members = Members(partial(opened, self._library), self._closer())
         self._watch = DirectoryWatch(settings.target.members, partial(opened, grpc), headers, self._members.take)
         self._watch.start()
         # The thread holds no reference to this channel, so it ends with a client that is not closed.
@@ -60,14 +58,13 @@ class ClusterChannel(ABC):
         """Make a callable for streams, like a channel to one server; a stream stays with one member that serves the model."""
 
     @abstractmethod
-    def _library(self) -> Any: ...
-
-    @abstractmethod
     def _closer(self) -> Callable[[Any], None]: ...
 
 
 class SyncClusterChannel(ClusterChannel):
     """Replaces a grpc.Channel. Thread-safe."""
+
+    _library = grpc
 
     def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
         method = Method(path, serialize, deserialize)
@@ -111,15 +108,14 @@ class SyncClusterChannel(ClusterChannel):
         self._watch.check()
         return timeout_s and timeout_s - (time.monotonic() - began_s)
 
-    def _library(self) -> Any:
-        return grpc
-
     def _closer(self) -> Callable[[Any], None]:
-        return _close
+        return methodcaller("close")
 
 
 class AsyncClusterChannel(ClusterChannel):
     """Replaces a grpc.aio.Channel, on the event loop that runs when it is made."""
+
+    _library = grpc.aio
 
     def __init__(self, settings: ChannelSettings, headers: Callable[[], Headers], *, has_token: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -168,9 +164,6 @@ class AsyncClusterChannel(ClusterChannel):
         self._watch.check()
         return timeout_s and timeout_s - (time.monotonic() - began_s)
 
-    def _library(self) -> Any:
-        return grpc.aio
-
     def _closer(self) -> Callable[[Any], None]:
         return partial(_close_on, self._loop)
 
@@ -186,7 +179,6 @@ class Method:
         self.is_inference = self.name == "ModelInfer"
 
     def rpc(self, member: MemberConnection) -> Any:
-        """The callable of this RPC on the member's channel."""
         found = member.rpcs.get(self._path)
         if found is None:
             found = member.rpcs[self._path] = member.channel.unary_unary(*self._made)
@@ -228,7 +220,7 @@ class MemberCall:
     def __enter__(self) -> Any:
         return self._method.rpc(self._member)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failure = None
         if isinstance(error, grpc.RpcError):
             failure = from_rpc_error(error, method=self._method.name, address=self._member.address, timeout_s=None)
@@ -250,15 +242,8 @@ def watch_cluster(
 ) -> DirectoryWatch:
     """Start following the directory of the cluster at cluster://HOST:PORT,...; see `DirectoryWatch`.
 
-    Args:
-        address: address of some members.
-        take: called with each new directory, on the watch's thread.
-        tls: certificates for encrypted connections; None for no encryption.
-        token: token of a caller who may watch; sent only over TLS, or to this machine.
-        headers: further metadata.
-
-    Raises:
-        InvalidRequest: the address or the token is malformed.
+    The token, of a caller who may watch, is sent only over TLS, or to this machine. Raises InvalidRequest: the address or the
+    token is malformed.
     """
     target = parse_address(address)
     settings = ChannelSettings(target=target, tls=tls, balancing="pick_first", compression=None, keepalive_s=None)
@@ -270,9 +255,7 @@ def watch_cluster(
 
 def open_member(settings: ChannelSettings, has_token: bool, library: Any, address: str) -> Any:
     """Open a channel of `library` to a member.
-
-    Raises:
-        InvalidRequest: the address is malformed, or a token would be sent there unencrypted.
+    Raises InvalidRequest: the address is malformed, or a token would be sent there unencrypted.
     """
     target = parse_address(address)
     if has_token:
@@ -288,10 +271,6 @@ def _trouble(code: Any) -> ServerUnavailable | None:
 def _stop(watch: DirectoryWatch, process: int) -> None:
     if os.getpid() == process:  # gRPC does not survive a fork
         watch.stop()
-
-
-def _close(channel: Any) -> None:
-    channel.close()
 
 
 def _close_on(loop: asyncio.AbstractEventLoop, channel: Any) -> None:

@@ -28,17 +28,7 @@ class DirectoryWatch:
     It watches one member at a time. When that member stops answering or drains, it tries another: a member of the last
     directory, an address given at the start, or a member of an earlier directory. (A member cut off from other machines
     together with a controller lists only itself; when it has ended, only former members know the others.) The last directory
-    stays valid meanwhile.
-
-    Args:
-        addresses: HOST:PORT of some members.
-        open_channel: makes a grpc channel to an address.
-        headers: metadata for each Watch call.
-        take: called with each new directory, on the thread.
-
-    Attributes:
-        settled: future that is done when there is a directory, or all addresses were tried without success.
-        failure: reason why there is no directory; None if there is one.
+    stays valid meanwhile. `take` is called with each new directory, on the thread.
     """
 
     def __init__(
@@ -56,9 +46,10 @@ class DirectoryWatch:
         self._former: dict[str, None] = {}  # addresses of members of earlier directories, the latest last
         self._call: Any = None
         self._stopped = threading.Event()
+        # Future that is done when there is a directory, or all addresses were tried without success.
         self.settled: Future[None] = Future()
         self.settled.set_running_or_notify_cancel()  # so that a caller that gives up does not cancel the future for the others
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # reason why there is no directory; None if there is one
         self._thread = threading.Thread(target=self._run, name="cluster directory", daemon=True)
 
     def start(self) -> None:
@@ -72,7 +63,6 @@ class DirectoryWatch:
             call.cancel()
 
     def join(self) -> None:
-        """Wait for the thread, after `stop`."""
         self._thread.join()
 
     @property

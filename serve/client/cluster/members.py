@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from random import random
 from typing import Any
 
@@ -17,42 +18,33 @@ AVOIDED_S = (0.25, 4.0)  # first and longest time for which a failed member is a
 
 
 class MemberConnection:
-    """Client-side state of one member.
-
-    Attributes:
-        address: HOST:PORT of the member.
-        channel: channel to the member; None before the first call.
-        rpcs: the channel's callables, by method path.
-        outstanding: number of calls that it has not answered.
-        avoided_until_s: time on the monotonic clock until which it gets no calls because it failed.
-        is_listed: whether the last directory lists it.
-    """
-
     def __init__(self, address: str) -> None:
-        self.address = address
-        self.channel: Any = None
-        self.rpcs: dict[str, Any] = {}
-        self.is_listed = True
-        self.outstanding = 0
-        self.avoided_until_s = 0.0
+        self.address = address  # HOST:PORT of the member
+        self.channel: Any = None  # channel to the member; None before the first call
+        self.rpcs: dict[str, Any] = {}  # the channel's callables, by method path
+        self.is_listed = True  # whether the last directory lists it
+        self.outstanding = 0  # number of calls that it has not answered
+        self.avoided_until_s = 0.0  # time on the monotonic clock until which it gets no calls because it failed
         self.avoided_s = AVOIDED_S[0]
-        self._is_here: bool | None = None
 
-    @property
+    @cached_property
     def is_here(self) -> bool:
-        """Whether the member is on this machine."""
-        if self._is_here is None:
-            host = self.address.rpartition(":")[0].strip("[]")
-            self._is_here = _is_of_this_machine(host)
-        return self._is_here
+        """Whether the member is on this machine: a socket can be bound to its host's first address."""
+        host = self.address.rpartition(":")[0].strip("[]")
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+        except OSError:
+            return False
+        return True
 
 
 class Members:
     """All members of a cluster. Thread-safe.
 
-    Args:
-        open_channel: opens a channel to an address; called before the first call to a member.
-        close_channel: closes the channel of a member that has left and answered all calls. Called on any thread.
+    A channel is opened before the first call to a member, and closed, on any thread, when the member has left and answered all
+    calls.
     """
 
     def __init__(self, open_channel: Callable[[str], Any], close_channel: Callable[[Any], None]) -> None:
@@ -73,7 +65,6 @@ class Members:
         return self._sharing is not None
 
     def take(self, directory: cluster_pb2.Directory) -> None:
-        """Switch to the members of a new directory."""
         with self._lock:
             known, self._members = self._members, {}
             serving: list[MemberConnection] = []
@@ -93,17 +84,12 @@ class Members:
                 self._close_if_done(member)
 
     def pick(self, model: str, *, shared: bool = False) -> MemberConnection:
-        """Choose the member for a call, which must be passed to `settle` afterwards.
+        """Choose the member for a call, which must be passed to `settle` afterwards; the model "" stands for any member.
 
-        A model that no listed member serves may just have been loaded; then any member is chosen, and its answer decides.
+        A model that no listed member serves may just have been loaded; then any member is chosen, and its answer decides. All
+        calls about shared memory of this client go to one member, on this machine.
 
-        Args:
-            model: name of the model that the member should serve; "" for any member.
-            shared: whether the call concerns shared memory of this client: all such calls go to one member, on this machine.
-
-        Raises:
-            ServerUnavailable: no member takes requests.
-            Unsupported: no member on this machine serves the model.
+        Raises ServerUnavailable: no member takes requests; Unsupported: no member on this machine serves the model.
         """
         with self._lock:
             serving = self._of_model.get(model, self._serving) if model else self._serving
@@ -117,16 +103,8 @@ class Members:
             return member
 
     def pick_for_sequence(self, model: str, sequence: bytes, *, starts: bool, ends: bool) -> MemberConnection:
-        """Choose the member for one step of a sequence, whose state only the member of its first step has.
-
-        Args:
-            model: name of the model that keeps the state.
-            sequence: serialized id of the sequence.
-            starts: whether the step is the first.
-            ends: whether the step is the last.
-
-        Raises:
-            ServerUnavailable: no member takes requests.
+        """Choose the member for one step of a sequence, whose state only the member of its first step has. See `pick` for
+        errors.
         """
         key = (model, sequence)
         with self._lock:
@@ -210,14 +188,3 @@ class Members:
             self._leaving.remove(member)
             if member.channel is not None:
                 self._close_channel(member.channel)
-
-
-def _is_of_this_machine(host: str) -> bool:
-    """Whether a socket can be bound to the host's first address."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(where)
-    except OSError:
-        return False
-    return True

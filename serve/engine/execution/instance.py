@@ -23,9 +23,9 @@ from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
-from halfserve.serve.engine.queueing.ragged import Ragged
-from halfserve.serve.engine.queueing.waiting_line import is_late
+from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
 
 logger = logging.getLogger(__name__)

@@ -180,7 +180,6 @@ def error_budget(model: Path) -> float:
 
 
 def _certified(path: Path) -> float | None:
-    """Return the scaled error that a certificate's budget allows; None if there is none."""
     try:
         allowed = json.loads(read_regular(path))["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,10 +13,8 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.config.sequence_batching import ReadState, SequencePlan, sequence_plan, state_outputs
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.scheduler import Scheduler
-from halfserve.serve.engine.sequences.iterative_requests import IterativeRequests
-from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
+from halfserve.serve.engine.model import Model, Scheduler
+from halfserve.serve.engine.sequences.sequence_scheduler import IterativeRequests, SequenceScheduler
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from google.protobuf import empty_pb2, wrappers_pb2
 from google.protobuf.message import DecodeError, Message
 
 from halfserve.protos import inference_pb2 as pb
@@ -35,13 +36,14 @@ from halfserve.serve.fleet.member.shared_rpcs import (
     INDEX,
     LOAD,
     LOG_SETTINGS,
+    METRICS,
     OTHER_COMMANDS,
     READY,
     STATISTICS,
     TRACE_SETTING,
     UNLOAD,
 )
-from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
+from halfserve.serve.observability.metrics import MetricTexts
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ class Controller:
             UNLOAD: (pb.RepositoryModelUnloadRequest, self._unload_request),
             STATISTICS: (pb.ModelStatisticsRequest, self._statistics),
             READY: (pb.ModelReadyRequest, self._model_ready),
+            METRICS: (empty_pb2.Empty, self._metrics),
             TRACE_SETTING: (pb.TraceSettingRequest, partial(self._change_settings, TRACE_SETTING)),
             LOG_SETTINGS: (pb.LogSettingsRequest, partial(self._change_settings, LOG_SETTINGS)),
         }
@@ -120,7 +123,7 @@ class Controller:
 
         Args:
             path: method path of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics, ModelReady,
-                TraceSetting or LogSettings.
+                TraceSetting or LogSettings, or METRICS.
             request: serialized request of that method.
 
         Returns:
@@ -142,18 +145,6 @@ class Controller:
             raise InvalidArgumentError(f"repository {repository!r} is not known; there is one, without a name")
         await self._table.until(lambda: self._recovered_at is None)
         return (await answer(message)).SerializeToString()
-
-    async def metrics(self) -> tuple[bytes, str]:
-        """The Prometheus metrics of all members together, and their content type.
-
-        Raises:
-            UnavailableError: a member did not answer in time.
-        """
-        await self._table.until(lambda: self._recovered_at is None)
-        total = await self._counters()
-        texts = MetricTexts()
-        texts.add(total.metrics)
-        return texts.joined(), CONTENT_TYPE
 
     def status(self) -> dict[str, Any]:
         """Members, machines and models with their loads, as plain JSON values."""
@@ -368,6 +359,12 @@ class Controller:
             what = f"model {request.name!r}" + (f" version {request.version!r}" if request.version else "")
             raise NotFoundError(f"{what} is not served; RepositoryIndex lists what is")
         return pb.ModelStatisticsResponse(model_stats=found)
+
+    async def _metrics(self, _: Message) -> Message:
+        """The Prometheus metrics of all members together."""
+        texts = MetricTexts()
+        texts.add((await self._counters()).metrics)
+        return wrappers_pb2.BytesValue(value=texts.joined())
 
     async def _counters(self) -> MemberCounters:
         """Sum the counters of all members, read after this call; concurrent calls share one sum.

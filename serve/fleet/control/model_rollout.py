@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
-from halfserve.serve.engine.errors import (
-    FailedPreconditionError,
-    InferenceError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-    UnsupportedError,
-)
+from halfserve.serve.engine.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from halfserve.serve.fleet.control.cluster_memory import ClusterMemory
 from halfserve.serve.fleet.control.member_record import MemberRecord
 from halfserve.serve.fleet.control.member_table import MemberTable
 from halfserve.serve.fleet.control.placement import PlacedModels
 from halfserve.serve.fleet.control.reports import ModelOrder
+from halfserve.serve.protocol.status import Code, error_of
 
 logger = logging.getLogger(__name__)
 
 SEEN_S = 1.0  # time until a report shows the result of an order
-# Exception for each gRPC status of a member's failure; any other status becomes FailedPreconditionError.
-RAISED: dict[str, Callable[[str], InferenceError]] = {
-    "INVALID_ARGUMENT": InvalidArgumentError,
-    "NOT_FOUND": NotFoundError,
-    "UNAVAILABLE": UnavailableError,
-    "UNIMPLEMENTED": UnsupportedError,
-}
 
 
 class ModelRollout:
@@ -154,7 +141,7 @@ class ModelRollout:
             self._table.wake_all()
         if _has_failed(first, name, order):
             failed = first.model(name)
-            raise RAISED.get(failed.status, FailedPreconditionError)(failed.error)
+            raise error_of(Code[failed.status], failed.error)
 
     async def _decided(self, name: str, order: ModelOrder) -> MemberRecord | None:
         """Return the member that carried out or refused the order; None if the member ended first."""

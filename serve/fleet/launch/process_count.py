@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError
-from halfserve.serve.engine.resource_limits import available_bytes, usable_cores
-from halfserve.serve.protocol.open_files import FEWEST_FILES, most_files
+from halfserve.serve.engine.resource_limits import FEWEST_FILES, available_bytes, most_files, usable_cores
 
 AUTO = "auto"
 PROCESS_BYTES = 100 * 2**20  # memory of a server without models

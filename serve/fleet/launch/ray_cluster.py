@@ -175,7 +175,7 @@ def ask(name: str, method: str, *arguments: Any, limit_s: float | None = CALL_S)
     until_s = time.monotonic() + CALL_S
     while True:
         try:
-            return ray.get(getattr(controller(name), method).remote(*arguments), timeout=limit_s)
+            return ray.get(controller(name).ask.remote(method, *arguments), timeout=limit_s)
         except RayTaskError as error:
             raise error.cause from None
         except (GetTimeoutError, RayError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -18,12 +17,10 @@ from halfserve.protos.cluster_pb2 import Directory
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
-from halfserve.serve.fleet.member.agent_questions import AgentQuestions
-from halfserve.serve.fleet.member.cluster_service import ClusterService
+from halfserve.serve.fleet.member.cluster_service import AgentLink, ClusterService
 from halfserve.serve.fleet.member.forwarder import Forwarder
 from halfserve.serve.fleet.member.handover import Handover
-from halfserve.serve.fleet.member.lasting_counters import LastingCounters
-from halfserve.serve.fleet.member.member_counters import keep_written
+from halfserve.serve.fleet.member.kept_counters import LastingCounters
 from halfserve.serve.fleet.member.member_socket import MemberSocket
 from halfserve.serve.fleet.member.shared_rpcs import TRACE_SETTING
 from halfserve.serve.protocol.rpcs import one_message
@@ -46,12 +43,12 @@ class ClusterMember:
         self._folder = Path(given.folder)
         self._core = core
         self._slots = 0 if core.slots is None else core.slots.free  # all slots are free, as no model is loaded yet
-        self._counters = LastingCounters(self._folder, core)
-        self._agent = AgentQuestions()
+        self._counters = LastingCounters(self._folder, SOCKET, core)
+        self._agent = AgentLink(self._folder)
         self._forwarder = Forwarder(given.member, core, tls)
         self._cluster = ClusterService(self._agent, self._forwarder)
         self._socket = MemberSocket(self._folder, SOCKET)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._listing: asyncio.Task[None] | None = None
         self._sizes: dict[Model, int] = {}
         core.figures.readings["processes"] = lambda: 1  # summed over the members
         core.figures.readings["forwarded"] = lambda: self._forwarder.forwarded
@@ -65,16 +62,13 @@ class ClusterMember:
         own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
         own.streams[PUBLISH] = StreamMethod(Directory, one_message(self._cluster.publish), is_large=True)
         own.unary[TRACE_SETTING] = UnaryMethod(pb.TraceSettingRequest, partial(_set_traces, service))
-        self._agent.add_to(own)
         await self._socket.listen(own, self._counters.counters)
-        self._follow()
-        self._core.on_change(self._follow)
+        self._measure()
+        self._core.on_change(self._measure)
+        self._counters.keeper.begin(self._counters.sums)
         service.spread = self._cluster.spread
         service.spread(service)
-        self._tasks = [
-            asyncio.create_task(keep_written(self._counters.sums, self._counters.write)),
-            asyncio.create_task(self._list_models()),
-        ]
+        self._listing = asyncio.create_task(self._list_models())
 
     async def all_here(self) -> None: ...
 
@@ -84,18 +78,14 @@ class ClusterMember:
 
     async def leave(self) -> None:
         """Write the last counters to the folder."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-            with contextlib.suppress(OSError):  # the folder may be gone together with the agent
-                await self._counters.write()
-        self._agent.close()
+        if self._listing is not None:
+            self._listing.cancel()
+        await self._counters.keeper.end()
+        await self._agent.close()
         await self._forwarder.close()
         await self._socket.close()
 
-    def _follow(self) -> None:
-        self._counters.follow()
+    def _measure(self) -> None:
         self._sizes = {model: self._sizes.get(model) or _size(model) for model in self._core.models()}
 
     async def _state(self, _: Any) -> MemberState:
@@ -109,14 +99,11 @@ class ClusterMember:
         sums = self._counters.sums()
         for name in {*core.loadable, *sums}:
             model = state.models[name]
+            if name in sums:
+                model.CopyFrom(sums[name])
             model.is_served = bool(core.served(name)) and core.is_model_ready(name)
             model.versions.extend(str(one.version) for one in core.served(name))
             model.size = sum(self._sizes.get(one, 0) for one in core.served(name))
-            if name in sums:
-                counted = sums[name]
-                model.requests, model.rows = counted.requests, counted.rows
-                model.failures, model.refusals = counted.failures, counted.refusals
-                model.queue_ns, model.compute_ns = max(0, counted.queue_ns), max(0, counted.compute_ns)
         return state
 
     async def _list_models(self) -> None:

@@ -11,21 +11,23 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from google.protobuf import empty_pb2
+from google.protobuf import empty_pb2, wrappers_pb2
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.engine.errors import NotFoundError, UnavailableError
-from halfserve.serve.fleet.member.agent_questions import AgentQuestions
 from halfserve.serve.fleet.member.forwarder import Forwarder
+from halfserve.serve.fleet.member.member_socket import M, MemberChannel, UnreachableError
 from halfserve.serve.fleet.member.shared_rpcs import (
     INDEX,
     LOAD,
     LOG_SETTINGS,
+    METRICS,
     READY,
     STATISTICS,
     TRACE_SETTING,
@@ -36,9 +38,11 @@ from halfserve.serve.fleet.member.shared_rpcs import (
     only,
     request_class,
 )
+from halfserve.serve.observability.metrics import CONTENT_TYPE
 from halfserve.serve.protocol.rpcs import RECHECK_S, Answer, Health, one_message
 from halfserve.serve.protocol.service import SERVICE, Headers, LimitedService, Service, StreamMethod
 
+AGENT = "agent"  # name of the agent's socket in the folder, without the suffix
 WATCH = "/halfserve.Cluster/Watch"
 DESCRIPTIONS: dict[str, type[Message]] = {
     f"/{SERVICE}/ModelMetadata": pb.ModelMetadataResponse,
@@ -48,10 +52,36 @@ HealthResponse = health_pb2.HealthCheckResponse
 OF_MODEL = re.compile(rb'[{,]model="((?:[^"\\]|\\.)*)"')  # the label of a metric that names its model
 
 
+class AgentLink:
+    """Connection of a server to its agent, which asks the controller for the whole cluster. Lives on the event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        """Connect to the agent that shares this folder."""
+        self._channel = MemberChannel(folder, AGENT)
+
+    async def ask(self, path: str, request: Message, answer: type[M]) -> M:
+        """Call the method at `path` for the whole cluster.
+
+        Raises:
+            InferenceError: the cluster refused the request.
+            UnavailableError: the agent or the controller cannot be reached now.
+        """
+        try:
+            return await self._channel.ask(path, request, answer, None)
+        except UnreachableError:
+            raise UnavailableError(
+                "the agent of this server, which speaks for the whole cluster, cannot be reached now; inference goes on, ask "
+                "again in a moment"
+            ) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
 class ClusterService:
     """Makes services answer for the whole cluster. Lives on the event loop."""
 
-    def __init__(self, agent: AgentQuestions, forwarder: Forwarder) -> None:
+    def __init__(self, agent: AgentLink, forwarder: Forwarder) -> None:
         self._agent = agent
         self._forwarder = forwarder
         self._changed = asyncio.Event()
@@ -187,11 +217,10 @@ class ClusterService:
             return
 
     async def _exposition(self, service: Service) -> tuple[bytes, str]:
-        text, content_type = await self._agent.metrics()
-        if not isinstance(service, LimitedService):
-            return text, content_type
-        lines = (line for line in text.splitlines(keepends=True) if _is_visible(line, service))
-        return b"".join(lines), content_type
+        text: bytes = (await self._agent.ask(METRICS, empty_pb2.Empty(), wrappers_pb2.BytesValue)).value
+        if isinstance(service, LimitedService):
+            text = b"".join(line for line in text.splitlines(keepends=True) if _is_visible(line, service))
+        return text, CONTENT_TYPE
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

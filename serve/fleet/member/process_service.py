@@ -18,8 +18,9 @@ from grpc_health.v1 import health_pb2
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, RegionInUseError
 from halfserve.serve.fleet.member.command_journal import Journal
-from halfserve.serve.fleet.member.member_counters import CounterFolder, MemberCounters, add_statistics, merge_metrics
-from halfserve.serve.fleet.member.member_socket import READ_COUNTERS
+from halfserve.serve.fleet.member.kept_counters import CounterFolder
+from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
+from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
 from halfserve.serve.fleet.member.shared_rpcs import (
     COMMANDS,
     CUDA_REGISTER,
@@ -35,7 +36,6 @@ from halfserve.serve.fleet.member.shared_rpcs import (
     merge_index,
     request_class,
 )
-from halfserve.serve.fleet.member.siblings import Siblings, process, raise_first
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
 from halfserve.serve.protocol.rpcs import Health
 from halfserve.serve.protocol.service import SERVICE, Service
@@ -140,14 +140,11 @@ class ProcessService:
         return command.answer()
 
     async def _statistics(self, local: Local, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        while True:
-            mark = self._left.mark()
-            answer: pb.ModelStatisticsResponse = await local(request)
-            others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
-            ended = self._left.of_ended(others)
-            if self._left.mark() == mark:  # otherwise an answering member may have ended and be counted twice
-                break
-        add_statistics(answer, [*others.values(), *(one.statistics for one in ended)])
+        answer: pb.ModelStatisticsResponse = await local(request)
+        living, ended = await self._left.with_ended(
+            partial(self._siblings.query, STATISTICS, request, pb.ModelStatisticsResponse)
+        )
+        add_statistics(answer, [*living, *(one.statistics for one in ended)])
         return answer
 
     async def _index(self, local: Local, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
@@ -173,14 +170,11 @@ class ProcessService:
         return answer
 
     async def _exposition(self, service: Service) -> tuple[bytes, str]:
-        while True:
-            mark = self._left.mark()
-            own = await MemberCounters.of(service.core)
-            others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
-            ended = self._left.of_ended(others)
-            if self._left.mark() == mark:
-                break
-        living = [MemberCounters.from_bytes(one.value) for one in others.values()]
+        own = await MemberCounters.of(service.core)
+        living, ended = await self._left.with_ended(
+            partial(self._siblings.query, READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
+        )
+        others = [*(MemberCounters.from_bytes(one.value) for one in living), *ended]
         texts = MetricTexts()
-        texts.add(merge_metrics(own.metrics, (one.metrics for one in (*living, *ended))))
+        texts.add(merge_metrics(own.metrics, (one.metrics for one in others)))
         return texts.joined(), CONTENT_TYPE

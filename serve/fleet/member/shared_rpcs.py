@@ -76,6 +76,7 @@ COMMANDS = MODEL_COMMANDS | OTHER_COMMANDS
 # From best to worst: a version has the worst state among its members.
 STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
 Versions = dict[tuple[str, str], pb.RepositoryIndexResponse.ModelIndex]
+METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the metrics of all members
 STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.request_body import memory_held
+from halfserve.serve.transports.task_turns import ClientQueue
 
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
 PIECE_CHARACTERS: Final = 16_384  # tokenized at once, which takes 3 to 25 ms; at least one text
@@ -105,7 +105,7 @@ class ClientTurns:
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client first
+        self._waiting: ClientQueue[asyncio.Future[None]] = ClientQueue()
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
@@ -121,7 +121,7 @@ class ClientTurns:
 
     async def _wait(self, client: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.append(client, turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -131,10 +131,7 @@ class ClientTurns:
 
     def _next(self) -> None:
         while self._waiting:
-            client, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns
+            turn = self._waiting.take()
             if not turn.done():
                 turn.set_result(None)
                 return

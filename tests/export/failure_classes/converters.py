@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike
 from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.verification.simulation import round_every_node
-from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino.fitness import computed_halves, why_unfit
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import ModelLoadError
 from tests.export.conversions.cases import Value

@@ -21,7 +21,7 @@ from halfserve.serve.backends import onnx_models
 from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared
 from halfserve.serve.backends.onnx_models import passed_precisions
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino.fitness import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement
 from halfserve.serve.engine.errors import ModelLoadError

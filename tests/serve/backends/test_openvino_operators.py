@@ -8,8 +8,8 @@ import pytest
 from onnx import parser
 
 from benchmarks.half_device.openvino_model import OpenVinoModel
-from halfserve.serve.backends.onnx_runtime.upcast import half_types
-from halfserve.serve.backends.openvino.onnx_fitness import why_unfit
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import half_types
+from halfserve.serve.backends.openvino.fitness import why_unfit
 from halfserve.serve.engine.backend import CpuPrecision
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from tests.export.conversions.cases import Case, Value, cases

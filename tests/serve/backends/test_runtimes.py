@@ -17,7 +17,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from halfserve import export_onnx, to_half
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino.fitness import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import ONNX, OPENVINO, Backend, DevicePlacement, ModelInterface, Trust
 from halfserve.serve.engine.config.model_config import Defaults, read_config

@@ -15,13 +15,21 @@ import pytest
 from rich.console import Console
 
 from halfserve.serve.benchmark import BenchmarkArgumentError
-from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, Differences, write_json
+from halfserve.serve.benchmark.bench_command import report_writers
+from halfserve.serve.benchmark.benchmark_report import (
+    BenchmarkReport,
+    Differences,
+    hdr_histogram,
+    percentile_text,
+    write_csv,
+    write_json,
+    write_percentiles,
+)
 from halfserve.serve.benchmark.comparison import Difference
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load.spec import LoadStatistics
 from halfserve.serve.benchmark.measurement import Goal
 from halfserve.serve.benchmark.page import page, write_plot
-from halfserve.serve.benchmark.report_files import hdr_histogram, percentile_text, report_writers, write_csv, write_percentiles
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from tests.serve.benchmark.levels import SERVER, comparison, histogram, level, report, tally
 from tests.whole_words import broken_words

@@ -29,7 +29,7 @@ from halfserve import (
     Tls,
 )
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.channel_settings import GRPC_ROOTS, bearer, checked_balancing, headers_of, parse_address
+from halfserve.serve.client.channel_settings import GRPC_ROOTS, bearer, headers_of, parse_address
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer
@@ -81,7 +81,7 @@ def test_malformed_addresses_are_refused(address: Any, text: str) -> None:
 
 def test_an_unknown_balancing_policy_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="must be one of pick_first, round_robin, not 'random'"):
-        checked_balancing("random")  # type: ignore[arg-type]  # (that is the point)
+        Client("127.0.0.1:8001", balancing="random")  # type: ignore[arg-type]  # (that is the point)
 
 
 def test_names_are_put_into_lower_case() -> None:

@@ -28,8 +28,8 @@ from halfserve import (
     ServerUnavailable,
 )
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.streams import streaming
-from halfserve.serve.client.streams.streaming import StreamSession
+from halfserve.serve.client import streaming
+from halfserve.serve.client.streaming import StreamSession
 from tests.serve.client.conftest import Connect
 from tests.serve.client.driving import metadata
 from tests.serve.client.scripted_server import ENDED, Failure, ScriptedServer

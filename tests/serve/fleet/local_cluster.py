@@ -41,9 +41,6 @@ class Link:
     async def call(self, path: str, request: bytes) -> bytes:
         return await self._there().call(path, request)
 
-    async def metrics(self) -> tuple[bytes, str]:
-        return await self._there().metrics()
-
     def _there(self) -> Controller:
         if self.controller is None:
             raise ConnectionError("gone")

@@ -16,14 +16,16 @@ from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import (
+    LOWEST,
+    NICENESS,
     CrashProbe,
-    CrashTrial,
     CrashVerdict,
     CrashVerdictCache,
+    ProbeProcess,
     default_folder,
+    onnx_trial,
 )
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
-from halfserve.serve.backends.onnx_runtime.probe_process import LOWEST, NICENESS, ProbeProcess
 from halfserve.serve.backends.onnx_runtime.session import Providers
 from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
 from halfserve.serve.backends.runtimes import probing_runtimes
@@ -54,7 +56,7 @@ class Probing:
         return self.started[-1]
 
     def level(self, path: Path) -> OptimizationLevel:
-        trial = CrashTrial(path=path, providers=[("CPUExecutionProvider", {})], settings=SessionSettings())
+        trial = onnx_trial(path, [("CPUExecutionProvider", {})], SessionSettings())
         return self.probe.safe_level(trial, path.read_bytes())
 
 
@@ -210,12 +212,12 @@ def test_a_verdict_holds_for_the_same_content_and_circumstances_only(tmp_path: P
     other: Providers = [("CUDAExecutionProvider", {"device_id": "0"})]
     parallel = SessionSettings(parallel=True)
     keys = {
-        CrashTrial(path=path, providers=cpu, settings=SessionSettings()).key,
-        CrashTrial(path=path, providers=other, settings=SessionSettings()).key,
-        CrashTrial(path=path, providers=cpu, settings=parallel).key,
-        CrashTrial(path=save_picky(tmp_path / "n.onnx"), providers=cpu, settings=SessionSettings()).key,
+        onnx_trial(path, cpu, SessionSettings()).key,
+        onnx_trial(path, other, SessionSettings()).key,
+        onnx_trial(path, cpu, parallel).key,
+        onnx_trial(save_picky(tmp_path / "n.onnx"), cpu, SessionSettings()).key,
     }
     assert len(keys) == 4
     copied = tmp_path / "copy.onnx"
     copied.write_bytes(path.read_bytes())
-    assert CrashTrial(path=copied, providers=cpu, settings=parallel).key in keys
+    assert onnx_trial(copied, cpu, parallel).key in keys

@@ -19,8 +19,8 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache
-from halfserve.serve.backends.onnx_runtime.custom_operators import packaged_library
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.session_settings import packaged_library
 from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import ignored_settings

@@ -14,8 +14,7 @@ import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.backends.index_ranges import IndexRange
-from halfserve.serve.backends.onnx_runtime.request_errors import RequestErrors, index_ranges
+from halfserve.serve.backends.onnx_runtime.request_errors import IndexRange, RequestErrors, index_ranges
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
 from halfserve.serve.engine.execution.batch import Answered, Failed

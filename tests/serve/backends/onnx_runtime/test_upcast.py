@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi._pybind_state import get_all_operator_schema
 
-from halfserve.serve.backends.onnx_runtime.upcast import half_types, upcast_to_fp32
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import UPCAST, half_types, retype
 from tests.models import save_mlp
 
 FP16, FP32, BOOL, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
@@ -30,7 +30,7 @@ def session(model: onnx.ModelProto) -> ort.InferenceSession:
 def test_an_mlp_gives_the_fp16_models_answer_in_fp32(tmp_path: Path) -> None:
     fp16 = onnx.load(save_mlp(tmp_path / "mlp.onnx"))
     fp32 = onnx.load(tmp_path / "mlp.onnx")
-    upcast_to_fp32(fp32)
+    retype(fp32, UPCAST)
     assert half_types(fp16) == {FP16}
     assert not half_types(fp32)
     assert no_fp16_left(fp32)
@@ -86,7 +86,7 @@ def model_with_everything() -> onnx.ModelProto:
 def test_every_place_that_can_hold_fp16_is_upcast(flag: bool, expected: float) -> None:
     model = model_with_everything()
     onnx.checker.check_model(model, full_check=True)
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     assert no_fp16_left(model)
     (y,) = session(model).run(None, {"x": np.array([1.0], np.float32), "flag": np.array(flag)})
     assert (y.dtype, y.tolist()) == (np.dtype(np.float32), [expected])
@@ -102,7 +102,7 @@ def test_an_fp32_model_is_left_as_it_is() -> None:
     model = helper.make_model(graph)
     before = model.SerializeToString(deterministic=True)
     assert not half_types(model)
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     assert model.SerializeToString(deterministic=True) == before
 
 
@@ -115,7 +115,7 @@ def test_the_default_of_a_functions_type_attribute_is_upcast() -> None:
     """
     model = onnx.parser.parse_model(text)
     onnx.checker.check_model(model)
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     (y,) = session(model).run(None, {"x": np.array([1.0], np.float32)})
     assert y.dtype == np.float32
 
@@ -138,7 +138,7 @@ def test_a_type_that_reaches_a_cast_through_functions_is_upcast(call: str, expec
     head = '<ir_version: 9, opset_import: ["" : 20, "local" : 1]>'
     model = onnx.parser.parse_model(f"{head} agraph (float[n] x) => (float16[n] y) {{ h = {call} y = Add (h, h) }} {FUNCTIONS}")
     assert half_types(model) == {FP16}
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     assert not half_types(model)
     (y,) = session(model).run(None, {"x": np.array([1.5], np.float32)})
     assert (y.dtype, y.tolist()) == (np.dtype(np.float32), [expected])
@@ -148,7 +148,7 @@ def test_a_number_that_a_function_takes_is_not_mistaken_for_a_type() -> None:
     head = '<ir_version: 9, opset_import: ["" : 20, "local" : 1]>'
     call = "y = local.Scaled <to: int = 10> (x)"
     model = onnx.parser.parse_model(f"{head} agraph (float16[n] x) => (float16[n] y) {{ {call} }} {FUNCTIONS}")
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     (y,) = session(model).run(None, {"x": np.array([1.5], np.float32)})
     assert y.tolist() == [15.0]
 
@@ -161,7 +161,7 @@ def test_a_sparse_constant_is_upcast() -> None:
     model = helper.make_model(
         helper.make_graph(nodes, "sparse", [x], [y]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
     )
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     assert not half_types(model)
     (answer,) = session(model).run(None, {"x": np.array([1.5, 2], np.float32)})
     assert (answer.dtype, answer.tolist()) == (np.dtype(np.float32), [1.5, 5.0])
@@ -175,7 +175,7 @@ def test_a_sparse_weight_is_upcast() -> None:
         helper.make_sparse_tensor(values, numpy_helper.from_array(np.array([1], np.int64), "indices"), [2])
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     assert not half_types(model)
     plain = ort.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -203,7 +203,7 @@ def test_sequences_and_optionals_are_upcast_and_what_functions_say_of_their_valu
     model.graph.node.insert(0, none)
     model.graph.value_info.append(helper.make_value_info("list", helper.make_sequence_type_proto(half)))
     model.functions[0].value_info.append(helper.make_tensor_value_info("a", FP16, ["n"]))
-    upcast_to_fp32(model)
+    retype(model, UPCAST)
     assert "elem_type: 10\n" not in str(model)
     (answer,) = session(model).run(None, {"x": np.array([1.5, 2], np.float32)})
     assert (answer.dtype, answer.tolist()) == (np.dtype(np.float32), [1.5, 2.0, -1.5, -2.0])

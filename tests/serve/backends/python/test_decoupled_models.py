@@ -13,7 +13,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
 from halfserve import AsyncClient, Client
-from halfserve.serve.client.streams.streaming import StreamAnswer
+from halfserve.serve.client.streaming import StreamAnswer
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
 from tests.serve.engine.ensembles.configurations import ensemble, step

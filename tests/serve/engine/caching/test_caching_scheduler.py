@@ -13,8 +13,7 @@ import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
-from halfserve.serve.engine.caching.request_keys import APART_BYTES, WHOLE_BYTES, RequestKeys
-from halfserve.serve.engine.caching.response_cache import ResponseCache
+from halfserve.serve.engine.caching.response_cache import APART_BYTES, WHOLE_BYTES, RequestKeys, ResponseCache
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import (

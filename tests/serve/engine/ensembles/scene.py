@@ -20,7 +20,7 @@ from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
+from halfserve.serve.engine.repository.loaded_version import load_ensemble
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.engine.requests import InferRequest, Parameter, Respond
 from halfserve.serve.engine.tensors import Tensors, TensorSpec

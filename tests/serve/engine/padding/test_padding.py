@@ -12,8 +12,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
-from halfserve.serve.engine.padding.padding_settings import PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Tally
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.protos.certificates import certificate_sha256, named_entry
-from halfserve.serve.backends.openvino.processor import computed_halves
+from halfserve.serve.backends.openvino.fitness import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
-from halfserve.serve.backends.onnx_runtime.upcast import upcast_to_fp32
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import UPCAST, retype
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults, config_from_json
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
@@ -114,7 +114,7 @@ def test_weights_that_are_a_link_out_of_the_models_folder_are_refused(tmp_path: 
     path = root / "mlp" / "1" / "model.onnx"
     model = onnx.load(path)
     if not half:
-        upcast_to_fp32(model)
+        retype(model, UPCAST)
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     weights = path.with_name("weights.bin")
     load(root)

@@ -12,11 +12,11 @@ import torch
 import transformers
 from PIL import Image
 
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.picture_preparation import proof_pictures
-from halfserve.export.sources.source_options import SourceOptions
 from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, image_folder, sentence_folder
 from tests.serve.http.tasks.test_text_routes import served
 

@@ -13,7 +13,7 @@ import grpc
 
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
 from halfserve.serve.client.errors import ClientError
-from halfserve.serve.client.streams.streaming import StreamAnswer, StreamSession
+from halfserve.serve.client.streaming import StreamAnswer, StreamSession
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 # Events besides answers and errors: a request was answered without being sent; the call has ended.
@@ -22,12 +22,9 @@ UNREADABLE = "an answer of the stream is no message that can be read"  # grpc.ai
 
 
 class SyncStream:
-    """One stream: gRPC's thread takes requests from the caller, a thread of its own takes answers from the server.
+    """One stream: gRPC's thread takes requests from `source`, a thread of its own takes answers from the server.
 
-    Args:
-        session: requests and answers of the stream.
-        source: the inputs of each request; gRPC's thread iterates over it.
-        in_flight: most requests whose answers the caller has not taken.
+    At most `in_flight` requests have answers that the caller has not taken.
     """
 
     def __init__(self, session: StreamSession, source: Iterable[Mapping[str, Any]], in_flight: int) -> None:
@@ -39,11 +36,9 @@ class SyncStream:
         self._stopped = False
 
     def answers(self, call: Callable[[Iterator[ModelInferRequest]], Any], timeout_s: float | None) -> Iterator[StreamAnswer]:
-        """Send the requests and yield their answers.
+        """Send the requests over the RPC that `call` opens, and yield their answers.
 
-        Args:
-            call: opens the RPC for an iterator of requests.
-            timeout_s: longest time in seconds without any answer while requests wait; None for no limit.
+        `timeout_s` is the longest time in seconds without any answer while requests wait; None for no limit.
 
         Raises:
             grpc.RpcError: the call ended with an error.
@@ -119,13 +114,7 @@ class SyncStream:
 
 
 class AsyncStream:
-    """One stream: one task takes requests from the caller, one takes answers from the server.
-
-    Args:
-        session: requests and answers of the stream.
-        source: the inputs of each request.
-        in_flight: most requests whose answers the caller has not taken.
-    """
+    """One stream like `SyncStream`: one task takes requests from the caller, one takes answers from the server."""
 
     def __init__(self, session: StreamSession, source: Source, in_flight: int) -> None:
         self._session = session
@@ -140,17 +129,9 @@ class AsyncStream:
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
 
     async def answer(self, timeout_s: float | None) -> StreamAnswer | None:
-        """Wait for the next answer; None after the last one.
+        """Wait for the next answer; None after the last one. See `SyncStream.answers` for the time limit and errors.
 
         This is not a generator: asyncio would close a generator at the loop's end while a caller that left it closes it too.
-
-        Args:
-            timeout_s: longest time in seconds without any answer while requests wait; None for no limit.
-
-        Raises:
-            grpc.RpcError: the call ended with an error.
-            ClientError: the server broke the protocol, or is too slow.
-            BaseException: an exception of the source; raised after the answers to the requests before it.
         """
         while (answer := next(self._session.ready(), None)) is None:
             event = await self._next_event(timeout_s)

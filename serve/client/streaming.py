@@ -72,14 +72,9 @@ class StreamAnswer:
 
 
 class StreamSession:
-    """The requests of one stream and their answers, in the requests' order.
+    """The requests of one stream and their answers, in the requests' order; `options` are those of `infer_request`.
 
     One thread makes requests while another takes answers.
-
-    Args:
-        metadata: metadata of the model.
-        options: arguments of `halfserve.serve.client.infer_messages.infer_request`.
-        address: address of the server, for error texts.
     """
 
     def __init__(self, metadata: ModelMetadataResponse, options: Mapping[str, Any], *, address: str) -> None:
@@ -122,11 +117,7 @@ class StreamSession:
             self._progress_s = time.monotonic()
 
     def accept(self, response: ModelStreamInferResponse) -> None:
-        """Take in an answer of the server.
-
-        Raises:
-            ClientError: it belongs to no request (code "INTERNAL").
-        """
+        """Take in an answer of the server. Raises ClientError: it belongs to no request (code "INTERNAL")."""
         infer = response.infer_response
         with self._lock:
             index = self._index(infer.id)
@@ -169,9 +160,7 @@ class StreamSession:
 
     def patience_s(self, timeout_s: float | None) -> float | None:
         """Seconds to wait for an event before calling this again; None for no limit.
-
-        Raises:
-            DeadlineExceeded: requests have waited for `timeout_s` without any answer.
+        Raises DeadlineExceeded: requests have waited for `timeout_s` without any answer.
         """
         if timeout_s is None:
             return None
@@ -190,9 +179,7 @@ class StreamSession:
 
     def check_complete(self) -> None:
         """Check, when the server has ended the stream, that no answer is missing.
-
-        Raises:
-            ServerUnavailable: requests are left without an answer.
+        Raises ServerUnavailable: requests are left without an answer.
         """
         if self.unanswered:
             raise ServerUnavailable(
@@ -203,11 +190,7 @@ class StreamSession:
 def prepare_stream(
     state: InferState, model: str, version: str, in_flight: int, options: Mapping[str, Any], address: str
 ) -> Exchange[StreamSession]:
-    """Read the model's metadata and check the arguments.
-
-    Raises:
-        InvalidRequest: in_flight is out of range.
-    """
+    """Read the model's metadata and check the arguments. Raises InvalidRequest: in_flight is out of range."""
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 0 < in_flight <= MAX_IN_FLIGHT:
         raise InvalidRequest(f"in_flight must be 1 to {MAX_IN_FLIGHT} requests, not {in_flight!r}")
     # Read the metadata now: a stream may last long, and cannot refresh it later.

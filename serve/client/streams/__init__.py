@@ -1,1 +1,0 @@
-"""Streams of inference requests over one call."""
