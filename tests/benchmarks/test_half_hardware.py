@@ -89,7 +89,7 @@ def test_an_instruction_set_that_the_environment_forbids_is_named(monkeypatch: p
 
 @with_bfloat16
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_onnxs_models_are_predicted_within_twice(capsys: pytest.CaptureFixture[str]) -> None:
     half_hardware.main(sets="pytorch-operator", as_json=True)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["precisions"]["bfloat16"]["pytorch-operator"]

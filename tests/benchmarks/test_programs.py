@@ -95,7 +95,7 @@ def test_a_folder_without_wheels_ends_with_one_line(tmp_path: Path) -> None:
         real_models.main(tmp_path)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_weights_in_a_package_are_exported_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with zipfile.ZipFile(tmp_path / "silero_vad-1.0-py3-none-any.whl", "w") as archive:
         archive.writestr("silero_vad/data/silero_vad_16k.safetensors", save(speech_detector().state_dict()))

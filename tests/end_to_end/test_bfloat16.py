@@ -20,7 +20,7 @@ from halfserve.serve.backends.openvino.fitness import computed_halves
 pytest.importorskip("openvino")
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif("bf16" not in computed_halves(), reason="the processor has no bf16 arithmetic"),
 ]
 HALFSERVE = [sys.executable, "-m", "halfserve"]

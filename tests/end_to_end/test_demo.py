@@ -23,7 +23,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 Array = np.ndarray[Any, Any]
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 HALFSERVE = [sys.executable, "-m", "halfserve"]
 
 

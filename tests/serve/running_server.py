@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -137,3 +139,16 @@ def running_server(
         loop.call_soon_threadsafe(loop.stop)
         thread.join(WAIT_S)
         loop.close()
+
+
+@contextmanager
+def few_files(spare: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))

@@ -298,7 +298,7 @@ def test_a_server_without_a_cache_says_that_the_setting_has_no_effect(mlp: Path)
                 client.infer("mlp", x_of(1))
             assert statistics(client) == (0, 0, 2, 2)
         process.terminate()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
     assert errors.strip().endswith("mlp/1: response_cache has no effect, as the server has --response-cache-mib 0")
 
 

@@ -197,7 +197,7 @@ for policy in sys.argv[1:]:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch's own compiler calls on the CPU")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_cache_on_disk_never_hands_one_policys_code_to_another(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -266,7 +266,7 @@ halves = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
 export = lambda _: torch.export.export(Promoting(), halves).module()
 print(({run})(*halves).dtype)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=500)
     assert done.stdout == "torch.float32\n", done.stderr
 
 

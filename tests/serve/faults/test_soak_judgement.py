@@ -90,14 +90,14 @@ def test_recorded_servers_without_a_leak_are_good(name: str) -> None:
     assert judged(name) == []
 
 
-def test_a_kilobyte_lost_with_each_request_is_found_in_two_minutes() -> None:
-    (said,) = judged("leaking_memory.csv")
-    assert said.startswith("memory rises by ")
-
-
-def test_a_file_left_open_every_500_requests_is_found_in_two_minutes() -> None:
-    (said,) = judged("leaking_files.csv")
-    assert said.startswith("descriptors: ")
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("leaking_memory.csv", "memory rises by "), ("leaking_files.csv", "descriptors: ")],
+    ids=["a kilobyte with each request", "a file every 500 requests"],
+)
+def test_what_a_server_leaks_is_found_in_two_minutes(name: str, complaint: str) -> None:
+    (said,) = judged(name)
+    assert said.startswith(complaint)
 
 
 @pytest.mark.parametrize("seed", range(4))

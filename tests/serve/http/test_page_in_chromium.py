@@ -257,7 +257,7 @@ def run(tmp_path: Path) -> Run:
     def ran(script: str) -> str:
         program = tmp_path / "script.mjs"
         program.write_text(f'import * as tensors from "./tensors.mjs";\n{script}')
-        return subprocess.run([node, program], capture_output=True, check=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run([node, program], capture_output=True, check=True, text=True, timeout=500).stdout.strip()
 
     return ran
 

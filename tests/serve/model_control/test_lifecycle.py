@@ -266,7 +266,7 @@ def test_a_lame_duck_still_answers_and_a_second_signal_ends_it(repository: Path,
             assert client.is_server_live()
             assert len(ask(client)) == 10
             process.send_signal(name)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=500)
         assert (process.returncode, errors) == (code, "")
 
 
@@ -274,16 +274,13 @@ def test_a_lame_duck_leaves_when_its_time_is_up(repository: Path) -> None:
     with serving(repository, lame_duck_s=0.1) as process:
         line(process)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
         assert (process.returncode, errors) == (0, "")
 
 
 def test_a_call_that_crosses_the_goaway_is_computed(repository: Path) -> None:
     with serving(repository) as process, Http2Peer(f"127.0.0.1:{line(process)}") as client:
-        live = client.greet().http2.send_request(call_headers(SERVER_LIVE))
-        client.http2.send_data(live, frame(b""), end_stream=True)
-        client.push()
-        assert client.status(live) == (0, "")
+        assert client.status(client.greet().call(frame(b""), SERVER_LIVE)) == (0, "")
         stream = client.http2.send_request(call_headers())
         client.http2.send_data(stream, frame(mlp_request()), end_stream=True)
         crossing = client.http2.data_to_send()
@@ -312,7 +309,7 @@ def test_a_model_that_never_answers_does_not_hold_the_server_up(repository: Path
         with pytest.raises(grpc.RpcError) as ended:
             waiting.result(60)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
         assert (process.returncode, errors) == (0, "requests were still running after 0.2 s; they end unanswered\n")
 
 
@@ -320,5 +317,5 @@ def test_a_signal_ends_a_server_that_is_still_loading(repository: Path) -> None:
     with serving(repository, hang=True) as process:
         assert line(process) == "running", "it is tried out before it serves"
         process.send_signal(signal.SIGTERM)
-        told, errors = process.communicate(timeout=60)
+        told, errors = process.communicate(timeout=500)
         assert (process.returncode, told, errors) == (0, "", "")

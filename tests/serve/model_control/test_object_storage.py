@@ -160,7 +160,7 @@ def test_an_unreadable_store_ends_the_start(s3: S3Server, storage: ObjectStorage
 
 def test_the_command_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "halfserve", "serve", "oci://me:hunter22@bucket/models", "--storage-folder", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[3])
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=Path(__file__).parents[3])
     assert (ended.returncode, ended.stdout) == (1, "")
     assert (
         ended.stderr == "halfserve serve: oci://***@bucket/models: what opens oci:// is not installed; run: pip install ocifs\n"

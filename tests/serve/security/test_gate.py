@@ -25,8 +25,8 @@ from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.listening import BindError
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.running_server import RunningServer
-from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in
+from tests.serve.running_server import WAIT_S, RunningServer
+from tests.serve.security.guarded import WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in
 from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 HEALTH = "/grpc.health.v1.Health/Check"

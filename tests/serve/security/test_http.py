@@ -30,9 +30,8 @@ from halfserve.serve.security.security_options import ClientLimits, SecurityOpti
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.security.guarded import (
-    WAIT_S,
     WATCH_S,
     Certificates,
     Clock,

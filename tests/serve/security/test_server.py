@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.server_process import server_process
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.http.http_options import HttpOptions
@@ -113,15 +114,10 @@ def test_sighup_before_the_files_are_read_ends_nothing(tmp_path: Path, supervise
 
 
 def test_sighup_ends_no_server_that_has_nothing_to_read(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "halfserve", "serve", str(save_mlp(tmp_path / "mlp.onnx"))]
-    with subprocess.Popen(
-        [*command, "--grpc-port", "0", "--no-http", "--cpu", "--json"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert "grpc_port" in process.stdout.readline()
-        process.send_signal(signal.SIGHUP)  # which a system delivers before SIGTERM
-        process.terminate()
-        assert process.wait(60) == 0
+    with server_process(save_mlp(tmp_path / "mlp.onnx")) as server:
+        server.process.send_signal(signal.SIGHUP)  # which a system delivers before SIGTERM
+        server.process.terminate()
+        assert server.process.wait(60) == 0
 
 
 def test_a_server_reads_its_files_again_on_sighup(certificates: Certificates, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import resource
 import socket
 import stat
 import subprocess
@@ -26,9 +24,9 @@ from halfserve.serve.transports.listening import Address, BindError, close, list
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, few_files, running_server
 from tests.serve.security.guarded import Certificates, infer
-from tests.serve.transports.nghttp2.http2_peer import WAIT_S, Limited, serves
+from tests.serve.transports.nghttp2.http2_peer import Limited, serves
 
 HELLO_BYTES = b"\x16\x03\x01\x02\x00"  # how a handshake of TLS begins
 HTTP_1 = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -59,19 +57,6 @@ def ended(peer: socket.socket) -> bool:
         return peer.recv(1) == b""
     except ConnectionError:
         return True
-
-
-@contextmanager
-def few_files(spare: int) -> Iterator[None]:
-    """This process can open so many files more."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
 @pytest.mark.parametrize("words", [b"", HELLO_BYTES])

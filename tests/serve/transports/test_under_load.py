@@ -157,9 +157,7 @@ def test_a_deadline_that_the_queue_is_too_long_for_brings_no_retries(transport: 
         begun_s = server.call(clock)
         while server.call(clock) < begun_s + 0.2:  # the first is overdue by more than the second has
             pass
-        stream = hurried.http2.send_request(call_headers(grpc_timeout=b"100m"))
-        hurried.http2.send_data(stream, frame(held_request(2).SerializeToString()), end_stream=True)
-        hurried.push()
+        stream = hurried.call(frame(held_request(2).SerializeToString()), grpc_timeout=b"100m")
         assert hurried.status(stream)[0] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
         assert "grpc-retry-pushback-ms" not in str(hurried.events)
         backend.release.set()

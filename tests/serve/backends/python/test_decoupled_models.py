@@ -245,7 +245,7 @@ def test_a_model_finalizes_although_a_request_never_ends(tmp_path: Path) -> None
         stream.ask("keeps", 1, request_id="one")
         assert stream.next() == ("one", 1, False)
         process.terminate()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
     assert "finalized" in errors
     assert "Traceback" not in errors
 

@@ -51,6 +51,13 @@ class Http2Peer:
         self.push()
         return self
 
+    def call(self, data: bytes, path: bytes = INFER, **extra: bytes) -> int:
+        """Send a whole call; returns its stream. `data` is framed already, `extra` as in `call_headers`."""
+        stream = int(self.http2.send_request(call_headers(path, **extra)))
+        self.http2.send_data(stream, data, end_stream=True)
+        self.push()
+        return stream
+
     def push(self) -> None:
         """Send what there is to send."""
         if data := self.http2.data_to_send():
@@ -122,7 +129,5 @@ def padded(size: int) -> bytes:
 
 def serves(server: RunningServer) -> bool:
     with peer(server) as other:
-        stream = other.http2.send_request(call_headers())
-        other.http2.send_data(stream, frame(mlp_request()), end_stream=True)
-        other.push()
+        stream = other.call(frame(mlp_request()))
         return other.status(stream) == (0, "") and len(pb.ModelInferResponse.FromString(other.body(stream)[5:]).outputs) == 1

@@ -134,10 +134,7 @@ def many_empty_ones(client: Http2Peer, path: bytes, *, end: bool) -> int:
 
 def heard(client: Http2Peer) -> None:
     """Wait until the server has read what was sent before."""
-    stream = client.http2.send_request(call_headers(SERVER_LIVE))
-    client.http2.send_data(stream, frame(b""), end_stream=True)
-    client.push()
-    assert client.status(stream) == (0, "")
+    assert client.status(client.call(frame(b""), SERVER_LIVE)) == (0, "")
 
 
 def refused(server: RunningServer) -> int:

@@ -293,10 +293,7 @@ def test_what_became_whole_in_a_later_turn_holds_nobody_back(limited: Limited) -
         other.http2.send_data(stream, frame(bytes(60_000))[50_000:])
         other.socket.sendall(first + other.http2.data_to_send())
         other.until(DataReceived, stream)
-        call = other.http2.send_request(call_headers())
-        other.http2.send_data(call, frame(bytes(100_000)), end_stream=True)
-        other.push()
-        assert other.status(call)[0] == 3
+        assert other.status(other.call(frame(bytes(100_000))))[0] == 3
 
 
 def test_a_window_is_used_once_it_is_said_that_it_has_been_seen(nghttp2: RunningServer) -> None:
@@ -334,10 +331,7 @@ def test_abandoned_uploads_give_their_window_back(limited: Limited) -> None:
             other.http2.reset_stream(kept)
             other.http2.reset_stream(dropped)
             other.push()
-        stream = other.http2.send_request(call_headers())
-        other.http2.send_data(stream, frame(bytes(90_000)), end_stream=True)
-        other.push()
-        assert other.status(stream)[0] == 3
+        assert other.status(other.call(frame(bytes(90_000))))[0] == 3
 
 
 def test_a_client_that_does_not_read_gets_everything_once_it_does(nghttp2: RunningServer) -> None:

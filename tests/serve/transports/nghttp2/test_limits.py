@@ -67,10 +67,7 @@ def test_an_old_connection_is_told_to_go_and_its_client_notices_nothing(limited:
 def test_more_connections_than_allowed_are_closed(limited: Limited) -> None:
     server = limited(max_connections=1)
     with peer(server) as first:
-        stream = first.http2.send_request(call_headers(SERVER_LIVE))
-        first.http2.send_data(stream, frame(b""), end_stream=True)
-        first.push()
-        assert first.status(stream)[0] == 0
+        assert first.status(first.call(frame(b""), SERVER_LIVE))[0] == 0
         with Http2Peer(server.address) as second:
             assert second.is_closed_by_server()
 
@@ -135,9 +132,7 @@ def test_what_carries_no_tensors_is_small(limited: Limited, path: bytes, *, bomb
     server = limited(max_small_message_bytes=50)
     with peer(server) as client:
         payload = gzip.compress(bytes(1000)) if bomb else bytes(51)
-        stream = client.http2.send_request(call_headers(path, grpc_encoding=b"gzip"))
-        client.http2.send_data(stream, PREFIX.pack(bomb, len(payload)) + payload, end_stream=True)
-        client.push()
+        stream = client.call(PREFIX.pack(bomb, len(payload)) + payload, path, grpc_encoding=b"gzip")
         size = "more than 50" if bomb else "51"
         text = f"a message of {size} bytes is too large, expected at most 50; split the request"
         assert client.status(stream) == (8, text)
@@ -149,9 +144,7 @@ def test_a_message_that_inflates_to_too_much_is_better_sent_as_it_is(limited: Li
     server = limited(max_small_message_bytes=10, max_inflated_bytes=100)
     with peer(server) as client:
         payload = gzip.compress(bytes(1000))
-        stream = client.http2.send_request(call_headers(path, grpc_encoding=b"gzip"))
-        client.http2.send_data(stream, PREFIX.pack(1, len(payload)) + payload, end_stream=True)
-        client.push()
+        stream = client.call(PREFIX.pack(1, len(payload)) + payload, path, grpc_encoding=b"gzip")
         text = "a message of more than 100 bytes is too large, expected at most 100; send it uncompressed"
         assert client.status(stream) == (8, text)
     assert serves(server)  # with more than a hundred bytes
@@ -189,10 +182,7 @@ def test_rapid_resets_cost_the_connection_that_sends_them(limited: Limited) -> N
 def test_a_client_may_give_up_all_calls_whose_deadlines_pass(nghttp2: RunningServer) -> None:
     with peer(nghttp2) as late:
         give_up(late, 2000)
-        stream = late.http2.send_request(call_headers(SERVER_LIVE))
-        late.http2.send_data(stream, frame(b""), end_stream=True)
-        late.push()
-        assert late.status(stream) == (0, "")
+        assert late.status(late.call(frame(b""), SERVER_LIVE)) == (0, "")
 
 
 def test_a_flood_of_continuations_is_cut_off(nghttp2: RunningServer) -> None:
@@ -266,10 +256,7 @@ def scene(
 
 
 def is_live(client: Http2Peer) -> bool:
-    stream = client.http2.send_request(call_headers(SERVER_LIVE))
-    client.http2.send_data(stream, EMPTY, end_stream=True)
-    client.push()
-    return client.status(stream) == (0, "")
+    return client.status(client.call(EMPTY, SERVER_LIVE)) == (0, "")
 
 
 def test_a_message_whose_rest_came_meanwhile_is_answered() -> None:
@@ -334,9 +321,7 @@ def test_who_reads_slowly_is_not_closed(repository: Path) -> None:
         scene(limits, lambda: load_repository(repository)) as stopped,
         peer(stopped.server, {INITIAL_WINDOW_SIZE: 20_000}) as client,
     ):
-        stream = client.http2.send_request(call_headers())
-        client.http2.send_data(stream, frame(padded(size)), end_stream=True)
-        client.push()
+        stream = client.call(frame(padded(size)))
         while len(client.body(stream)) < size:
             assert client.read()
             stopped.stand_still(lambda: None, SHORT_S / 2)

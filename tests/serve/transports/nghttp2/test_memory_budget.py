@@ -33,10 +33,7 @@ READING_ALL = 2**30
 
 def answered(client: Http2Peer, message: bytes) -> tuple[int, str]:
     """The status of an inference."""
-    stream = client.http2.send_request(call_headers())
-    client.http2.send_data(stream, frame(message), end_stream=True)
-    client.push()
-    return client.status(stream)
+    return client.status(client.call(frame(message)))
 
 
 def turn(client: Http2Peer) -> None:
@@ -112,10 +109,7 @@ def test_one_large_message_fits_while_others_have_taken_the_budget(repository: P
         many.until(lambda held: held > LIMIT // 2)
         client = many.client({INITIAL_WINDOW_SIZE: READING_ALL})
         client.http2.set_local_window_size(READING_ALL)
-        stream = client.http2.send_request(call_headers())
-        client.http2.send_data(stream, frame(padded(2 * LIMIT)), end_stream=True)
-        client.push()
-        assert client.status(stream) == (0, "")
+        assert client.status(client.call(frame(padded(2 * LIMIT)))) == (0, "")
 
 
 def gated(folder: Path) -> tuple[Callable[..., Nghttp2Server], str]:
@@ -139,14 +133,9 @@ def test_strangers_have_a_sixteenth_and_clients_with_a_token_the_rest(repository
         for _ in range(100):
             assert many.held_bytes < LIMIT // STRANGERS_PART * 1.3
         stranger, known = many.client(), many.client()
-        stream = stranger.http2.send_request(call_headers(CHECK))
-        stranger.http2.send_data(stream, frame(b""), end_stream=True)
-        stranger.push()
+        stream = stranger.call(frame(b""), CHECK)
         assert stranger.status(stream) == (0, "")
-        stream = known.http2.send_request(call_headers(authorization=b"Bearer " + token.encode()))
-        known.http2.send_data(stream, frame(padded(LIMIT // 2)), end_stream=True)
-        known.push()
-        assert known.status(stream) == (0, "")
+        assert known.status(known.call(frame(padded(LIMIT // 2)), authorization=b"Bearer " + token.encode())) == (0, "")
 
 
 def test_watches_are_as_many_as_the_budget_holds(repository: Path) -> None:
@@ -204,8 +193,6 @@ def test_answers_that_nobody_reads_keep_to_the_budget(repository: Path) -> None:
 def test_who_reads_no_answer_for_too_long_is_closed(repository: Path) -> None:
     with crowd(repository, stall_s=0.1) as many:
         client = many.client({INITIAL_WINDOW_SIZE: 0})
-        stream = client.http2.send_request(call_headers())
-        client.http2.send_data(stream, frame(padded(50_000)), end_stream=True)
-        client.push()
+        client.call(frame(padded(50_000)))
         assert client.is_closed_by_server()
         many.until(lambda held: held == 0)

@@ -106,15 +106,10 @@ def test_a_broken_call_ends_with_its_status(
     nghttp2: RunningServer, path: bytes, headers: dict[str, bytes], data: bytes, code: int, text: str
 ) -> None:
     with peer(nghttp2) as other:
-        stream = other.http2.send_request(call_headers(path, **headers))
-        other.http2.send_data(stream, data, end_stream=True)
-        other.push()
+        stream = other.call(data, path, **headers)
         assert other.status(stream)[0] == code
         assert text in other.status(stream)[1]
-        good = other.http2.send_request(call_headers(SERVER_LIVE))
-        other.http2.send_data(good, frame(b""), end_stream=True)
-        other.push()
-        assert other.status(good) == (0, "")
+        assert other.status(other.call(frame(b""), SERVER_LIVE)) == (0, "")
 
 
 @pytest.mark.parametrize("kind", [grpc.Compression.Gzip, grpc.Compression.Deflate])
@@ -159,10 +154,7 @@ def test_a_stream_that_is_given_up_as_it_ends_costs_itself(nghttp2: RunningServe
         end = other.http2.data_to_send()
         other.http2.reset_stream(stream)
         other.socket.sendall(end + other.http2.data_to_send())  # one after the other, and read together
-        call = other.http2.send_request(call_headers(SERVER_LIVE))
-        other.http2.send_data(call, frame(b""), end_stream=True)
-        other.push()
-        assert other.status(call) == (0, "")
+        assert other.status(other.call(frame(b""), SERVER_LIVE)) == (0, "")
 
 
 def test_a_call_in_flight_ends_well_while_the_server_stops() -> None:
@@ -307,10 +299,7 @@ def watch_cut_off(server: RunningServer, _: grpc.Channel, __: HeldBackend) -> ob
     with peer(server) as leaving:  # before the watch has begun
         leaving.http2.send_data(leaving.http2.send_request(call_headers(WATCH)), frame(b""), end_stream=True)
         leaving.http2.reset_stream(1, 8)
-        live = leaving.http2.send_request(call_headers(SERVER_LIVE))
-        leaving.http2.send_data(live, frame(b""), end_stream=True)
-        leaving.push()
-        assert leaving.status(live) == (0, "")
+        assert leaving.status(leaving.call(frame(b""), SERVER_LIVE)) == (0, "")
     return None
 
 
