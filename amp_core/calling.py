@@ -19,10 +19,6 @@ def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
 
     A tuple or list gives forward's parameters in order, a dict gives them by name. Where forward does not accept that, or the
     input is of another type, the input is the only argument.
-
-    Args:
-        model: The model; the parameters of its `forward` decide.
-        inputs: A tensor, or tensors in tuples, lists and dicts.
     """
     if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs) and _takes(model, (), inputs):
         return (), dict(inputs)
@@ -32,13 +28,7 @@ def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
 
 
 def call(model: nn.Module, inputs: Any, *, through: nn.Module | None = None) -> Any:
-    """Call a model on the input of a batch; see `arguments_of`.
-
-    Args:
-        model: The model itself.
-        inputs: The inputs of the batch.
-        through: Called instead and forwards all arguments to the model, such as DistributedDataParallel.
-    """
+    """Call a model on the input of a batch, see `arguments_of`, or `through` a wrapper that forwards all arguments to it."""
     args, named = arguments_of(model, inputs)
     return (through or model)(*args, **named)
 

@@ -27,14 +27,9 @@ _KNOWN = {type(None), bool, int, float, complex, str, bytes, Tensor, nn.Paramete
 
 
 def first_unreadable(value: Any, place: str) -> str | None:
-    """Find a value that torch.load(weights_only=True) would refuse, such as a numpy scalar.
+    """The place and type of the first value that torch.load(weights_only=True) would refuse, such as a numpy scalar, or None.
 
-    Args:
-        value: A state; may be large, its tensors are not copied.
-        place: The name of the value.
-
-    Returns:
-        The place and type of the first such value; None if there is none.
+    `place` is the name of the whole value, whose tensors are not copied.
     """
     if type(value) in _KNOWN:
         return None
@@ -115,10 +110,7 @@ class Checkpoint:
     record: dict[str, Any] = field(default_factory=dict)
 
     def build_model(self) -> nn.Module:
-        """Build the model and load the trained weights into it.
-
-        Returns:
-            The model in evaluation mode, on the CPU, in float32.
+        """Build the model, in evaluation mode, on the CPU, in float32, with the trained weights.
 
         Raises:
             FactoryError: If the factory cannot be imported or called.
@@ -131,11 +123,9 @@ class Checkpoint:
         return model.eval()
 
     def build_data(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Build the training set and the held-out set.
+        """Build the training set and the held-out set, whose items are pairs (input, target).
 
-        Returns:
-            Two data sets whose items are pairs (input, target). The held-out set has a length and can be indexed; the training
-            set may be iterable only.
+        The held-out set has a length and can be indexed; the training set may be iterable only.
 
         Raises:
             FactoryError: If the factory cannot be imported or called.
@@ -160,9 +150,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], spec: str) -> None:
 def build_data(spec: str, *, held_out_indexable: bool = True) -> tuple[Dataset[Any], Dataset[Any]]:
     """Call a data factory and check what it returns; see `Checkpoint.build_data`.
 
-    Args:
-        spec: `MODULE:FACTORY`.
-        held_out_indexable: Whether to refuse a held-out set that can only be iterated over.
+    With `held_out_indexable`, a held-out set that can only be iterated over is refused.
     """
     data = call_factory(spec)
     if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Dataset) for part in data):
@@ -212,13 +200,10 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
 
 def require_readable(content: dict[str, Any]) -> None:
-    """Refuse values that `load_checkpoint` would refuse.
-
-    Args:
-        content: Fields of a checkpoint by name.
+    """Refuse values that `load_checkpoint` would refuse, among a checkpoint's fields by name.
 
     Raises:
-        CheckpointError: If it contains anything but tensors, numbers and strings, in containers; names the value and its place.
+        CheckpointError: If there is anything but tensors, numbers and strings, in containers; names the value and its place.
     """
     for name, value in content.items():
         unreadable = first_unreadable(value, name)

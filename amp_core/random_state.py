@@ -14,13 +14,8 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states as plain values for a checkpoint.
-
-    Args:
-        device: The device of the model; a CUDA device has a generator of its own.
-
-    Returns:
-        `cpu`, `python`, `numpy` and on CUDA `cuda`: tensors, and dicts of tensors and numbers.
+    """The states as plain values for a checkpoint, by name: `cpu`, `python`, `numpy`, and `cuda` for a model on
+    such a device.
     """
     version, words, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (the generator that models share)
@@ -96,14 +91,10 @@ def generator(purpose: Purpose, *numbers: int) -> torch.Generator:
 class IsolatedRandom:
     """A state of the process's random generators that holds only inside `with`.
 
-    Data sets draw from the shared generators: torch's on the CPU, numpy's and Python's. Inside `with` these start from a seed;
-    the state before is restored afterwards (80 microseconds, mostly numpy's). CUDA's generators stay unchanged: items are made
-    on the CPU.
-
-    Args:
-        purpose: The purpose of the numbers.
-        *numbers: The seed depends on them, such as the seed of the run, the epoch and the batch; each from 0 to 2**64 - 1.
-        goes_on: Whether a further `with` continues from the last state instead of the seed.
+    Data sets draw from the shared generators: torch's on the CPU, numpy's and Python's. Inside `with` these start from a seed,
+    which depends on the purpose and on all numbers (each from 0 to 2**64 - 1); the state before is restored afterwards (80
+    microseconds, mostly numpy's). With `goes_on` a further `with` continues from the last state instead of the seed. CUDA's
+    generators stay unchanged: items are made on the CPU.
     """
 
     def __init__(self, purpose: Purpose, *numbers: int, goes_on: bool = False) -> None:

@@ -36,8 +36,7 @@ Callbacks = tuple["Callable[[TrainingProgress], None]", "Callable[[Evaluation], 
 def show_progress(settings: TrainingSettings) -> Iterator[Callbacks]:
     """Show a bar on standard error that moves with each step or, without a terminal, print a line per epoch.
 
-    Yields:
-        The callbacks for each step and for each epoch.
+    Yields the callbacks for each step and for each epoch.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:

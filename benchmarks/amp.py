@@ -1,6 +1,6 @@
 """Cost of autocast, policies, compiled regions, the recorder and GradScaler relative to torch.amp, on whole training steps.
 
-    python -m benchmarks.amp [--rounds 31] [--device cpu] [--only regions,steps,compiled,record,scaler]
+    python -m benchmarks.amp [--rounds 31] [--device cpu] [--only steps,compiled,record,scaler]
 
 The models are small on purpose: a step computes little, so that overhead shows. The variants take turns, in a new order each
 round; a result is the median over the rounds of (variant's time / torch.amp's time in the same round).
@@ -8,11 +8,12 @@ round; a result is the median over the rounds of (variant's time / torch.amp's t
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -26,11 +27,12 @@ from halfserve import GradScaler, autocast
 from halfserve.amp_core.recorder import Recorder
 
 Step = Callable[[], None]
+Build = Callable[[], tuple[nn.Module, Tensor]]
 Region = Callable[[], AbstractContextManager[Any]]
 DTYPE = torch.float16
 ROUND_SECONDS = 0.05
 SCALER_PARAMETERS, RECORD_EVERY = 400, 200
-PARTS = "regions,steps,compiled,record,scaler"
+PARTS = "steps,compiled,record,scaler"
 TARGETS = {
     "ours": 1.02,
     "policy cuda": 1.12,
@@ -61,34 +63,6 @@ def mlp() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), torch.randn(16, 64)
 
 
-class FloatReLU(nn.Module):
-    """ReLU in float32 without a policy; the equivalent of the policy fp32:relu."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape; float32 out."""
-        return functional.relu(x.float())
-
-
-class FloatOutput(nn.Module):
-    """Loss input in float32 without a policy; the equivalent of the policy cuda in the MLP's step, whose loss takes float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape; float32 out."""
-        return x.float()
-
-
-def mlp_float_relu() -> tuple[nn.Module, Tensor]:
-    """The MLP with float32 activations."""
-    model, inputs = mlp()
-    return nn.Sequential(*(FloatReLU() if isinstance(part, nn.ReLU) else part for part in model.children())), inputs
-
-
-def mlp_float_output() -> tuple[nn.Module, Tensor]:
-    """The MLP with float32 logits."""
-    model, inputs = mlp()
-    return nn.Sequential(*model.children(), FloatOutput()), inputs
-
-
 def transformer() -> tuple[nn.Module, Tensor]:
     """Two encoder layers of width 32."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
@@ -106,53 +80,26 @@ def resnet() -> tuple[nn.Module, Tensor]:
 MODELS = {"MLP": mlp, "transformer": transformer, "ResNet-like": resnet}
 
 
-def training_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region, device: str, *, compiled: bool) -> Step:
-    """Forward and loss in a region, backward, and an SGD step; every variant starts from the same weights."""
+def training_step(build: Build, region: Region, device: str, *, compiled: bool = False, every: int = 0) -> Step:
+    """Forward and loss in a region, backward, and an SGD step; with `every`, one step in so many is recorded.
+
+    Every variant starts from the same weights.
+    """
     torch.manual_seed(0)
     model, inputs = build()
     model, inputs = model.to(device), inputs.to(device)
     labels = torch.zeros(len(inputs), dtype=torch.long, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     forward = torch.compile(model, fullgraph=True) if compiled else model
+    recorder, numbers = Recorder(model, every=every) if every else None, itertools.count(1)
 
     def step() -> None:
         optimizer.zero_grad()
-        with region():
-            loss = functional.cross_entropy(forward(inputs), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return step
-
-
-def recorded_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region, device: str) -> Step:
-    """Make a training step of which one in `RECORD_EVERY` is recorded."""
-    torch.manual_seed(0)
-    model, inputs = build()
-    model, inputs = model.to(device), inputs.to(device)
-    labels = torch.zeros(len(inputs), dtype=torch.long, device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    recorder, number = Recorder(model, every=RECORD_EVERY), 0
-
-    def step() -> None:
-        nonlocal number
-        number += 1
-        optimizer.zero_grad()
-        with recorder.step(number):
+        with recorder.step(next(numbers)) if recorder else nullcontext():
             with region():
-                loss = functional.cross_entropy(model(inputs), labels)
+                loss = functional.cross_entropy(forward(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-
-    return step
-
-
-def empty_region(region: Region) -> Step:
-    """Enter and leave a region without operations."""
-
-    def step() -> None:
-        with region():
-            pass
 
     return step
 
@@ -172,21 +119,14 @@ def scaler_step(scaler: Any, optimizer_class: Callable[..., Any], device: str) -
     return step
 
 
-def ratios(variants: dict[str, Step], base: str, rounds: int, *, steps: int | None = None) -> dict[str, tuple[float, float]]:
-    """Time the variants in turns.
+def ratios(variants: dict[str, Step], rounds: int, *, steps: int | None = None) -> dict[str, tuple[float, float]]:
+    """Median seconds of a step, and the median ratio to "torch", by variant; the variants take turns.
 
-    Args:
-        variants: The steps to time, by name.
-        base: The name of the variant to compare with.
-        rounds: The number of turns of each variant.
-        steps: The steps of a turn; by default as many as take the base `ROUND_SECONDS`.
-
-    Returns:
-        By name, median seconds of a step and the median ratio to the base.
+    A turn has `steps` steps; by default as many as take "torch" `ROUND_SECONDS`.
     """
     for step in variants.values():
         seconds(step, 3)
-    repeat = steps or max(1, int(ROUND_SECONDS / seconds(variants[base], 3)))
+    repeat = steps or max(1, int(ROUND_SECONDS / seconds(variants["torch"], 3)))
     times: dict[str, list[float]] = {name: [] for name in variants}
     order = list(variants)
     for _ in range(rounds):
@@ -194,7 +134,7 @@ def ratios(variants: dict[str, Step], base: str, rounds: int, *, steps: int | No
         for name in order:
             times[name].append(seconds(variants[name], repeat))
     return {
-        name: (statistics.median(own), statistics.median(a / b for a, b in zip(own, times[base], strict=True)))
+        name: (statistics.median(own), statistics.median(a / b for a, b in zip(own, times["torch"], strict=True)))
         for name, own in times.items()
     }
 
@@ -219,23 +159,19 @@ def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tu
         "policy fp32:relu": lambda: autocast(device, DTYPE, policy="native+fp32:relu"),
     }
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    if "regions" in parts:
-        found["an empty region"] = ratios({key: empty_region(region) for key, region in regions.items()}, "torch", rounds)
     for name, build in MODELS.items():
         if "steps" in parts:
-            eager = {key: training_step(build, region, device, compiled=False) for key, region in regions.items()}
-            if name == "MLP":
-                by_hand = {"cuda by hand": mlp_float_output, "fp32:relu by hand": mlp_float_relu}
-                eager |= {key: training_step(own, regions["torch"], device, compiled=False) for key, own in by_hand.items()}
-            found[f"{name}, eager"] = ratios(eager, "torch", rounds)
+            eager = {key: training_step(build, region, device) for key, region in regions.items()}
+            found[f"{name}, eager"] = ratios(eager, rounds)
         if "compiled" in parts:
             names = {"torch": "torch", "compiled": "ours", "compiled, policy cuda": "policy cuda"}
             compiled = {new: training_step(build, regions[old], device, compiled=True) for new, old in names.items()}
-            found[f"{name}, compiled"] = ratios(compiled, "torch", rounds)
+            found[f"{name}, compiled"] = ratios(compiled, rounds)
         if "record" in parts:
-            plain = training_step(build, regions["ours"], device, compiled=False)
-            both = {"torch": plain, "record 1 in 200": recorded_step(build, regions["ours"], device)}
-            found[f"{name}, recorded"] = ratios(both, "torch", max(5, rounds // 3), steps=RECORD_EVERY)
+            plain = training_step(build, regions["ours"], device)
+            recorded = training_step(build, regions["ours"], device, every=RECORD_EVERY)
+            both = {"torch": plain, "record 1 in 200": recorded}
+            found[f"{name}, recorded"] = ratios(both, max(5, rounds // 3), steps=RECORD_EVERY)
     if "scaler" in parts:
         for label, make in (
             ("SGD", lambda p: torch.optim.SGD(p, lr=0.0)),
@@ -243,7 +179,7 @@ def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tu
         ):
             scalers = {"torch": torch.amp.GradScaler(device), "scaler": GradScaler(device)}
             steps = {key: scaler_step(scaler, make, device) for key, scaler in scalers.items()}
-            found[f"step and update, {SCALER_PARAMETERS} parameters, {label}"] = ratios(steps, "torch", rounds)
+            found[f"step and update, {SCALER_PARAMETERS} parameters, {label}"] = ratios(steps, rounds)
     return found
 
 
@@ -258,7 +194,7 @@ def main(
     for what, variants in measure(device, rounds, set(only.split(","))).items():
         for name, (own, ratio) in variants.items():
             if name != "torch":
-                target = f"{TARGETS[name]:.2f}" if name in TARGETS and what != "an empty region" else ""
+                target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
                 table.add_row(what, f"{variants['torch'][0] * 1e6:,.1f}", name, f"{own * 1e6:,.1f}", f"{ratio:.3f}", target)
     Console().print(table)
 

@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.processes import processes, processor_us
-from halfserve import Client
+from benchmarks.harness.loaded_server import LoadedServer
+from benchmarks.harness.process_watch import process_tree
 from halfserve.serve.benchmark.level import Load
-from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Measurement, measure
 from halfserve.serve.benchmark.request_inputs import parse_shapes
 
@@ -59,20 +59,15 @@ class Result:
     processor_us: float
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    """A server that listens at `address`, with its processes `pids` and a prepared request for `model`."""
+class RunningServer(LoadedServer):
+    """A server that listens at `address`, with its processes and a file with a framed request for `model`."""
 
-    name: str
-    address: str
-    model: str
-    pids: tuple[int, ...]
-    request: Path
-    target: LoadTarget
-
-    def processor_us(self) -> float:
-        """Processor time that its processes have used, in microseconds."""
-        return sum(map(processor_us, self.pids))
+    def __init__(self, name: str, address: str, model: str, pid: int, settings: RequestSettings, folder: Path) -> None:
+        super().__init__(address, model, process_tree(pid), settings)
+        self.name, self.address, self.model = name, address, model
+        message = self.requests[0][1].SerializeToString()
+        self.request = folder / "request.bin"
+        self.request.write_bytes(b"\0" + struct.pack(">I", len(message)) + message)
 
 
 @dataclass(frozen=True)
@@ -111,11 +106,8 @@ def _server(text: str, settings: RequestSettings, stack: ExitStack) -> RunningSe
         raise typer.BadParameter(
             f"{text!r}: expected NAME=HOST:PORT/MODEL@PID of a running server, such as ours=127.0.0.1:8001/mlp@71"
         )
-    target = stack.enter_context(LoadTarget(parsed[2], [parsed[3]], settings))
-    request = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "request.bin"
-    message = target.requests[0][1].SerializeToString()
-    request.write_bytes(b"\0" + struct.pack(">I", len(message)) + message)
-    return RunningServer(parsed[1], parsed[2], parsed[3], tuple(processes(int(parsed[4]))), request, target)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return stack.enter_context(RunningServer(parsed[1], parsed[2], parsed[3], int(parsed[4]), settings, folder))
 
 
 def _measured(load: str, server: RunningServer, settings: Settings) -> Result:
@@ -124,14 +116,8 @@ def _measured(load: str, server: RunningServer, settings: Settings) -> Result:
         run = PROGRAMS[program]
     except KeyError:
         raise typer.BadParameter(f"--loads {load}: expected one of {', '.join(PROGRAMS)}, then : and its numbers") from None
-    with Client(server.address) as client:
-        before, spent = _answered(client, server.model), server.processor_us()
-        per_second, p99_us = run(numbers, server, settings)
-        return Result(per_second, p99_us, (server.processor_us() - spent) / (_answered(client, server.model) - before))
-
-
-def _answered(client: Client, model: str) -> int:
-    return sum(one.inference_stats.success.count for one in client.statistics(model))
+    (per_second, p99_us), spent_us = server.costs(lambda: run(numbers, server, settings))
+    return Result(per_second, p99_us, sum(spent_us))
 
 
 def _h2load(numbers: str, server: RunningServer, settings: Settings) -> tuple[float, float | None]:
@@ -164,7 +150,7 @@ def _perf_analyzer(numbers: str, server: RunningServer, settings: Settings) -> t
 def _rate(numbers: str, server: RunningServer, settings: Settings) -> tuple[float, float | None]:
     rate, connections = map(int, numbers.split("x"))
     how = Measurement(seconds=settings.seconds, warmup_s=WARM_UP_S, connections=connections)
-    level = measure(server.target.bench, Load(rate=rate), how)
+    level = measure(server.bench, Load(rate=rate), how)
     return level.requests_per_second, level.percentile_ms(99) * 1e3
 
 

@@ -50,36 +50,22 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A checkpoint that is being compared.
+    """A checkpoint that is being compared."""
 
-    Attributes:
-        checkpoint: The checkpoint.
-        float32: The module as torch exports it.
-        trials: Held-out inputs with the module's answers.
-        export_seconds: The time of torch's export, in seconds.
-    """
-
-    checkpoint: PackagedCheckpoint
-    float32: bytes
-    trials: list[Trial]
-    export_seconds: float
+    checkpoint: PackagedCheckpoint  # the checkpoint
+    float32: bytes  # the module as torch exports it
+    trials: list[Trial]  # held-out inputs with the module's answers
+    export_seconds: float  # the time of torch's export, in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Resources that all comparisons share.
+    """Resources that all comparisons share."""
 
-    Attributes:
-        folder: The folder for files.
-        pythons: The interpreters of converters that have an environment of their own.
-        converting: Child processes that convert.
-        judging: Child processes that judge.
-    """
-
-    folder: Path
-    pythons: dict[str, Path | None]
-    converting: CrashPool[tuple[bytes, float]]
-    judging: CrashPool[RealOutcome]
+    folder: Path  # the folder for files
+    pythons: dict[str, Path | None]  # the interpreters of converters that have an environment of their own
+    converting: CrashPool[tuple[bytes, float]]  # child processes that convert
+    judging: CrashPool[RealOutcome]  # child processes that judge
 
 
 def main(

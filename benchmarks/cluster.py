@@ -21,16 +21,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.harness.loaded_server import LoadedServer
 from benchmarks.harness.models import save_models
 from benchmarks.harness.server_process import server_process
-from benchmarks.processes import processor_us
 from halfserve.serve.benchmark.level import Load
-from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
-from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.benchmark.measurement import Measurement
 from tests.serve.ray_cluster.machines import SERVER, machines
 
 CONCURRENCY, CONNECTIONS = 32, 4
-Rate = tuple[float, float, float]  # requests/s, 99th percentile in ms, the server's processor time for a request in us
 
 
 def main(
@@ -43,16 +41,18 @@ def main(
         found = stack.enter_context(machines([1]))
         printed = found.done("run", folder, "--detach", "--first-port", "0", "--", "--lame-duck-seconds", "0")
         standalone = stack.enter_context(server_process(Path(folder)))
-        servers = {
-            "standalone server": _Server(standalone.address, standalone.process.pid),
-            "member of a cluster": _Server(printed.strip().rpartition("//")[2], found.place(SERVER)[0]),
+        member = printed.strip().rpartition("//")[2]
+        places = {
+            "standalone server": (standalone.address, standalone.process.pid),
+            "member of a cluster": (member, found.place(SERVER)[0]),
         }
-        rates: dict[str, list[Rate]] = {name: [] for name in servers}
-        for server in servers.values():
-            stack.enter_context(server)
+        servers = {name: stack.enter_context(LoadedServer(at, "affine", [pid])) for name, (at, pid) in places.items()}
+        rates: dict[str, list[tuple[float, float, float]]] = {name: [] for name in servers}
+        how = Measurement(seconds=seconds, warmup_s=0.2, connections=CONNECTIONS)
         for _ in track(range(rounds), description="measuring", console=Console(stderr=True)):
             for name in sorted(servers, key=lambda _: random.random()):  # noqa: S311  (no secret: what came before shall not matter)
-                rates[name].append(servers[name].run(seconds))
+                level, (spent_us,) = servers[name].measured(Load(concurrency=CONCURRENCY), how)
+                rates[name].append((level.requests_per_second, level.percentile_ms(99), spent_us))
     first = rates["standalone server"]
     table = Table("server", "requests/s", "p99 ms", "us of the server", "against the first")
     for name, each in rates.items():
@@ -60,24 +60,6 @@ def main(
         ratio = statistics.median(one[0] / other[0] for one, other in zip(each, first, strict=True))
         table.add_row(name, f"{rate:,.0f}", f"{p99_ms:.2f}", f"{spent_us:.0f}", f"{ratio:.3f}")
     Console().print(table)
-
-
-class _Server(LoadTarget):
-    """A server, and a load generator that is connected to it."""
-
-    def __init__(self, address: str, pid: int) -> None:
-        super().__init__(address, ["affine"], RequestSettings())
-        self._pid = pid
-
-    def run(self, seconds: float) -> Rate:
-        how = Measurement(seconds=seconds, warmup_s=0.2, connections=CONNECTIONS)
-        spent_us, answered = processor_us(self._pid), self._answered()
-        level = measure(self.bench, Load(concurrency=CONCURRENCY), how)
-        spent_us = processor_us(self._pid) - spent_us
-        return level.requests_per_second, level.percentile_ms(99), spent_us / (self._answered() - answered)
-
-    def _answered(self) -> int:
-        return sum(one.inference_stats.success.count for one in self.client.statistics("affine"))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfserve.serve.fleet.control.autoscaling import ScalingOptions, wanted_members
+from halfserve.serve.fleet.control.autoscaling import MemberLoad, ScalingOptions, wanted_members
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import LEASE_S, Orders, Report
 from halfserve.serve.protocol.service import SERVICE
@@ -90,9 +90,6 @@ class MeteredLink:
     async def call(self, path: str, request: bytes) -> bytes:
         return await _Metered(self._controller.call(path, request), self._meter)
 
-    async def metrics(self) -> tuple[bytes, str]:
-        return await _Metered(self._controller.metrics(), self._meter)
-
 
 class _Metered(Awaitable[T], Generic[T]):
     def __init__(self, work: Coroutine[Any, Any, T], meter: Meter) -> None:
@@ -117,25 +114,15 @@ class _Metered(Awaitable[T], Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of a controller for a number of members.
+    """Cost of a controller for a number of members."""
 
-    Attributes:
-        members: number of members.
-        calm: processor seconds per second while nothing changes.
-        changing: processor seconds per second while one member a second is replaced.
-        start: processor seconds until all members, started at once, know each other.
-        directory: size of one directory in bytes.
-        statistics: processor seconds of one ModelStatistics call.
-        policy: processor seconds of one decision on the number of members.
-    """
-
-    members: int
-    calm: float
-    changing: float
-    start: float
-    directory: int
-    statistics: float
-    policy: float
+    members: int  # number of members
+    calm: float  # processor seconds per second while nothing changes
+    changing: float  # processor seconds per second while one member a second is replaced
+    start: float  # processor seconds until all members, started at once, know each other
+    directory: int  # size of one directory in bytes
+    statistics: float  # processor seconds of one ModelStatistics call
+    policy: float  # processor seconds of one decision on the number of members
 
 
 def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: int = 0) -> Cost:
@@ -168,7 +155,8 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
         changing = meter.take() / seconds
         await link.call(f"/{SERVICE}/ModelStatistics", b"")
         statistics = meter.take()
-        meter.run(lambda: wanted_members(controller.loads().values(), count, ScalingOptions(most=count), {}, clock()))
+        loads = [MemberLoad()] * count
+        meter.run(lambda: wanted_members(loads, count, ScalingOptions(most=count), {}, clock()))
         policy = meter.take()
         directory = members[0].directory
         for member in members:

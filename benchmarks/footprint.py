@@ -22,17 +22,11 @@ from benchmarks.harness.server_process import server_process
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the server.
+    """One start of the server."""
 
-    Attributes:
-        ready_ms: time from the start of the process to the ready line, in milliseconds.
-        resident_mb: resident memory at that time, in MB.
-        connections_mb: additional memory of the idle connections, in MB.
-    """
-
-    ready_ms: float
-    resident_mb: float
-    connections_mb: float
+    ready_ms: float  # time from the start of the process to the ready line, in milliseconds
+    resident_mb: float  # resident memory at that time, in MB
+    connections_mb: float  # additional memory of the idle connections, in MB
 
 
 @contextmanager

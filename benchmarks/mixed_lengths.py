@@ -2,7 +2,7 @@
 
 A text model's folder is served twice by one server process, once unchanged and once without `halfserve.padding`. Each is loaded
 by a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed affects both. Both get
-the same lengths in the same order. The server's CPU time per request shows the difference even on a busy machine.
+the same lengths in the same order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ import numpy as np
 import typer
 from google.protobuf import text_format
 
-from benchmarks.harness.process_watch import look
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.padding.padding_rule import PaddingRule, parse_padding_rule
-from halfserve.serve.engine.padding.padding_settings import BUCKETS_KEY, KEY, TOKENS_KEY
+from halfserve.serve.engine.padding.padding_rule import BUCKETS_KEY, KEY, TOKENS_KEY, PaddingRule, parse_padding_rule
 from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
@@ -104,19 +102,11 @@ async def rate(
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Results of both ways for one mix and number of requests in flight; one value for each round, by way.
+    """Results of both ways for one mix and number of requests in flight; one value for each round, by way."""
 
-    Attributes:
-        mix: distribution of the lengths.
-        in_flight: number of concurrent requests.
-        rates: requests a second.
-        costs: processor time of the server per request, in milliseconds.
-    """
-
-    mix: str
-    in_flight: int
-    rates: dict[str, list[float]]
-    costs: dict[str, list[float]]
+    mix: str  # distribution of the lengths
+    in_flight: int  # number of concurrent requests
+    rates: dict[str, list[float]]  # requests a second
 
     @property
     def ratio(self) -> str:
@@ -128,15 +118,9 @@ class Compared:
 def compared(
     model: Path, mixes: Sequence[str], levels: Sequence[int], *, rounds: int, seconds: float, device: Device
 ) -> Iterator[Compared]:
-    """Compare both ways in turn, for each mix and level.
+    """Compare both ways in turn, for each mix of lengths and number of concurrent requests.
 
-    Args:
-        model: a folder of a repository, with halfserve.padding in its config.pbtxt.
-        mixes: distributions of the lengths.
-        levels: numbers of concurrent requests.
-        rounds: rounds of each.
-        seconds: duration of one measurement.
-        device: device that the model runs on.
+    `model` is a folder of a repository, with halfserve.padding in its config.pbtxt.
 
     Raises:
         BadParameter: the model has no padding, or a mix is unknown.
@@ -152,15 +136,13 @@ def compared(
 async def _compared(
     server: ServerProcess, longest: dict[str, Array], mix: str, in_flight: int, rounds: int, seconds: float
 ) -> Compared:
-    found = Compared(mix=mix, in_flight=in_flight, rates={way: [] for way in WAYS}, costs={way: [] for way in WAYS})
+    found = Compared(mix=mix, in_flight=in_flight, rates={way: [] for way in WAYS})
     lengths = lengths_of(mix, np.random.default_rng(0))
     async with AsyncClient(server.address) as client:
         for way in WAYS:
             await rate(client, way, longest, lengths, in_flight, seconds / 2)  # warm-up
         for number in range(rounds):
             for way in WAYS if number % 2 else WAYS[::-1]:
-                before = look(server.process.pid).cpu_s
                 answered, took = await rate(client, way, longest, lengths, in_flight, seconds)
                 found.rates[way].append(answered / took)
-                found.costs[way].append((look(server.process.pid).cpu_s - before) / answered * 1e3)
     return found

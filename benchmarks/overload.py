@@ -10,9 +10,7 @@ deadline.
 
 from __future__ import annotations
 
-import json
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -32,30 +30,7 @@ from halfserve.serve.protocol.service import INFER_PATH
 
 CONCURRENCIES = (8, 16, 32)
 TARGET = 'parameters { key: "halfserve.latency_target_ms" value { string_value: "%g" } }'
-Errors = dict[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """Results of one load.
-
-    Attributes:
-        offered: requests a second that were sent.
-        good: requests a second that were answered before their deadline.
-        of_peak: good requests a second, relative to the peak.
-        p50_ms: median latency of good requests from the intended sending time, in milliseconds.
-        p99_ms: 99th percentile of that latency, in milliseconds.
-        errors: other requests by status.
-        resident_mb: memory of the server afterwards, in MB.
-    """
-
-    offered: float
-    good: float
-    of_peak: float
-    p50_ms: float
-    p99_ms: float
-    errors: Errors
-    resident_mb: float
+HEADINGS = ("load", "offered/s", "good/s", "of the peak", "p50 ms", "p99 ms", "the others", "server MB")
 
 
 def save_model(repository: Path, target_ms: float | None) -> None:
@@ -79,33 +54,13 @@ def good_per_second(tally: LoadStatistics, deadline_s: float) -> float:
     return tally.latency.within(deadline_s * 1e3) / tally.seconds
 
 
-def measure(generator: LoadGenerator, order: LoadSpec, pid: int, peak: float) -> Load:
-    """Measure one open loop."""
-    tally = generator.run(order).tally
-    good = good_per_second(tally, order.timeout_s)
-    p50_ms, p99_ms = tally.latency.percentiles_ms([50.0, 99.0])
-    return Load(
-        offered=tally.sent / tally.seconds,
-        good=good,
-        of_peak=good / peak,
-        p50_ms=p50_ms,
-        p99_ms=p99_ms,
-        errors=dict(tally.errors),
-        resident_mb=look(pid).resident_mb,
-    )
-
-
-def table(peak: float, loads: list[tuple[float, Load]], deadline_ms: float) -> Table:
-    """A table with one load per line."""
-    shown = Table(
-        *("load", "offered/s", "good/s", "of the peak", "p50 ms", "p99 ms", "the others", "server MB"),
-        title=f"peak {peak:.0f} requests/s, deadline {deadline_ms:g} ms",
-    )
-    for factor, load in loads:
-        errors = ", ".join(f"{count} {name}" for name, count in load.errors.items()) or "-"
-        figures = (f"{load.offered:.0f}", f"{load.good:.0f}", f"{load.of_peak:.2f}", f"{load.p50_ms:.1f}", f"{load.p99_ms:.1f}")
-        shown.add_row(f"{factor:g}x", *figures, errors, f"{load.resident_mb:.0f}")
-    return shown
+def cells(factor: float, tally: LoadStatistics, deadline_s: float, peak: float, pid: int) -> list[str]:
+    """One load's row of the table; latencies are those of good requests, from the intended sending time."""
+    good = good_per_second(tally, deadline_s)
+    latencies = (f"{latency:.1f}" for latency in tally.latency.percentiles_ms([50.0, 99.0]))
+    others = ", ".join(f"{count} {name}" for name, count in tally.errors.items()) or "-"
+    rates = (f"{tally.sent / tally.seconds:.0f}", f"{good:.0f}", f"{good / peak:.2f}")
+    return [f"{factor:g}x", *rates, *latencies, others, f"{look(pid).resident_mb:.0f}"]
 
 
 def main(
@@ -115,32 +70,24 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.5, help="Of each load.")] = 8.0,
     rounds: Annotated[int, typer.Option(min=1, help="Times that all loads are measured, each time with its own peak.")] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Start a server, find its peak, load it below and above, and print the results."""
-    factors = [float(text) for text in loads.split(",")]
-    results = []
+    """Start a server, find its peak, load it below and above, and print a table for each round."""
+    deadline_s = deadline_ms / 1e3
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), target_ms)
         with (
             server_process(Path(name), threads=threads) as server,
             LoadGenerator(server.endpoint(INFER_PATH), [request()]) as generator,
         ):
-            deadline_s = deadline_ms / 1e3
             generator.run(LoadSpec(concurrency=16, seconds=1.0))  # warm-up
             for _ in range(rounds):
                 closed = [LoadSpec(concurrency=c, seconds=seconds / 2, timeout_s=deadline_s) for c in CONCURRENCIES]
                 peak = max(good_per_second(generator.run(order).tally, deadline_s) for order in closed)
-                measured = []
-                for factor in factors:
+                table = Table(*HEADINGS, title=f"peak {peak:.0f} requests/s, deadline {deadline_ms:g} ms")
+                for factor in map(float, loads.split(",")):
                     order = LoadSpec(rate=peak * factor, seconds=seconds, timeout_s=deadline_s, connections=4)
-                    measured.append((factor, measure(generator, order, server.process.pid, peak)))
-                results.append((peak, measured))
-    if as_json:
-        print(json.dumps([{"peak": peak, "loads": {f: asdict(load) for f, load in run}} for peak, run in results]))
-        return
-    for peak, run in results:
-        Console().print(table(peak, run, deadline_ms))
+                    table.add_row(*cells(factor, generator.run(order).tally, deadline_s, peak, server.process.pid))
+                Console().print(table)
 
 
 if __name__ == "__main__":

@@ -22,45 +22,47 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.harness.server_process import server_process
+from benchmarks.harness.loaded_server import LoadedServer
+from benchmarks.harness.process_watch import process_tree, proportional_kib
+from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import Client
 from halfserve.serve.benchmark.level import Load
-from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
-from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.benchmark.measurement import Measurement
 
 QUERIES = 3
+# Heading, name and format of each figure.
+COLUMNS = {
+    "us a request": ("request_us", ".1f"),
+    "against the first": ("ratio", ".2f"),
+    "requests/s": ("per_second", ".0f"),
+    "p99 ms": ("p99_ms", ".2f"),
+    "rows a batch": ("rows", ".1f"),
+    "busiest": ("busiest_share", ".0%"),
+    "MiB": ("memory_mib", ".0f"),
+    "statistics ms": ("statistics_ms", ".1f"),
+    "metrics ms": ("metrics_ms", ".1f"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results of one server under load.
+    """Results of one server under load."""
 
-    Attributes:
-        request_us: processor time of all its processes for one request, in microseconds.
-        per_second: requests a second.
-        p99_ms: 99th percentile of the latency, in milliseconds.
-        rows: mean rows of a batch; each process forms its own batches.
-        busiest_share: fraction of the processor time used by the busiest process; a half is even with two.
-        memory_mib: PSS of all processes, in MiB.
-        statistics_ms: time of a ModelStatistics call, in milliseconds.
-        metrics_ms: time of a scrape of the metrics, in milliseconds.
-    """
-
-    request_us: float
-    per_second: float
-    p99_ms: float
-    rows: float
-    busiest_share: float
-    memory_mib: float
-    statistics_ms: float
-    metrics_ms: float
+    request_us: float  # processor time of all its processes for one request, in microseconds
+    per_second: float  # requests a second
+    p99_ms: float  # 99th percentile of the latency, in milliseconds
+    rows: float  # mean rows of a batch; each process forms its own batches
+    busiest_share: float  # fraction of the processor time used by the busiest process; a half is even with two
+    memory_mib: float  # PSS of all processes, in MiB
+    statistics_ms: float  # time of a ModelStatistics call, in milliseconds
+    metrics_ms: float  # time of a scrape of the metrics, in milliseconds
 
 
 def main(
@@ -81,7 +83,10 @@ def main(
     runs: dict[int, list[Run]] = {number: [] for number in numbers}
     for _ in track(range(starts), description="measuring", console=Console(stderr=True)):
         with ExitStack() as stack:
-            servers = {number: stack.enter_context(Server(model, number)) for number in numbers}
+            servers = {}
+            for number in numbers:
+                process = stack.enter_context(server_process(model, "--processes", str(number)))
+                servers[number] = stack.enter_context(Server(process))
             for _ in range(rounds):
                 for number, server in servers.items():
                     times = number if each else 1
@@ -98,92 +103,34 @@ def main(
     if as_json:
         print(json.dumps({"medians": medians, "runs": {number: list(map(asdict, all_)) for number, all_ in runs.items()}}))
         return
-    headings = (
-        "us a request",
-        "against the first",
-        "requests/s",
-        "p99 ms",
-        "rows a batch",
-        "busiest",
-        "MiB",
-        "statistics ms",
-        "metrics ms",
-    )
-    table = Table("processes", *headings)
+    table = Table("processes", *COLUMNS)
     for number, row in medians.items():
-        table.add_row(
-            str(number),
-            f"{row['request_us']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['per_second']:.0f}",
-            f"{row['p99_ms']:.2f}",
-            f"{row['rows']:.1f}",
-            f"{row['busiest_share']:.0%}",
-            f"{row['memory_mib']:.0f}",
-            f"{row['statistics_ms']:.1f}",
-            f"{row['metrics_ms']:.1f}",
-        )
+        table.add_row(str(number), *(format(row[name], form) for name, form in COLUMNS.values()))
     Console().print(table)
 
 
-class Server:
-    """A server of `number` processes, and a load generator that is connected to it."""
+class Server(LoadedServer):
+    """A server of several processes, and a load generator that is connected to it."""
 
-    def __init__(self, model: Path, number: int) -> None:
-        self._model = model
-        self._number = number
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with self._stack:
-            server = self._stack.enter_context(server_process(self._model, "--processes", str(self._number)))
-            self._http_address = server.http_address
-            self._client = self._stack.enter_context(Client(server.address))
-            name = self._client.models()[0].name
-            self._target = self._stack.enter_context(LoadTarget(server.address, [name], RequestSettings()))
-            self._pids = processes(server.process.pid)
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __init__(self, server: ServerProcess) -> None:
+        with Client(server.address) as client:
+            name = client.models()[0].name
+        super().__init__(server.address, name, process_tree(server.process.pid))
+        self._http_address = server.http_address
 
     def run(self, load: Load, how: Measurement) -> Run:
         """Load the server once and return the results."""
-        before, answered = [processor_us(pid) for pid in self._pids], self._answered()
-        level = measure(self._target.bench, load, how)
-        spent = [after - earlier for after, earlier in zip(map(processor_us, self._pids), before, strict=True)]
+        level, spent = self.measured(load, how)
         return Run(
-            request_us=sum(spent) / (self._answered() - answered),
+            request_us=sum(spent),
             per_second=level.requests_per_second,
             p99_ms=level.percentile_ms(99),
             rows=(level.server and level.server.mean_batch_size) or 0.0,
             busiest_share=max(spent) / sum(spent),
-            memory_mib=sum(map(proportional_kib, self._pids)) / 1024,
-            statistics_ms=_milliseconds(self._client.statistics),
+            memory_mib=sum(map(proportional_kib, self.pids)) / 1024,
+            statistics_ms=_milliseconds(self.client.statistics),
             metrics_ms=_milliseconds(lambda: _scrape(self._http_address)),
         )
-
-    def _answered(self) -> int:
-        return sum(one.inference_stats.success.count for one in self._client.statistics())
-
-
-def processes(pid: int) -> list[int]:
-    """Ids of a process and of all its descendants."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    return [pid, *(found for child in children for found in processes(int(child)))]
-
-
-def processor_us(pid: int) -> float:
-    """Processor time of a process's living threads, in microseconds."""
-    spent = [path.read_text(encoding="ascii").split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(map(int, spent)) / 1e3
-
-
-def proportional_kib(pid: int) -> int:
-    """Proportional memory of a process (PSS), in KiB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _milliseconds(ask: Callable[[], object]) -> float:

@@ -1,7 +1,6 @@
 """Effect on clients when a model is replaced: windows with a reload, compared with quiet ones of the same run.
 
     python -m benchmarks.reloads
-    python -m benchmarks.reloads --model wide
 
 `halfserve serve` runs in a process of its own, and requests arrive at random at a constant rate; latency counts from the
 intended sending time, so a stalled server does not hold them back. Every reload brings a version whose file the server has not
@@ -13,9 +12,13 @@ its 95 % confidence interval (of the sign test). Exits with 1 if a request faile
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +31,10 @@ from rich.table import Table
 
 from benchmarks.harness.process_watch import look
 from benchmarks.harness.server_process import ServerProcess, server_process
-from benchmarks.reload_windows import PERCENTILES, Windows, compare, measure, median_of
-from benchmarks.serving_models import Net, mlp
+from benchmarks.serving_models import mlp
 from halfserve.protos.inference_pb2 import ModelInferRequest, RepositoryModelLoadRequest
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
-from halfserve.serve.benchmark.load.spec import LoadSpec
+from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadSpec, LoadStatistics
 
 NAME = "net"
 SERVICE = "/inference.GRPCInferenceService"
@@ -40,47 +42,17 @@ WARM_UP_S = 2.0
 LOAD_TIMEOUT_S = 120.0
 # The p99 of a window needs ten slower requests above it.
 FEWEST_REQUESTS = 1000
-
-
-def wide() -> onnx.ModelProto:
-    """64-2048-2048-2048-10: 17 MB of weights."""
-    net = Net()
-    net.linear(64, 2048)
-    for _ in range(2):
-        net.add("Relu", net.end)
-        net.linear(2048, 2048)
-    net.add("Relu", net.end)
-    net.linear(2048, 10)
-    return net.model(["batch", 64], ["batch", 10])
-
-
-def deep() -> onnx.ModelProto:
-    """64-64-...-64-10 over 300 layers with shortcuts: a graph that takes long to load, with few weights."""
-    net = Net()
-    net.linear(64, 64)
-    for _ in range(300):
-        shortcut = net.end
-        net.linear(64, 64)
-        net.add("Relu", net.end)
-        net.add("Add", net.end, shortcut)
-    net.linear(64, 10)
-    return net.model(["batch", 64], ["batch", 10])
-
-
-MODELS = {"mlp": mlp, "wide": wide, "deep": deep}
+CONFIDENCE = 0.95
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+BEGIN = 0.1  # fraction of a window that passes before the reload
 
 
 @dataclass
 class Versions:
-    """A model folder in which versions are added and removed.
+    """A model folder in which versions are added and removed."""
 
-    Attributes:
-        repository: repository that contains the folder.
-        latest: number of the newest version.
-    """
-
-    repository: Path
-    latest: int
+    repository: Path  # repository that contains the folder
+    latest: int  # number of the newest version
     _content: bytes
 
     @classmethod
@@ -104,27 +76,129 @@ class Versions:
             shutil.rmtree(self.repository / NAME / str(self.latest - 2))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Median:
+    """The median of some values, and the bounds of the true median with 95 % confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+def median_of(values: Sequence[float]) -> Median:
+    """The median, with the interval between two of the values that follows from the sign test.
+
+    Each value is above the true median with probability 1/2, so the number of values above it is binomial (W. J. Conover,
+    Practical Nonparametric Statistics, section 3.2). Fewer than six values give no 95 % interval; it then spans all values.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("the median of no values was asked for, expected one at least")
+    ordered = sorted(values)
+    count, middle = len(ordered), len(ordered) // 2
+    value = ordered[middle] if count % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    rank, below = 0, 0.5**count  # the probability that at most `rank` values are below the true median
+    while 2 * below <= 1 - CONFIDENCE:
+        rank += 1
+        below += math.comb(count, rank) * 0.5**count
+    outside = max(0, rank - 1)
+    return Median(value=value, low=ordered[outside], high=ordered[count - 1 - outside])
+
+
+@dataclass
+class Windows:
+    """Windows of one kind."""
+
+    tallies: list[LoadStatistics] = field(default_factory=list)  # results of each window, in order
+    loading_s: list[float] = field(default_factory=list)  # duration of each reload in seconds; empty for quiet windows
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed."""
+        return sum(tally.failed for tally in self.tallies)
+
+    @property
+    def requests(self) -> int:
+        """Requests that were answered."""
+        return sum(tally.latency.total for tally in self.tallies)
+
+    def of_each(self, percentile: float) -> list[float]:
+        """A percentile of each window's latencies, in milliseconds."""
+        return [tally.latency.percentiles_ms([percentile])[0] for tally in self.tallies]
+
+    def together(self) -> list[float]:
+        """PERCENTILES of the latencies of all windows together, in milliseconds."""
+        return LatencyHistogram.merged(tally.latency for tally in self.tallies).percentiles_ms(PERCENTILES)
+
+
+def compare(quiet: Windows, reload: Windows, percentile: float) -> Median:
+    """Increase of a percentile in windows with a reload over the neighbouring quiet ones, in percent."""
+    pairs = zip(quiet.of_each(percentile), reload.of_each(percentile), strict=True)
+    return median_of([100 * (with_reload / without - 1) for without, with_reload in pairs])
+
+
+def measure(
+    generator: LoadGenerator, order: LoadSpec, pairs: int, *, add: Callable[[], None], load: Callable[[], None]
+) -> tuple[Windows, Windows]:
+    """Measure windows without and with a reload in turn, so that slow changes affect both.
+
+    Args:
+        generator: load generator.
+        order: load of each window.
+        pairs: number of pairs of windows.
+        add: provides the next version, outside of the windows.
+        load: has the model replaced; returns once it is.
+    """
+    quiet, reload = Windows(), Windows()
+    for _ in range(pairs):
+        add()
+        quiet.tallies.append(generator.run(order).tally)
+        _with_reload(generator, order, load, reload)
+    return quiet, reload
+
+
+def _with_reload(generator: LoadGenerator, order: LoadSpec, load: Callable[[], None], windows: Windows) -> None:
+    trouble: list[BaseException] = []
+
+    def work() -> None:
+        time.sleep(BEGIN * (order.seconds or 0.0))
+        started = time.perf_counter()
+        try:
+            load()
+        except BaseException as error:  # noqa: BLE001  (raised below, where somebody sees it)
+            trouble.append(error)
+        windows.loading_s.append(time.perf_counter() - started)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        windows.tallies.append(generator.run(order).tally)
+    finally:
+        thread.join()
+    if trouble:
+        raise trouble[0]
+
+
 def main(
     reloads: Annotated[int, typer.Option(min=1, help="How often the model is replaced.")] = 100,
-    model: Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")] = "mlp",
     rate: Annotated[float, typer.Option(min=1, help="Requests a second.")] = 2000.0,
     window_s: Annotated[float, typer.Option("--window", min=0.05, help="Seconds of a window.")] = 1.25,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replace a model under load, and compare latencies with those of quiet windows of the same run."""
-    if model not in MODELS:
-        raise typer.BadParameter(f"--model {model!r} is not known; take one of {', '.join(MODELS)}")
     if rate * window_s < FEWEST_REQUESTS and not as_json:
         typer.echo(f"{rate * window_s:.0f} requests a window are few for a p99; {FEWEST_REQUESTS} would be enough", err=True)
     with tempfile.TemporaryDirectory() as folder:
         repository, cache = Path(folder, "models"), Path(folder, "cache")  # the cache of earlier runs may know the files
-        versions = Versions.of(repository, MODELS[model]())
+        versions = Versions.of(repository, mlp())
         control = ("--model-control", "explicit", "--load-model", NAME)
         with server_process(repository, *control, threads=threads, cache=cache) as server:
             figures = _measure(server, versions, reloads, LoadSpec(rate=rate, seconds=window_s, connections=4))
     if as_json:
-        typer.echo(json.dumps({"model": model, **figures}))
+        typer.echo(json.dumps(figures))
     else:
         _print(figures)
     if figures["failed"]:

@@ -48,29 +48,17 @@ parameters {{ key: "halfserve.constant_inputs" value {{ string_value: "sr={rate}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results of one run.
+    """Results of one run."""
 
-    Attributes:
-        batch: max_batch_size.
-        answers: number of answers received.
-        equal: number of answers that equal ONNX Runtime's for the audio alone, bit for bit.
-        largest_difference: largest difference of an answer from the expected one.
-        per_second: answers a second, with the client on the same machine.
-        rows: mean rows of a batch.
-        cpu_us: processor time of the server per answer, in microseconds.
-        p50_ms: median latency of a request at the client, in milliseconds.
-        p99_ms: 99th percentile of that latency, in milliseconds.
-    """
-
-    batch: int
-    answers: int
-    equal: int
-    largest_difference: float
-    per_second: float
-    rows: float
-    cpu_us: float
-    p50_ms: float
-    p99_ms: float
+    batch: int  # max_batch_size
+    answers: int  # number of answers received
+    equal: int  # number of answers that equal ONNX Runtime's for the audio alone, bit for bit
+    largest_difference: float  # largest difference of an answer from the expected one
+    per_second: float  # answers a second, with the client on the same machine
+    rows: float  # mean rows of a batch
+    cpu_us: float  # processor time of the server per answer, in microseconds
+    p50_ms: float  # median latency of a request at the client, in milliseconds
+    p99_ms: float  # 99th percentile of that latency, in milliseconds
 
 
 def main(

@@ -102,15 +102,7 @@ def resnet() -> onnx.ModelProto:
     return net.model(["batch", 3, 32, 32], ["batch", 10])
 
 
-def lengths() -> onnx.ModelProto:
-    """Rows of any length, so that requests of different lengths cannot share a batch."""
-    net = Net()
-    net.add("Mul", net.end, net.end)
-    net.add("ReduceMean", net.end, axes=[1], keepdims=1)
-    return net.model(["batch", "length"], ["batch", 1])
-
-
-MODELS = {"mlp": mlp, "image": image, "resnet": resnet, "lengths": lengths}
+MODELS = {"mlp": mlp, "image": image, "resnet": resnet}
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Where <name>.onnx are written.")]) -> None:

@@ -16,8 +16,7 @@ from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, notes_on_rejected
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import FP16, HALF_TYPES, Accumulators, DtypeChoice, HalfName, half_named
-from halfserve.export.onnx_files.file_growth import growth
-from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, growth, open_model
 from halfserve.export.onnx_files.model_writer import waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
@@ -222,15 +221,10 @@ def convert_verified(
     progress: Callable[[str], None],
     beside: Beside = nothing_beside,
 ) -> Converted:
-    """Convert a file, verify the staged result, and publish it if it passes.
+    """Convert a file, verify the staged result, and publish it if it passes; without `verification`, publish it in any case.
 
-    Args:
-        source: The float32 model.
-        target: The place to write the converted model to.
-        options: Options of the conversion.
-        verification: Options of the verification; None skips it.
-        progress: Called with each step before it begins.
-        beside: More files made of the certificate, as (path, content), written together with the model or not at all.
+    `progress` is called with each step before it begins. `beside` makes more files of the certificate, as (path, content),
+    which are written together with the model or not at all.
 
     Raises:
         BudgetExceeded: The converted model is over budget; nothing was written.

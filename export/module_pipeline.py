@@ -40,6 +40,7 @@ from halfserve.export.file_conversion import (
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.module_tensors import detached_copy
 from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, half_named
+from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run
 from halfserve.export.to_onnx.dimensions import BATCH
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 2
 HALVES = (torch.float16, torch.bfloat16)
-
-KEEP = "halfserve.keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +178,10 @@ def export_verified(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[str], None],
 ) -> Certified:
-    """Export a module to a repository target; see `export_module`.
+    """Export a module to a repository target; see `export_module`, also for policy and record.
 
-    Args:
-        module: The module; a copy in float32 takes the place of one that holds half-precision weights.
-        samples: The samples to verify on.
-        target: The repository version to write.
-        options: How to convert and verify.
-        policy: The autocast policy of the training run.
-        record: The record of the training run.
-        metadata: More entries for the model's metadata.
-        progress: Called with each step before it begins.
+    A copy in float32 takes the place of a module that holds half-precision weights. `metadata` are more entries for the
+    model's.
 
     Raises:
         BudgetExceeded: The converted model is over budget; nothing was written.
@@ -294,17 +286,10 @@ def float32_parts(
     record: Record | None = None,
     half: HalfType = FP16,
 ) -> dict[str, str]:
-    """The submodules and tensors that the user, the policy or the training record keeps in float32.
+    """The submodules and tensors that the user, the policy or the training record keeps in float32: reasons by dotted name.
 
-    Args:
-        module: The torch module.
-        keep_fp32: Names of tensors or submodules, as shell patterns: `"encoder.norm*"`, `"head.bias"`.
-        policy: The autocast policy of the training run: operations that it added to float32 stay float32.
-        record: The record of the training run: modules with outputs over float16's range stay float32.
-        half: The type that the module is converted to; one of float32's range holds these outputs.
-
-    Returns:
-        Dotted name -> the reason, in a few words. A submodule includes its parts.
+    A submodule includes its parts. See `export_module` for the arguments; a type of float32's range holds the outputs that left
+    float16's range in training.
 
     Raises:
         ExportError: A pattern matches nothing, or the record is of another model.

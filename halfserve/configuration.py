@@ -38,15 +38,10 @@ class ConfigurationError(Exception):
 
 
 class ConfigFile(NamedTuple):
-    """A config file as one command read it.
+    """A config file as one command read it."""
 
-    Attributes:
-        path: path of the file.
-        table: options of the command in the file, by key.
-    """
-
-    path: str
-    table: dict[str, Any]
+    path: str  # path of the file
+    table: dict[str, Any]  # options of the command in the file, by key
 
 
 class ConfigurableCommand(OptionCommand):

@@ -6,28 +6,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Question(_message.Message):
-    __slots__ = ("number", "path", "request")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    path: str
-    request: bytes
-    def __init__(self, number: _Optional[int] = ..., path: _Optional[str] = ..., request: _Optional[bytes] = ...) -> None: ...
-
-class Answer(_message.Message):
-    __slots__ = ("number", "answer", "code", "text")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    answer: bytes
-    code: int
-    text: str
-    def __init__(self, number: _Optional[int] = ..., answer: _Optional[bytes] = ..., code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
-
 class MemberState(_message.Message):
     __slots__ = ("is_ready", "directory_version", "compute_slots", "memory_size", "models")
     class ModelsEntry(_message.Message):

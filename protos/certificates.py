@@ -34,15 +34,10 @@ _NAME_FIELD = length_delimited(1, len(NAME)) + NAME.encode()  # StringStringEntr
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDigests:
-    """SHA-256 hashes of a model file, in hexadecimal.
+    """SHA-256 hashes of a model file, in hexadecimal."""
 
-    Attributes:
-        file: hash of all its bytes.
-        content: hash of its bytes without the metadata entries that name a certificate.
-    """
-
-    file: str
-    content: str
+    file: str  # hash of all its bytes
+    content: str  # hash of its bytes without the metadata entries that name a certificate
 
     def with_data_files(self, data: Mapping[str, str]) -> ModelDigests:
         """Return the hashes of a model with data files, given the hashes of these files by location.

@@ -1,4 +1,4 @@
-"""Process of the server: signals, garbage collection, and an exit despite stuck runtime threads."""
+"""Process of the server: signals, garbage collection, turns of threads, and an exit despite stuck runtime threads."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ MIDDLE_COLLECTIONS = 1_000
 DUE_COLLECTIONS = 10  # of the middle generation, after which an idle moment is used for the oldest one: Python's threshold
 IDLE_PART = 0.05  # share of LOOK_S: an event loop that used less processor time is idle
 LOOK_S = 1.0
+SWITCH_S = 0.0001
 JOIN_S = 0.5  # time limit for all threads together
 
 
@@ -67,6 +68,21 @@ def infrequent_collection() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Let a thread that runs Python code keep the interpreter lock for SWITCH_S while others wait, in place of 5 ms.
+
+    The event loop releases the lock whenever it waits for sockets, and around each callback of libuv. Each time it would wait
+    5 ms for every thread that loads a model, reads JSON or describes tokens.
+    """
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(SWITCH_S, before_s))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 async def collect_when_idle() -> NoReturn:

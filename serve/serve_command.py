@@ -17,20 +17,18 @@ from halfserve.option_groups import takes_option_groups
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
-from halfserve.serve.fleet.launch.process_count import check_room
-from halfserve.serve.fleet.launch.supervision import become_supervisor
+from halfserve.serve.engine.resource_limits import FEWEST_FILES, allow_more, most_files
+from halfserve.serve.fleet.launch.supervision import become_supervisor, check_room
 from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.options.as_triton import AsTriton
-from halfserve.serve.options.computing import Batching, Computing
-from halfserve.serve.options.ending import Ending
+from halfserve.serve.options.computing import Batching, Computing, Ending
 from halfserve.serve.options.listening import Listening
 from halfserve.serve.options.models import Models, more_places
 from halfserve.serve.options.observing import Observing
 from halfserve.serve.options.securing import Securing
 from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
-from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
 from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup

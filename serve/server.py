@@ -22,18 +22,17 @@ from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.engine.resource_limits import memory_limit_bytes
+from halfserve.serve.engine.resource_limits import memory_limit_bytes, most_connections, most_files
 from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
-from halfserve.serve.fleet.member.membership import Membership, membership
-from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
+from halfserve.serve.fleet.member.membership import membership
+from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.observability.observe_options import ObserveOptions
-from halfserve.serve.process import collect_when_idle, infrequent_collection, stop_on_signal
+from halfserve.serve.process import collect_when_idle, infrequent_collection, short_switch_interval, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
-from halfserve.serve.protocol.open_files import most_connections, most_files
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -143,11 +142,7 @@ class LostDevice:
         return seconds if self._fault is None or not self._is_supervised else min(seconds, LOST_DEVICE_DRAIN_S)
 
     def check(self) -> None:
-        """Raise an error after a loss that ended the server.
-
-        Raises:
-            LostDeviceError: a device was lost, and the supervisor will start a new process.
-        """
+        """Raise LostDeviceError if a device was lost and the supervisor will start a new process."""
         if self._fault is not None and self._is_supervised:
             raise LostDeviceError(self._fault)
 
@@ -158,14 +153,8 @@ async def serve(
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     After the signal, health is NOT_SERVING; after the lame-duck delay, new calls are refused while accepted ones are answered.
-    A second signal ends the process at once.
-
-    Args:
-        options: options of the server.
-        runtime: reads and runs models.
-        on_ready: called once requests are accepted.
-        link: connection to the supervisor that started this process; the supervisor's end is a stop signal too. None without
-            one.
+    A second signal ends the process at once. `on_ready` is called once requests are accepted. The end of the supervisor that
+    started this process (`link`) is a stop signal too.
 
     Raises:
         LostDeviceError: a device no longer computes for this process; raised only under a supervisor.
@@ -217,7 +206,8 @@ async def serve(
             report = await _listen(options, core, service, security, sockets, listening, member, started_s)
             security.start()
             # grpcio leaves a reference cycle, with the message, for every refused call, so the collector must run normally.
-            with infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
+            collection = infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext()
+            with short_switch_interval(), collection:
                 if link is not None:
                     link.report_ready()  # before on_ready, whose reader may end this process and expect a new one
                 if await _finished_before(stop, member.all_here()):

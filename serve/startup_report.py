@@ -23,27 +23,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartupReport:
-    """Models and ports of a started server.
+    """Models and ports of a started server."""
 
-    Attributes:
-        models: loaded models.
-        host: host as given in the options.
-        grpc_port: gRPC port.
-        seconds: time from the start of loading until requests are accepted.
-        http_port: port of the REST interface and the page; None without them.
-        metrics_port: port of the metrics only; None without such a port.
-        admin_port: port of the RPCs that change the server; None without such a port.
-        processes: number of servers behind these ports.
-    """
-
-    models: Sequence[Model]
-    host: str
-    grpc_port: int
-    seconds: float
-    http_port: int | None = None
-    metrics_port: int | None = None
-    admin_port: int | None = None
-    processes: int = 1
+    models: Sequence[Model]  # loaded models
+    host: str  # host as given in the options
+    grpc_port: int  # gRPC port
+    seconds: float  # time from the start of loading until requests are accepted
+    http_port: int | None = None  # port of the REST interface and the page; None without them
+    metrics_port: int | None = None  # port of the metrics only; None without such a port
+    admin_port: int | None = None  # port of the RPCs that change the server; None without such a port
+    processes: int = 1  # number of servers behind these ports
 
 
 def report_startup(write: Callable[[StartupReport], None], report: StartupReport) -> None:

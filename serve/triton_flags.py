@@ -125,17 +125,11 @@ BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off":
 
 @dataclass
 class Translation:
-    """Translation of a script's flags.
+    """Translation of a script's flags."""
 
-    Attributes:
-        paths: paths of the model repositories.
-        arguments: arguments of `halfserve serve`, besides the paths.
-        remarks: one line for each flag that is ignored.
-    """
-
-    paths: list[str] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)  # paths of the model repositories
+    arguments: list[str] = field(default_factory=list)  # arguments of `halfserve serve`, besides the paths
+    remarks: list[str] = field(default_factory=list)  # one line for each flag that is ignored
 
 
 def triton(

@@ -89,7 +89,7 @@ class S3Server:
         return [part.partition("</Key>")[0] for part in listing.split("<Key>")[1:]]
 
     def _ask(self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-        connection = HTTPConnection("127.0.0.1", self._server.port, timeout=10)
+        connection = HTTPConnection("127.0.0.1", self._server.port, timeout=60)
         try:
             connection.request(method, path, body=content, headers={"Authorization": TESTS, **(headers or {})})
             answer = connection.getresponse()

@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C comp
 
 def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     changed = {name: value for name, value in os.environ.items() if name != SWITCH} | environment
-    return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=500, check=False)
 
 
 def compile_in(checkout: Path, *then: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -229,9 +229,9 @@ def test_a_restarted_worker_keeps_the_config_file_that_its_supervisor_read(tmp_p
             (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(worker), signal.SIGKILL)
             retry = RetryPolicy(wait_for_server=True)
-            with Client(f"127.0.0.1:{ready['grpc_port']}", timeout_s=30, retries=retry) as client:
+            with Client(f"127.0.0.1:{ready['grpc_port']}", timeout_s=60, retries=retry) as client:
                 assert client.infer("mlp", {"x": np.ones((1, 64), np.float16)})["y"].shape == (1, 10)
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()

@@ -23,7 +23,7 @@ WITH_PROGRAMS = [document for document in DOCUMENTS if {"bash", "python"} & {blo
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("document", WITH_PROGRAMS)
 def test_the_blocks_run_in_order(document: str, tmp_path: Path, free_port: int) -> None:
     assert run_in_order(blocks_of(document), tmp_path, free_port, torchvision_on_cpu.IN_PROGRAMS) >= 1

@@ -55,7 +55,7 @@ def run_in_order(blocks: list[Block], folder: Path, port: int, *modules: Path) -
                 servers.enter_context(_serving(command, folder, environment, port, http_port))
                 continue
             done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
             )
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
             ran += 1
@@ -95,5 +95,5 @@ def _serving(command: list[str], folder: Path, environment: dict[str, str], port
         yield
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=500)
     assert server.returncode == 0

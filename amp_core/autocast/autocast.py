@@ -190,11 +190,8 @@ MakeRegion = Callable[[], AbstractContextManager[Any]]
 def decorate(function: Function, make_region: MakeRegion) -> Function:
     """Wrap a function, method, generator, coroutine or asynchronous generator function in regions.
 
-    A suspended generator or coroutine must leave its region: the thread runs other code meanwhile.
-
-    Args:
-        function: The function to wrap.
-        make_region: Makes a new region for each stretch of code between two suspensions, so calls may nest and overlap.
+    A suspended generator or coroutine must leave its region, as the thread runs other code meanwhile: `make_region` makes a new
+    one for each stretch of code between two suspensions.
     """
     if isinstance(function, (staticmethod, classmethod)):
         return cast("Function", type(function)(decorate(function.__func__, make_region)))

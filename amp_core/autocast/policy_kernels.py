@@ -179,7 +179,7 @@ def _not_reentrant(generator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _under_same_policies(function: Callable[..., Any]) -> Callable[..., Any]:
-    policies = policies_in_force()  # none in force is as good as any: backward may run in a region that has one
+    policies = policies_in_force()  # None in force is as good as any: backward may run in a region that has one
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

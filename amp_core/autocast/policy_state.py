@@ -46,19 +46,12 @@ Number = tuple[torch.dtype, torch.dtype]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Policies:
-    """The policies in force, one for each device type whose policy differs from torch's own rules; one object for each set.
+    """The policies in force, one for each device type whose policy differs from torch's own rules; one object for each set."""
 
-    Attributes:
-        by_device: Device type -> policy.
-        rules: Pairs (device type, the rules by qualified overload name).
-        tag: Identifies these rules, also in other processes.
-        number: Identifies these policies in this process.
-    """
-
-    by_device: Mapping[str, Policy]
-    rules: tuple[tuple[str, Mapping[str, Rule]], ...]
-    tag: str
-    number: Number | None
+    by_device: Mapping[str, Policy]  # device type -> policy
+    rules: tuple[tuple[str, Mapping[str, Rule]], ...]  # pairs (device type, the rules by qualified overload name)
+    tag: str  # identifies these rules, also in other processes
+    number: Number | None  # identifies these policies in this process
     _successors: dict[tuple[str, Policy], Policies] = field(default_factory=dict, repr=False)
 
     def of(self, device_type: str) -> Policy:

@@ -54,21 +54,13 @@ def watch_optimizers() -> None:
 
 @dataclass(slots=True, eq=False)
 class AutocastRegion:
-    """The settings of a region, immutable in practice. Two regions are never equal: each is left by itself.
+    """The settings of a region, immutable in practice. Two regions are never equal: each is left by itself."""
 
-    Attributes:
-        device_type: Such as `cpu` or `cuda`.
-        dtype: float16 or bfloat16.
-        enabled: False runs operations in the dtypes of their inputs.
-        cache_enabled: Whether a weight that is cast twice in the region is cast once.
-        policy: None keeps the policy of the region around this one.
-    """
-
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-    cache_enabled: bool
-    policy: Policy | None
+    device_type: str  # such as `cpu` or `cuda`
+    dtype: torch.dtype  # float16 or bfloat16
+    enabled: bool  # False runs operations in the dtypes of their inputs
+    cache_enabled: bool  # whether a weight that is cast twice in the region is cast once
+    policy: Policy | None  # None keeps the policy of the region around this one
 
 
 @dataclass(slots=True)

@@ -231,15 +231,10 @@ class Batches:
         return None if self._stream is not None else self._split.batches(len(self._dataset))
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[tuple[Any, Any]]:
-        """Iterate over the data set once.
+        """Iterate over pairs (inputs, targets) of one epoch, from 0, on the device.
 
-        Args:
-            epoch: The number of the epoch, from 0.
-            skip: The number of batches to leave out at the start. The following batches are those of the whole epoch. Skipped
-                items of a data set with a length are not loaded; a stream is read up to there.
-
-        Yields:
-            Pairs (inputs, targets) on the device.
+        The first `skip` batches are left out; the following ones are those of the whole epoch. Skipped items of a data set with
+        a length are not loaded; a stream is read up to there.
 
         Raises:
             DataError: At once if the epoch is shorter than `skip`; later if the data cannot be read or batched.

@@ -24,16 +24,10 @@ _EXPECTED = "the data's items must be pairs (input, target) of tensors or number
 
 
 def make_batch(items: list[Any], collate: Callable[[list[Any]], Any] | None, name: str) -> tuple[Any, Any]:
-    """Collate items to a batch.
+    """Collate items to a batch: (inputs, targets), each a tensor or tuples, lists and dicts of tensors.
 
-    Args:
-        items: The items, at least one; pairs, unless the data set has its own `collate`.
-        collate: Function from a list of items to a pair (inputs, targets); None stacks tensors and numbers, also in tuples,
-            lists and dicts.
-        name: The name of the data set, for messages.
-
-    Returns:
-        (inputs, targets), each a tensor or tuples, lists and dicts of tensors.
+    Without a data set's own `collate` the items are pairs, whose tensors and numbers are stacked, also in tuples, lists and
+    dicts. `name` is the data set's, for messages.
 
     Raises:
         DataError: If the items are no pairs, cannot be stacked, or contain anything but tensors and numbers.

@@ -50,12 +50,7 @@ class Split:
         return self.batch_size * self.world_size
 
     def uses(self, number: int, items: int) -> bool:
-        """Whether this rank makes a batch of a round.
-
-        Args:
-            number: The number of the round, from 0.
-            items: The number of items in the round; fewer than `round_size` in the last one only.
-        """
+        """Whether this rank makes a batch of a round (from 0) of `items` items; only the last has fewer than `round_size`."""
         if items == self.round_size:
             return True
         if self.drop_last or (self.drop_last is None and self.training and number > 0):
@@ -93,17 +88,11 @@ def _count(items: int) -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One batch to make.
+    """One batch to make."""
 
-    Attributes:
-        epoch: The number of the epoch, from 0.
-        number: The number of the batch in its rank's epoch, from 0.
-        items: The items' indices in the data set; None for a stream.
-    """
-
-    epoch: int
-    number: int
-    items: list[int] | None = None
+    epoch: int  # the number of the epoch, from 0
+    number: int  # the number of the batch in its rank's epoch, from 0
+    items: list[int] | None = None  # the items' indices in the data set; None for a stream
 
 
 @runtime_checkable
@@ -111,13 +100,9 @@ class OrdersItself(Protocol):
     """A data set with a length that defines a better order for training than a random one, such as neighbours together."""
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
-        """The items of one epoch.
+        """The items of one epoch: as many indices as the set has items, int64 of shape [len(self)].
 
-        Args:
-            generator: The only source of randomness to use; seeded by the run's seed and the epoch.
-
-        Returns:
-            As many indices as the set has items, int64 of shape [len(self)].
+        `generator`, seeded by the run's seed and the epoch, is the only source of randomness to use.
         """
         ...  # pragma: no cover
 

@@ -24,14 +24,10 @@ MOST_NAMES = 1_000_000
 
 
 def shard_paths(shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files of one or more patterns.
+    """The files of one or more patterns, in their order; the matches of one `*` sorted by name.
 
-    Args:
-        shards: The patterns, with `{a,b}` for alternatives, `{0000..0011}` for a range (as wide as its first number is written)
-            and `*`, `?`, `[...]` for existing files.
-
-    Returns:
-        The files in the order of the patterns; the matches of one `*` sorted by name.
+    A pattern has `{a,b}` for alternatives, `{0000..0011}` for a range (as wide as its first number is written) and `*`, `?`,
+    `[...]` for existing files.
 
     Raises:
         DataError: If a file is missing, comes twice, or is no local file.
@@ -106,10 +102,7 @@ class TarMember(NamedTuple):
 
 
 def members(path: Path) -> Iterator[TarMember]:
-    """Read the headers of a tar file, skipping the contents.
-
-    Yields:
-        Its regular files, in their order.
+    """Yield the regular files of a tar file, in their order, from its headers: the contents are skipped.
 
     Raises:
         DataError: If it is missing, compressed, truncated, damaged, or several tar files in one.
@@ -164,27 +157,16 @@ _META = re.compile(r"__[^/]*__(?:$|/)")
 
 @dataclass(frozen=True, kw_only=True)
 class TarIndex:
-    """The place of each field of each sample: a million samples take 40 MB, which workers share.
+    """The place of each field of each sample: a million samples take 40 MB, which workers share."""
 
-    Attributes:
-        shard: Index of each sample's shard, int32 of shape [samples]; rising.
-        offset: First byte of a field in its shard, int64 of shape [samples, fields].
-        size: Bytes of a field, int64 of shape [samples, fields].
-        choice: The index of a field's alternative, int8 of shape [samples, fields].
-    """
-
-    shard: NDArray[np.int32]
-    offset: NDArray[np.int64]
-    size: NDArray[np.int64]
-    choice: NDArray[np.int8]
+    shard: NDArray[np.int32]  # index of each sample's shard, int32 of shape [samples]; rising
+    offset: NDArray[np.int64]  # first byte of a field in its shard, int64 of shape [samples, fields]
+    size: NDArray[np.int64]  # bytes of a field, int64 of shape [samples, fields]
+    choice: NDArray[np.int8]  # the index of a field's alternative, int8 of shape [samples, fields]
 
 
 def index_shards(paths: Sequence[Path], fields: Sequence[Sequence[str]]) -> TarIndex:
-    """Find every sample.
-
-    Args:
-        paths: The shards.
-        fields: For each field the alternatives of its name after the first dot.
+    """Find every sample; `fields` has the alternatives of each field's name after the first dot.
 
     Raises:
         DataError: If a shard cannot be read, or a sample lacks a field or has one twice.

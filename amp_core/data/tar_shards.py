@@ -61,11 +61,7 @@ DECODERS: dict[str, Decoder] = {
 
 
 def decoder_for(field: str, own: Mapping[str, Decoder]) -> Decoder:
-    """The decoder of a field.
-
-    Args:
-        field: The field's name, such as `image.npy`.
-        own: The user's decoders, by a field's whole name or its last part; they take precedence.
+    """The decoder of a field, such as `image.npy`; the user's own, by its whole name or its last part, take precedence.
 
     Raises:
         DataError: If there is none, or it needs a package that is not installed.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfserve.amp_core.grad_scaler.guarded_step import CONTRACT, split_closure
 from halfserve.amp_core.grad_scaler.loss_scale import (
     DEFAULT_MIN_SCALE,
     LARGEST_SCALE,
@@ -25,7 +24,7 @@ from halfserve.amp_core.grad_scaler.loss_scale import (
 )
 from halfserve.amp_core.grad_scaler.optimizers import FOUND, total
 from halfserve.amp_core.grad_scaler.outcomes import Exhaustion, ScaleHistory, ScaleRecord, StepOutcomes
-from halfserve.amp_core.grad_scaler.stepper import Stepper
+from halfserve.amp_core.grad_scaler.stepper import CONTRACT, Stepper, split_closure
 
 Outputs = TypeVar("Outputs", bound="Tensor | Iterable[Any]")
 

@@ -109,11 +109,7 @@ class Hysteresis:
             self.left = torch.full((), self._initially_left, dtype=torch.int32, device=device)
 
     def absorb(self, found_inf: Tensor, growth_tracker: Tensor) -> Tensor:
-        """Count an overflow before the scale is adapted.
-
-        Returns:
-            `found_inf`, or 0 if the overflow passes.
-        """
+        """Count an overflow before the scale is adapted; returns `found_inf`, or 0 if the overflow passes."""
         if self.left is None:
             return found_inf
         overflow = found_inf != 0
@@ -163,13 +159,7 @@ class ScaleBound:
         self.at_least, self._reading = value, None
 
     def follow(self, scale: Tensor, *, shrink: float, floor: float) -> None:
-        """Update the bound after the scale was adapted.
-
-        Args:
-            scale: The scale, a scalar.
-            shrink: The smallest factor that may have been applied to it.
-            floor: The smallest value that it may have.
-        """
+        """Update the bound after the scale was adapted: it may have shrunk by the factor `shrink`, but not below `floor`."""
         self.at_least = max(self.at_least * shrink, floor)
         self._shrunk_since *= shrink
         value = self._reading() if self._reading else None
@@ -290,9 +280,7 @@ class LossScale:
     def adapt(self, found_inf: Tensor, *, overflowed: bool | None = None) -> None:
         """Shrink the scale after an overflow, or count the step and grow the scale when it is time.
 
-        Args:
-            found_inf: A float32 scalar that is not 0 after an overflow.
-            overflowed: Whether there was an overflow, if the host knows.
+        `found_inf` is a float32 scalar that is not 0 after an overflow; `overflowed` says the same, if the host knows.
         """
         if self.tensor is None or self.growth_tracker is None:
             raise RuntimeError("the scale is adapted before a loss was scaled")
@@ -333,10 +321,10 @@ class LossScale:
         return state | hysteresis if self.hysteresis.times > 1 else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; changes nothing if a value is out of its range.
+        """Load a state.
 
         Raises:
-            ValueError: If a value is out of its range.
+            ValueError: If a value is out of its range; nothing is changed then.
         """
         scale = checked_scale(state["scale"], self.min_scale, self.max_scale, "the loaded scale")
         interval = checked_growth_interval(state["growth_interval"])

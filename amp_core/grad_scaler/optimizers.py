@@ -17,15 +17,10 @@ Buckets = dict[tuple[torch.device, torch.dtype], list["Tensor"]]
 
 
 class Gradients(NamedTuple):
-    """The gradients of one optimizer.
+    """The gradients of one optimizer."""
 
-    Attributes:
-        buckets: The dense storage of each, by device and dtype.
-        repeated: The storage of those sparse ones whose indices may occur more than once.
-    """
-
-    buckets: Buckets
-    repeated: list[Tensor]
+    buckets: Buckets  # the dense storage of each, by device and dtype
+    repeated: list[Tensor]  # the storage of those sparse ones whose indices may occur more than once
 
 
 def bucket_gradients(optimizer: Optimizer, *, allow_fp16: bool) -> Gradients:
@@ -64,13 +59,10 @@ def bucket_gradients(optimizer: Optimizer, *, allow_fp16: bool) -> Gradients:
 def check_and_unscale_(
     gradients: Gradients, inverse_scale: Tensor, found_inf: Tensor, *, recheck: bool
 ) -> dict[torch.device, Tensor]:
-    """Multiply gradients in place, and flag non-finite ones.
+    """Multiply the gradients of `bucket_gradients` in place by a float32 scalar, and flag non-finite ones.
 
-    Args:
-        gradients: The result of `bucket_gradients`.
-        inverse_scale: The factor, a float32 scalar.
-        found_inf: A float32 scalar 0.0, copied for each device.
-        recheck: Check again after multiplying: a factor above 1 may make a finite gradient overflow.
+    `found_inf` is a float32 scalar 0.0, copied for each device. `recheck` checks again after multiplying: a factor above 1 may
+    make a finite gradient overflow.
 
     Returns:
         A float32 scalar by device: 1.0 if a gradient is infinite or NaN, or if the magnitudes of a gradient with repeated

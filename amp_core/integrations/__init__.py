@@ -4,15 +4,9 @@ from __future__ import annotations
 
 
 def not_installed(error: ModuleNotFoundError, package: str, minimum: str) -> ImportError:
-    """The error to raise from a failed import of a framework.
+    """The error to raise from a failed import of a framework, of version `minimum` or later, with the command to install it.
 
-    Args:
-        error: The import's exception.
-        package: The framework's name, to import and to install it.
-        minimum: The oldest supported version.
-
-    Returns:
-        An error with the command to install; `error` itself if another module than the framework is missing.
+    If another module than the framework is missing, it is `error` itself.
     """
     if (error.name or "").split(".")[0] != package:
         return error

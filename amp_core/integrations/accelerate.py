@@ -143,10 +143,9 @@ class HalfserveAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Generator[None, None, None]:
-        """Our region for a block, such as a loss outside the model; does nothing without mixed precision.
+        """Our region for a block, such as a loss outside the model, with accelerate's `AutocastKwargs` for this block alone.
 
-        Args:
-            autocast_handler: accelerate's `AutocastKwargs` for this block alone.
+        Does nothing without mixed precision.
         """
         region: AbstractContextManager[Any] = nullcontext()
         if self.native_amp:

@@ -24,7 +24,7 @@ from halfserve.amp_core.integrations import not_installed
 from halfserve.amp_core.integrations.late_update import LateUpdate, SkipAwareScheduler, check_scaler, given_policy
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.amp_core.recorder.batch_recorder import BatchRecorder
+from halfserve.amp_core.recorder.recorder import BatchRecorder
 
 try:
     import lightning.pytorch as pl

@@ -20,8 +20,8 @@ from halfserve.amp_core.integrations import not_installed
 from halfserve.amp_core.integrations.accelerate import HalfserveAccelerator, compare_policy
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.amp_core.recorder.batch_recorder import BatchRecorder
 from halfserve.amp_core.recorder.beside_weights import read_record, write_policy, write_record
+from halfserve.amp_core.recorder.recorder import BatchRecorder
 
 try:
     from transformers import Trainer, trainer

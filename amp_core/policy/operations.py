@@ -95,10 +95,8 @@ INSTEAD_OF = {
 
 
 def qualified_names(name: str) -> tuple[str, ...]:
-    """The operations behind a public name: `LSTMCell` is `aten::lstm_cell` and its fused form.
-
-    Args:
-        name: A public name, one of aten's, or `NAMESPACE::OP`.
+    """The operations behind a public name, one of aten's, or `NAMESPACE::OP`: `LSTMCell` is `aten::lstm_cell` and its fused
+    form.
 
     Raises:
         ValueError: If there is no such operation, or autocast may cast none of its overloads.
@@ -218,11 +216,10 @@ def has_autocast(device_type: str) -> bool:
 
 
 def rules_beyond_native(rules: Mapping[str, Rule], device_type: str) -> Mapping[str, Rule]:
-    """The overloads whose rule is not torch's own on a device.
+    """The rules, by qualified overload name (`aten::softmax.int`), that are not torch's own on a device.
 
-    Returns:
-        A rule by qualified overload name (`aten::softmax.int`); empty if torch already does everything that the rules say.
-        torch's own form of `widest` never counts as ours: it raises where two low-precision dtypes meet.
+    Empty if torch already does everything that the rules say. torch's own form of `widest` never counts as ours: it raises
+    where two low-precision dtypes meet.
     """
     return {
         qualified_name(overload): rule

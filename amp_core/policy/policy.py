@@ -168,10 +168,7 @@ class Policy:
         return Policy(self.preset, (*self.changes, *((op, rule) for op in ops)))
 
 
-_PRESETS: dict[str, Mapping[Rule, Iterable[str]]] = {
-    "native": {},
-    "cuda": CUDA_RULES,
-}
+_PRESETS: dict[str, Mapping[Rule, Iterable[str]]] = {"native": {}, "cuda": CUDA_RULES}
 
 
 @cache

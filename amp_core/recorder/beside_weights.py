@@ -65,9 +65,8 @@ def read_record(folder: Path | str) -> Record | None:
 def read_training(weights: Path) -> tuple[Policy | None, Record | None]:
     """The policy and the record of the training that made weights; None where there is none.
 
-    Args:
-        weights: A folder with the files of this module; a checkpoint of Lightning's Trainer with our plugin; or a file with the
-            files of this module beside it.
+    `weights` is a folder with the files of this module, a file beside them, or a checkpoint of Lightning's Trainer with our
+    plugin.
 
     Raises:
         ValueError: If they are there and cannot be read.

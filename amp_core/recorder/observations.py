@@ -94,14 +94,10 @@ PIECE, DEVICE_PIECE = 2**20, 2**24
 
 
 def absolute_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the magnitudes of a tensor's elements in pieces, real and imaginary parts apart.
+    """Yield the magnitudes of a floating or complex tensor's elements in pieces, real and imaginary parts apart.
 
-    Args:
-        tensor: A tensor of any floating or complex dtype and any layout.
-
-    Yields:
-        Strided tensors with at least one element, float64 if the tensor is, else float32. Nothing for tensors without values
-        (meta and fake tensors, no elements) or with a layout that hides them.
+    The pieces are strided, with at least one element, float64 if the tensor is, else float32. There are none for tensors
+    without values (meta and fake tensors, no elements) or with a layout that hides them.
     """
     values = _stored(tensor)
     if values is None or not values.numel():
@@ -252,13 +248,7 @@ class Observations:
         self._seen: dict[_Key, _Seen] = {}
 
     def add(
-        self,
-        where: tuple[str, Direction],
-        op: Any,
-        inputs: tuple[torch.dtype, ...],
-        number: int,
-        output: Tensor,
-        scale: float,
+        self, where: tuple[str, Direction], op: Any, inputs: tuple[torch.dtype, ...], number: int, output: Tensor, scale: float
     ) -> None:
         """Note one output of one call."""
         key = (where[0], op, where[1], number, inputs, output.dtype, output.device, scale)

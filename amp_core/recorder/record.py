@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 LARGEST = 65504.0
@@ -18,27 +18,16 @@ COUNTS = ("elements", "non_finite", "zeros", "overflow", "underflow", "subnormal
 
 @dataclass(frozen=True, kw_only=True)
 class Magnitudes:
-    """Summary of the absolute values of tensors. Each element counts in at most one of the five kinds.
+    """Summary of the absolute values of tensors. Each element counts in at most one of the five kinds."""
 
-    Attributes:
-        elements: The number of values; a complex number counts as two.
-        non_finite: The number of infinities and NaNs.
-        zeros: The number of zeros.
-        overflow: The number of finite values above float16's largest number, 65504.
-        underflow: The number of non-zero values below float16's smallest number, 2**-24.
-        subnormal: The number of values from 2**-24 up to 2**-14, where float16 loses digits.
-        largest: The largest finite magnitude; None if no value was finite and non-zero.
-        smallest: The smallest finite magnitude above zero; None if there was none.
-    """
-
-    elements: int = 0
-    non_finite: int = 0
-    zeros: int = 0
-    overflow: int = 0
-    underflow: int = 0
-    subnormal: int = 0
-    largest: float | None = None
-    smallest: float | None = None
+    elements: int = 0  # the number of values; a complex number counts as two
+    non_finite: int = 0  # the number of infinities and NaNs
+    zeros: int = 0  # the number of zeros
+    overflow: int = 0  # the number of finite values above float16's largest number, 65504
+    underflow: int = 0  # the number of non-zero values below float16's smallest number, 2**-24
+    subnormal: int = 0  # the number of values from 2**-24 up to 2**-14, where float16 loses digits
+    largest: float | None = None  # the largest finite magnitude; None if no value was finite and non-zero
+    smallest: float | None = None  # the smallest finite magnitude above zero; None if there was none
 
     def share(self, count: int) -> float:
         """A count as a share of all elements, from 0 to 1."""
@@ -109,13 +98,8 @@ class RecordEntry:
     def merged(self, other: RecordEntry) -> RecordEntry:
         """The entry of both entries' calls; both have the same key."""
         pairs = [(e.unscaled_largest, e.unscaled_smallest) for e in (self, other)]
-        return RecordEntry(
-            module=self.module,
-            op=self.op,
-            direction=self.direction,
-            output=self.output,
-            inputs=self.inputs,
-            dtype=self.dtype,
+        return replace(
+            self,
             calls=self.calls + other.calls,
             magnitudes=Magnitudes.of_all([self.magnitudes, other.magnitudes]),
             unscaled_largest=max((largest for largest, _ in pairs if largest is not None), default=None),
@@ -176,15 +160,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The entries of the recorded steps of a run.
+    """The entries of the recorded steps of a run."""
 
-    Attributes:
-        entries: The entries, in the order of their first occurrence.
-        steps: The number of recorded steps.
-    """
-
-    entries: tuple[RecordEntry, ...] = ()
-    steps: int = 0
+    entries: tuple[RecordEntry, ...] = ()  # the entries, in the order of their first occurrence
+    steps: int = 0  # the number of recorded steps
 
     def risky(self) -> tuple[RecordEntry, ...]:
         """The entries with values that float16 turns into infinity or zero, worst first.

@@ -29,12 +29,8 @@ def module_name(path: str) -> str:
 def table(record: Record, *, limit: int = 40) -> Table:
     """Dtypes and ranges of all operations: entries that float16 would turn into infinity or zero come first.
 
-    Args:
-        record: The record to show.
-        limit: The largest number of rows; the caption tells the number of further ones.
-
-    Returns:
-        A row for each module, operation, direction, output and combination of dtypes, for `rich.print`.
+    A row for each module, operation, direction, output and combination of dtypes; the caption tells the number of those beyond
+    `limit`.
     """
     risky = record.risky()
     shown = dict.fromkeys((*risky, *record.entries))

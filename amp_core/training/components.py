@@ -25,11 +25,9 @@ from halfserve.amp_core.training.training_settings import TrainingError
 
 
 def training_device(name: str, world: World) -> torch.device:
-    """Find the device, and check that it works.
+    """Find the device (`auto` is the accelerator if there is one), and check that it works.
 
-    Args:
-        name: `auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        world: Several processes take a GPU each, by their numbers on the machine.
+    Several processes take a GPU each, by their numbers on the machine.
 
     Raises:
         TrainingError: If there is no such device here, or several processes would share one GPU.
@@ -119,12 +117,9 @@ def build_optimizer(spec: str, model: nn.Module, learning_rate: float) -> Optimi
 
 
 def warmup_and_cosine(step: int, total: int) -> float:
-    """The share of the highest learning rate at a step: rising over the first twentieth, then half a cosine down to 0.
+    """The share of the highest learning rate at a step, from 0: rising over the first twentieth, then half a cosine down to 0.
 
-    Args:
-        step: The number of the step, from 0.
-        total: The number of all steps. Source of the shape: Loshchilov and Hutter, "SGDR", 2017, with a linear warm-up before
-            it.
+    Source of the shape: Loshchilov and Hutter, "SGDR", 2017, with a linear warm-up before it.
     """
     warmup = max(1, total // 20)
     if step < warmup:

@@ -28,19 +28,12 @@ _FIRST_TO_FAIL = "halfserve/first_to_fail"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The rank of this process, and communication with the others. Alone, every method returns its argument.
+    """The rank of this process, and communication with the others. Alone, every method returns its argument."""
 
-    Attributes:
-        rank: The number of this process, from 0; only rank 0 writes files and prints.
-        size: The number of processes.
-        local_rank: The process's number on its machine, which is the number of its GPU.
-        store: The key-value store that the processes share.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    store: Store | None = None
+    rank: int = 0  # the number of this process, from 0; only rank 0 writes files and prints
+    size: int = 1  # the number of processes
+    local_rank: int = 0  # the process's number on its machine, which is the number of its GPU
+    store: Store | None = None  # the key-value store that the processes share
 
     @property
     def is_first(self) -> bool:

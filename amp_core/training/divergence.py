@@ -25,10 +25,8 @@ def diagnose(training: Training, batches: Sequence[Batch]) -> str | None:
     """Find the first non-finite values, in inputs, layers, loss and gradients, by running the batches again.
 
     Weights, buffers and random generators are restored; gradients are cleared. Layers that draw random numbers (dropout) draw
-    others than in the step itself.
-
-    Returns:
-        The cause and the advice, for the middle of a sentence; None if all is finite at the smallest loss scale.
+    others than in the step itself. Returns the cause and the advice, for the middle of a sentence; None if all is finite at the
+    smallest loss scale.
     """
     with preserved_random_state(training.device), _kept_buffers(training.model):
         for batch in batches:

@@ -98,17 +98,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The end of an epoch.
+    """The end of an epoch."""
 
-    Attributes:
-        epoch: Counted from 1.
-        step: The number of attempted steps until then.
-        metrics: `loss` on held-out data, and `accuracy` for a classifier.
-    """
-
-    epoch: int
-    step: int
-    metrics: dict[str, float]
+    epoch: int  # counted from 1
+    step: int  # the number of attempted steps until then
+    metrics: dict[str, float]  # `loss` on held-out data, and `accuracy` for a classifier
 
 
 class TrainingRun:
@@ -219,10 +213,9 @@ class TrainingRun:
             seed_everything((self.settings.seed + self.world.rank * 0x9E3779B97F4A7C15) % 2**63)
 
     def events(self) -> Iterator[StepRecord | Evaluation]:
-        """Train to the end. Whenever this yields, `checkpoint` may be called.
+        """Train to the end: yields a record of each step, and after the last of each epoch an evaluation.
 
-        Yields:
-            A record of each step, and after the last of each epoch an evaluation.
+        Whenever this yields, `checkpoint` may be called.
 
         Raises:
             TrainingError: If model, data and loss do not fit together, or the run has diverged.

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -113,10 +113,7 @@ class TrainLog:
             file.writelines(kept)
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def write_step(self, record: StepRecord) -> None:
@@ -219,11 +216,7 @@ def _without_its_stack() -> Iterator[None]:
 
 
 def require_tensorboard() -> None:
-    """Check before anything is changed that curves can be written.
-
-    Raises:
-        TrainingError: If the package is missing.
-    """
+    """Raise TrainingError, before anything is changed, if curves cannot be written because the package is missing."""
     _writer_class()
 
 
@@ -261,7 +254,7 @@ class RunOutputs:
                 if is_new:
                     keep_previous(self._folder)
                 log = TrainLog(self._folder / LOG, keep_steps=steps_done, keep_epochs=epochs_done)
-                self._log = opened.enter_context(log)
+                self._log = opened.enter_context(closing(log))
                 if run.settings.tensorboard:
                     written = Curves(self._folder / TENSORBOARD, steps_done=steps_done, skipped_steps=skipped_steps)
                     self._curves = opened.enter_context(written)
@@ -291,12 +284,7 @@ class RunOutputs:
             self._save()
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation, and a checkpoint.
-
-        Raises:
-            TrainingError: If the folder cannot be written to.
-            CheckpointError: If the checkpoint cannot be written.
-        """
+        """Write an evaluation, and a checkpoint; raises as `write_step` does."""
         with writing_into(self._folder):
             if self._log:
                 self._log.write_epoch(evaluation.epoch, evaluation.metrics)
@@ -320,11 +308,7 @@ class RunOutputs:
 
 
 def rewrite_record(run: TrainingRun) -> None:
-    """Write the record of a run that was complete before, if there is one.
-
-    Raises:
-        TrainingError: If the folder cannot be written to.
-    """
+    """Write the record of a run that was complete before, if there is one."""
     if run.world.is_first and run.record:
         with writing_into(run.settings.out):
             write_record(run.record, run.settings.out)

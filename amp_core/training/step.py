@@ -26,37 +26,21 @@ ALONE = World()
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes:
-        step: Counted from 1 over the whole run, skipped steps included.
-        epoch: Counted from 1.
-        loss: The loss of the batch, unscaled.
-        scale: The loss scale; 1.0 without scaling.
-        skipped: Whether the gradients overflowed, so that the parameters stayed as they were.
-        gradient_norm: The norm of all gradients of the optimizer together, unscaled, before clipping.
-        learning_rate: The learning rate of the step.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    scale: float
-    skipped: bool
-    gradient_norm: float
-    learning_rate: float
+    step: int  # counted from 1 over the whole run, skipped steps included
+    epoch: int  # counted from 1
+    loss: float  # the loss of the batch, unscaled
+    scale: float  # the loss scale; 1.0 without scaling
+    skipped: bool  # whether the gradients overflowed, so that the parameters stayed as they were
+    gradient_norm: float  # the norm of all gradients of the optimizer together, unscaled, before clipping
+    learning_rate: float  # the learning rate of the step
 
 
 def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scale all gradients down so that their total norm does not exceed a limit.
+    """Scale all gradients down so that their total norm does not exceed a limit; returns the norm before, a scalar.
 
-    Args:
-        parameters: Parameters with gradients; sparse gradients of embeddings are supported, unlike in torch's
-            `clip_grad_norm_`.
-        largest: The limit; infinity leaves the gradients unchanged.
-
-    Returns:
-        The norm before, a scalar.
+    Sparse gradients of embeddings are supported, unlike in torch's `clip_grad_norm_`. Infinity leaves the gradients unchanged.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(parameter.grad.is_sparse for parameter in with_gradients):  # type: ignore[union-attr]  # (see the line above)
@@ -108,33 +92,19 @@ class RunningStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The components of a step.
+    """The components of a step."""
 
-    Attributes:
-        model: The model on the training device, with parameters in float32.
-        parallel: The model itself, or a wrapper that averages the gradients over all processes.
-        loss: (output, target) -> scalar loss.
-        optimizer: The optimizer of all or some of the model's parameters.
-        scheduler: The optimizer's scheduler; stepped once per step that was not skipped.
-        scaler: Enabled for float16 only.
-        device: The model's device.
-        dtype: The dtype of autocast; float32 without autocast.
-        region: The autocast region of forward and loss.
-        clip: The largest gradient norm; 0 does not clip.
-        world: The processes that train together.
-    """
-
-    model: nn.Module
-    parallel: nn.Module
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: Optimizer
-    scheduler: LRScheduler
-    scaler: GradScaler
-    device: torch.device
-    dtype: torch.dtype
-    region: autocast
-    clip: float
-    world: World
+    model: nn.Module  # the model on the training device, with parameters in float32
+    parallel: nn.Module  # the model itself, or a wrapper that averages the gradients over all processes
+    loss: Callable[[Any, Any], Tensor]  # (output, target) -> scalar loss
+    optimizer: Optimizer  # the optimizer of all or some of the model's parameters
+    scheduler: LRScheduler  # the optimizer's scheduler; stepped once per step that was not skipped
+    scaler: GradScaler  # enabled for float16 only
+    device: torch.device  # the model's device
+    dtype: torch.dtype  # the dtype of autocast; float32 without autocast
+    region: autocast  # the autocast region of forward and loss
+    clip: float  # the largest gradient norm; 0 does not clip
+    world: World  # the processes that train together
 
 
 def train_step(
@@ -145,16 +115,10 @@ def train_step(
     epoch: int,
     recording: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> StepRecord:
-    """Make one step along the mean of the batches' losses.
+    """Make one step along the mean of the batches' losses; `step` and `epoch` count from 1.
 
-    If the gradients are not finite, the parameters and the learning rate stay as they are.
-
-    Args:
-        training: The components.
-        batches: Pairs (inputs, targets) on the model's device, at least one; each is run and backpropagated on its own.
-        step: The number of this step, from 1.
-        epoch: The number of its epoch, from 1.
-        recording: Function from the loss scale to the context of forward, loss and backward.
+    If the gradients are not finite, the parameters and the learning rate stay as they are. The batches, one at least, are on
+    the model's device; each is run and backpropagated on its own, in the context that `recording` makes of the loss scale.
     """
     optimizer, scaler = training.optimizer, training.scaler
     optimizer.zero_grad()
@@ -219,14 +183,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Run a model over held-out data, without gradients; its mode is restored.
 
-    Attention layers compute what they compute in training (see `without_fast_path`).
-
-    Args:
-        model: The model, in any mode.
-        loss_function: (output, target) -> mean loss of the batch.
-        batches: Pairs (inputs, targets) on the model's device; the first dimension of all tensors is the batch.
-        region: The context of forward and loss, such as an `autocast`; entered once per batch.
-        world: Processes that have a share of the data each.
+    Attention layers compute what they compute in training (see `without_fast_path`). The first dimension of all tensors of a
+    batch counts its items. `region` is the context of forward and loss, entered once per batch. Each process of the world has a
+    share of the data.
 
     Returns:
         `loss`, the mean over all processes' items; and for a classifier (outputs of shape (n, classes), integer targets of

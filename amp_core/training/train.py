@@ -26,42 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        checkpoint: The checkpoint file.
-        metrics: The metrics of the last evaluation: `loss`, and `accuracy` for a classifier.
-        epochs: The number of complete epochs, including those before a resumption.
-        steps: The number of attempted steps, including those before a resumption.
-        skipped_steps: The steps whose gradients overflowed.
-        scale: The loss scale at the end; 1.0 without scaling.
-        device: The device of the training.
-        seconds: The duration of this call.
-    """
-
-    checkpoint: Path
-    metrics: dict[str, float]
-    epochs: int
-    steps: int
-    skipped_steps: int
-    scale: float
-    device: str
-    seconds: float
+    checkpoint: Path  # the checkpoint file
+    metrics: dict[str, float]  # the metrics of the last evaluation: `loss`, and `accuracy` for a classifier
+    epochs: int  # the number of complete epochs, including those before a resumption
+    steps: int  # the number of attempted steps, including those before a resumption
+    skipped_steps: int  # the steps whose gradients overflowed
+    scale: float  # the loss scale at the end; 1.0 without scaling
+    device: str  # the device of the training
+    seconds: float  # the duration of this call
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        steps_in_total: The number of steps of the whole run; smaller if a training set without a length ends early.
-        skipped_steps: The number of skipped steps so far.
-        record: The record of the last step.
-    """
-
-    steps_in_total: int
-    skipped_steps: int
-    record: StepRecord
+    steps_in_total: int  # the number of steps of the whole run; smaller if a training set without a length ends early
+    skipped_steps: int  # the number of skipped steps so far
+    record: StepRecord  # the record of the last step
 
 
 def train(
@@ -76,14 +59,8 @@ def train(
 
     Equal settings on the same machine give equal results, bit for bit, also if a run was killed and resumed. The process's own
     random state is restored. Nothing in the folder changes before the first step has worked; then a checkpoint of an earlier
-    run becomes `checkpoint.previous.pt`, and its weights `model.previous.safetensors`, unless the run resumes from it.
-
-    Args:
-        settings: The settings.
-        resume: Continue from `checkpoint.pt`, if there is one.
-        world: The processes that train together, inside of `joined_world`. Rank 0 writes the files.
-        on_step: Called after each step.
-        on_epoch: Called after each epoch.
+    run becomes `checkpoint.previous.pt`, and its weights `model.previous.safetensors`, unless the run resumes from it. Rank 0
+    of the processes that train together, inside of `joined_world`, writes the files.
 
     Raises:
         FactoryError: If the model, data, loss or optimizer cannot be imported or built.

@@ -29,9 +29,8 @@ SHOWN = 3
 def load_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file or folder by name; runs no code from it.
 
-    Args:
-        path: A .safetensors file; a file of torch.save with a state dict, alone or in a training program's checkpoint; the
-            index of a sharded one; or a folder with one of these under its usual name, as accelerate and transformers write it.
+    The file is a .safetensors file, one of torch.save with a state dict, alone or in a training program's checkpoint, or the
+    index of a sharded one; a folder has one of these under its usual name, as accelerate and transformers write it.
 
     Raises:
         WeightsError: It cannot be read, or holds no state dict.
@@ -79,10 +78,7 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
 def load_into(module: nn.Module, weights: Mapping[str, Tensor], place: str) -> str:
     """Load weights into a module; all tensors of the module must be given, and no others.
 
-    Args:
-        module: The module.
-        weights: Tensors by name; see `prefix_of` for the names in a wrapper, such as a LightningModule.
-        place: The source of the weights, for errors.
+    See `prefix_of` for the names in a wrapper, such as a LightningModule; `place` is the source of the weights, for errors.
 
     Returns:
         A note for the certificate about dtypes other than float32, and about tensors that the wrapper has besides the module's.
@@ -208,12 +204,8 @@ def _state_dict(content: Any) -> dict[str, Tensor] | None:
 def prefix_of(names: Collection[str], wanted: Collection[str]) -> str:
     """The prefix that a wrapper put before the names of the module's tensors, such as `model.` or `net._orig_mod.`.
 
-    If exactly one prefix precedes the names of all of the module's tensors, it is returned, even if the wrapper has other
-    tensors too. Otherwise it consists of those `PREFIXES` that all names begin with and no name of the module does.
-
-    Args:
-        names: The names of the given tensors.
-        wanted: The names of the module's tensors.
+    If exactly one prefix precedes the names of all of the module's tensors (`wanted`), it is returned, even if the wrapper has
+    other tensors too. Otherwise it consists of those `PREFIXES` that all names begin with and no name of the module does.
     """
     given = set(names)
     if given >= set(wanted):

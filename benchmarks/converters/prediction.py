@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import onnx
 
 from halfserve.export.half_types import FP16, HalfType
-from tests.export.conversions.cases import Value
+from halfserve.export.verification.simulation import round_every_node
+from tests.export.conversions.cases import Case, Value
+from tests.export.conversions.runtime import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors of one model relative to the reference's largest magnitude; infinite if only one side is finite.
+    """Errors of one model relative to the reference's largest magnitude; infinite if only one side is finite."""
 
-    Attributes:
-        predicted: The error of the simulation.
-        found: The error on the device.
-        rounding: The error of one rounding of the largest magnitude.
-    """
-
-    predicted: float
-    found: float
-    rounding: float = 2.0**-FP16.significant_bits
+    predicted: float  # the error of the simulation
+    found: float  # the error on the device
+    rounding: float = 2.0**-FP16.significant_bits  # the error of one rounding of the largest magnitude
 
     @property
     def ratio(self) -> float:
@@ -34,25 +32,36 @@ class Errors:
         return self.found / max(self.predicted, self.rounding)
 
 
+class Device(Protocol):
+    """A converted model on a device."""
+
+    def run(self, inputs: dict[str, Value], /) -> list[Value]:
+        """The outputs in order."""
+
+
+def errors_of(case: Case, converted: onnx.ModelProto, device: Device, half: HalfType = FP16) -> Errors:
+    """The simulation's and the device's errors relative to the answers of float32, over all inputs of a case."""
+    reference = Session(case.model)
+    simulated = Session(round_every_node(converted, half).SerializeToString(), "ORT_DISABLE_ALL")
+    predicted = found = 0.0
+    with np.errstate(over="ignore"):  # inputs beyond the half type's range
+        for inputs in case.inputs:
+            wanted = reference.run(inputs)
+            predicted = max(predicted, *(error_of(*pair, half) for pair in zip(wanted, simulated.run(inputs), strict=True)))
+            found = max(found, *(error_of(*pair, half) for pair in zip(wanted, device.run(inputs), strict=True)))
+    return Errors(predicted=predicted, found=found, rounding=2.0**-half.significant_bits)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Accuracy of the predicted errors of several models.
+    """Accuracy of the predicted errors of several models."""
 
-    Attributes:
-        number: The number of models.
-        within: Share of the models whose error is at most the predicted one.
-        within_twice: Share of the models whose error is at most twice the predicted one.
-        median: The median of the ratios of found to predicted errors.
-        percentile_95: The 95th percentile of these ratios.
-        worst: Names and ratios of the models, largest ratio first.
-    """
-
-    number: int
-    within: float
-    within_twice: float
-    median: float
-    percentile_95: float
-    worst: tuple[tuple[str, float], ...]
+    number: int  # the number of models
+    within: float  # share of the models whose error is at most the predicted one
+    within_twice: float  # share of the models whose error is at most twice the predicted one
+    median: float  # the median of the ratios of found to predicted errors
+    percentile_95: float  # the 95th percentile of these ratios
+    worst: tuple[tuple[str, float], ...]  # names and ratios of the models, largest ratio first
 
     @classmethod
     def of(cls, ratios: Mapping[str, float]) -> Agreement:

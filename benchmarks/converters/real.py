@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 
-from benchmarks.converters.float_share import Share, share_of
 from benchmarks.converters.peers import converter
+from benchmarks.converters.suite import Share, share_of
 from benchmarks.converters.synthetic_inputs import Trial, trials
 from halfserve.export.verification.error_units import ErrorUnits
 from halfserve.export.verification.metrics import compare

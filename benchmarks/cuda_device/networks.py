@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfserve import convert_float_to_float16, export_onnx
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.padding.padding_settings import KEY
+from halfserve.serve.engine.padding.padding_rule import KEY
 from halfserve.serve.engine.tensors import Array
 
 FP32, FP16 = "fp32", "fp16"
@@ -91,17 +91,11 @@ class MiniLM(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network in files.
+    """A network in files."""
 
-    Attributes:
-        name: name of the network.
-        folder: folder with NAME_fp32.onnx and NAME_fp16.onnx.
-        rows: makes a batch.
-    """
-
-    name: str
-    folder: Path
-    rows: Callable[[int], Array]
+    name: str  # name of the network
+    folder: Path  # folder with NAME_fp32.onnx and NAME_fp16.onnx
+    rows: Callable[[int], Array]  # makes a batch
 
     def path(self, precision: str) -> Path:
         """The model file."""

@@ -1,10 +1,9 @@
-"""ONNX models in OpenVINO as the server runs them, and the layers that OpenVINO makes of them."""
+"""ONNX models in OpenVINO as the server runs them."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +14,6 @@ from halfserve.serve.backends.openvino.plugin import MOVING, PRECISIONS
 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement
 from tests.export.conversions.cases import Value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """A layer of a compiled graph that computes floating-point numbers.
-
-    Attributes:
-        kind: OpenVINO's name of the operation, such as "MatMul" or "Subgraph".
-        precision: "fp32", "fp16" or "bf16".
-        steps: Names of the operations that the layer computes: more than one where OpenVINO fused them.
-    """
-
-    kind: str
-    precision: str
-    steps: tuple[str, ...]
 
 
 class OpenVinoModel:
@@ -64,13 +48,8 @@ class OpenVinoModel:
         return [answers[spec.name] for spec in self._interface.outputs]
 
     @property
-    def layers(self) -> list[Layer]:
-        """The layers that compute floating-point numbers, in their order; layers that move numbers are left out."""
-        found = []
-        for node in self._backend.compiled.get_runtime_model().get_ordered_ops():
-            about = {name: node.get_rt_info()[name].astype(str) for name in ("layerType", "runtimePrecision")}
-            steps = node.get_rt_info()["originalLayersNames"].astype(str).split(",")
-            if about["runtimePrecision"] in PRECISIONS and about["layerType"] not in MOVING:
-                precision = PRECISIONS[about["runtimePrecision"]]
-                found.append(Layer(kind=about["layerType"], precision=precision, steps=tuple(filter(None, steps))))
-        return found
+    def precisions(self) -> list[str]:
+        """The precision ("fp32", "fp16", "bf16") of each layer that computes floating-point numbers, not only moves them."""
+        layers = [node.get_rt_info() for node in self._backend.compiled.get_runtime_model().get_ordered_ops()]
+        found = [layer["runtimePrecision"].astype(str) for layer in layers if layer["layerType"].astype(str) not in MOVING]
+        return [PRECISIONS[precision] for precision in found if precision in PRECISIONS]

@@ -15,21 +15,13 @@ USER_TICKS = 11  # place of utime, which stime follows, behind the name in /proc
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a process.
+    """One sample of a process."""
 
-    Attributes:
-        at_s: time of the sample on time.monotonic()'s clock.
-        resident_mb: resident memory in MB.
-        descriptors: number of open files and sockets.
-        threads: number of threads.
-        cpu_s: processor time since the process began, in seconds.
-    """
-
-    at_s: float
-    resident_mb: float
-    descriptors: int
-    threads: int
-    cpu_s: float = 0.0
+    at_s: float  # time of the sample on time.monotonic()'s clock
+    resident_mb: float  # resident memory in MB
+    descriptors: int  # number of open files and sockets
+    threads: int  # number of threads
+    cpu_s: float = 0.0  # processor time since the process began, in seconds
 
 
 def look(pid: int) -> Sample:
@@ -55,3 +47,21 @@ def watch(pid: int, every_s: float, stop: threading.Event, samples: list[Sample]
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):  # a process that has just ended has no memory
         while not stop.wait(every_s):
             samples.append(look(pid))
+
+
+def process_tree(pid: int) -> list[int]:
+    """Ids of a process and of all its descendants."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return [pid, *(found for child in children for found in process_tree(int(child)))]
+
+
+def processor_us(pid: int) -> float:
+    """Processor time of a process's living threads, in microseconds."""
+    spent = [path.read_text(encoding="ascii").split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(map(int, spent)) / 1e3
+
+
+def proportional_kib(pid: int) -> int:
+    """Proportional memory of a process (PSS), in KiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -7,32 +7,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from halfserve.serve.benchmark.load.spec import LoadEndpoint
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 
 STOP_S = 60.0
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running server.
+    """A running server."""
 
-    Attributes:
-        process: process of the operating system.
-        address: HOST:PORT of gRPC.
-        http_address: HOST:PORT of REST.
-        log: file with its standard error.
-    """
-
-    process: subprocess.Popen[str]
-    address: str
-    http_address: str
-    log: IO[bytes]
+    process: subprocess.Popen[str]  # process of the operating system
+    address: str  # HOST:PORT of gRPC
+    http_address: str  # HOST:PORT of REST
+    log: IO[bytes]  # file with its standard error
 
     def endpoint(self, path: str) -> LoadEndpoint:
         """A method of the server, for a load generator."""
@@ -91,6 +85,24 @@ def server_process(
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+@contextmanager
+def served(
+    model: Path,
+    rows: int,
+    threads: int,
+    options: RequestSettings | None = None,
+    flags: Sequence[str] = (),
+    placement: str = "--cpu",
+) -> Iterator[LoadTarget]:
+    """A load target for a server of a model file, with batches of up to `rows`; see `server_process`."""
+    size = ("--max-batch-size", str(rows))
+    with (
+        server_process(model, *size, *flags, placement=placement, threads=threads) as server,
+        LoadTarget(server.address, [model.stem], options or RequestSettings()) as contestant,
+    ):
+        yield contestant
 
 
 def _ports(process: subprocess.Popen[str]) -> dict[str, int]:

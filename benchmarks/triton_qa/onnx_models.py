@@ -1,8 +1,9 @@
-"""ONNX models in place of those that the QA's generators write: sums and differences, identities, sequences."""
+"""ONNX models in place of those that the QA's generators write: sums and differences, identities, reshapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -10,6 +11,7 @@ from onnx import TensorProto, helper
 
 from benchmarks.triton_qa.suite import Builder
 
+Shapes = Sequence[Sequence[int]]
 TYPES = {
     "int8": TensorProto.INT8,
     "int16": TensorProto.INT16,
@@ -41,6 +43,19 @@ def tensors(kind: str, values: Sequence[tuple[str, str, Sequence[int]]], *, firs
         for index, (name, dtype, dims) in enumerate(values)
     ]
     return f"{kind} [ {', '.join(entries)} ]\n"
+
+
+def heading(name: str, platform: str, batch: int, policy: str = "") -> str:
+    """The first lines of a configuration."""
+    text = f'name: "{name}"\nplatform: "{platform}"\nmax_batch_size: {batch}\n'
+    return text + (f"version_policy: {{ {policy} }}\n" if policy else "")
+
+
+def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
+    """A step of an ensemble; the pairs are the model's tensors and the ensemble's."""
+    maps = [f'input_map {{ key: "{key}" value: "{tensor}" }}' for key, tensor in inputs.items()]
+    maps += [f'output_map {{ key: "{key}" value: "{tensor}" }}' for key, tensor in outputs.items()]
+    return f'{{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}'
 
 
 def save(graph: onnx.GraphProto, folder: Path) -> None:
@@ -94,8 +109,7 @@ def add_sub(
         for version in versions:
             _save_add_sub(folder / str(version), took, gave, batch, dims, output=output, is_swapped=swaps and version > 1)
         outputs = [(f"{output}{index}", dtype, dims) for index, dtype in enumerate(gave)]
-        config = f'name: "{folder.name}"\nplatform: "onnxruntime_onnx"\nmax_batch_size: {batch}\n'
-        config += f"version_policy: {{ {policy} }}\n" if policy else ""
+        config = heading(folder.name, "onnxruntime_onnx", batch, policy)
         config += tensors("input", [("INPUT0", took, dims), ("INPUT1", took, dims)])
         config += tensors("output", outputs, first_extra=LABELLED)
         config += "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
@@ -130,7 +144,7 @@ def identity(
         inputs = [value(f"INPUT{index}", dtype, dims, batch=batch) for index in range(count)]
         outputs = [value(f"OUTPUT{index}", dtype, dims, batch=batch) for index in range(count)]
         save(helper.make_graph(nodes, "identity", inputs, outputs), folder / "1")
-        config = f'name: "{folder.name}"\nplatform: "onnxruntime_onnx"\nmax_batch_size: {batch}\n'
+        config = heading(folder.name, "onnxruntime_onnx", batch)
         config += tensors("input", [(f"INPUT{index}", dtype, dims) for index in range(count)])
         config += tensors("output", [(f"OUTPUT{index}", dtype, dims) for index in range(count)])
         (folder / "config.pbtxt").write_text(config + extra)
@@ -179,8 +193,7 @@ def add_sub_ensembles(
             if kind == "fan":
                 for index, dtype in enumerate(gave):
                     steps.append(_step(_nop_name(dtype, batch, dims), (own_outputs[index],) * 2, (f"OUTPUT{index}",)))
-            config = f'name: "{folder.name}"\nplatform: "ensemble"\nmax_batch_size: {batch}\n'
-            config += f"version_policy: {{ {policy} }}\n" if policy else ""
+            config = heading(folder.name, "ensemble", batch, policy)
             config += tensors("input", [("INPUT0", took, dims), ("INPUT1", took, dims)])
             outputs = [(f"OUTPUT{index}", dtype, dims) for index, dtype in enumerate(gave)]
             config += tensors("output", outputs, first_extra=LABELLED if kind == "fan" else "")  # the others have their model's
@@ -191,9 +204,8 @@ def add_sub_ensembles(
 
 
 def _step(model: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    taken = " ".join(f'input_map {{ key: "INPUT{index}" value: "{name}" }}' for index, name in enumerate(inputs))
-    given = " ".join(f'output_map {{ key: "OUTPUT{index}" value: "{name}" }}' for index, name in enumerate(outputs))
-    return f'{{ model_name: "{model}" model_version: -1 {taken} {given} }}'
+    taken = {f"INPUT{index}": name for index, name in enumerate(inputs)}
+    return step(model, taken, {f"OUTPUT{index}": name for index, name in enumerate(outputs)})
 
 
 def scalar(dims: Sequence[int]) -> Builder:
@@ -209,3 +221,88 @@ def scalar(dims: Sequence[int]) -> Builder:
         (folder / "config.pbtxt").write_text(text)
 
     return build
+
+
+def reshaping(
+    dtype: str,
+    given: Shapes,
+    inner: Shapes,
+    *,
+    outputs: Shapes | None = None,
+    prefix: str = "onnx",
+    batch: int = 8,
+    name: str = "",
+) -> Builder:
+    """Builder of an identity whose inputs are reshaped on their way to it.
+
+    Args:
+        dtype: data type of all tensors.
+        given: shapes of the inputs as clients send them, without the batch.
+        inner: shapes of the file's inputs and outputs.
+        outputs: shapes of the outputs as clients get them; those of the inputs without them.
+        prefix: the start of the name that the QA gives the model.
+        batch: the largest batch; 0 without batches.
+        name: the model's name; the QA's own without one.
+    """
+
+    def build(_qa: Path, repository: Path) -> None:
+        folder = repository / (name or model_name(("zero", str(len(given)), dtype), batch=batch, prefix=prefix))
+        nodes = [helper.make_node("Identity", [f"INPUT{index}"], [f"OUTPUT{index}"]) for index in range(len(inner))]
+        inputs, results = (
+            [value(f"{kind}{index}", dtype, shape, batch=batch) for index, shape in enumerate(inner)]
+            for kind in ("INPUT", "OUTPUT")
+        )
+        save(helper.make_graph(nodes, "reshape", inputs, results), folder / "1")
+        _write_config(folder, "onnxruntime_onnx", batch, dtype, given, outputs or given, inner)
+
+    return build
+
+
+def reshape_ensembles(given: Shapes, inner: Shapes, *, outputs: Shapes | None = None, batch: int = 8) -> Builder:
+    """Builder of the QA's ensembles of float32 that reshape, with their steps.
+
+    "simple" has a step of the inner shape; "sequence" flattens the tensor in one step and restores it in the next; "fan" has a
+    step of any size in between.
+    """
+    dtype = "float32"
+
+    def build(qa: Path, repository: Path) -> None:
+        for kind in ("simple", "sequence", "fan"):
+            folder = repository / model_name(("zero", str(len(given)), dtype), batch=batch, prefix=f"{kind}_reshape")
+            (folder / "1").mkdir(parents=True)
+            steps = []
+            for index, shape in enumerate(inner):
+                chain = _steps(kind, shape, batch)
+                names = [f"INPUT{index}", *(f"between{index}_{number}" for number in range(1, len(chain))), f"OUTPUT{index}"]
+                for (name, *shapes), source, target in zip(chain, names, names[1:], strict=False):
+                    if not (repository / name).exists():
+                        taken, held, left = shapes
+                        reshaping(dtype, [taken], [held], outputs=[left], batch=batch, name=name)(qa, repository)
+                    steps.append(_step(name, (source,), (target,)))
+            _write_config(folder, "ensemble", batch, dtype, given, outputs or given, inner)
+            with (folder / "config.pbtxt").open("a") as config:
+                config.write(f"ensemble_scheduling {{ step [ {', '.join(steps)} ] }}\n")
+
+    return build
+
+
+def _steps(kind: str, shape: Sequence[int], batch: int) -> list[tuple[str, Sequence[int], Sequence[int], Sequence[int]]]:
+    """The steps of one tensor: name, shape that is taken, shape within, and shape that is given on."""
+    end = f"{batch}_{'_'.join(map(str, shape))}"
+    if kind == "simple":
+        return [(f"nop_{end}", shape, shape, shape)]
+    flat = [math.prod(shape)]
+    between = [(f"nop_{batch}_any", [-1], [-1], [-1])] if kind == "fan" else []
+    return [(f"nop_tunnel_in_{end}", shape, flat, flat), *between, (f"nop_tunnel_out_{end}", flat, shape, shape)]
+
+
+def _write_config(folder: Path, platform: str, batch: int, dtype: str, inputs: Shapes, outputs: Shapes, inner: Shapes) -> None:
+    text = heading(folder.name, platform, batch)
+    for kind, shapes in (("input", inputs), ("output", outputs)):
+        entries = [
+            f'{{ name: "{kind.upper()}{index}" data_type: {config_type(dtype)} dims: {list(shape)} '
+            + (f"reshape {{ shape: {list(held)} }} }}" if list(held) != list(shape) else "}")
+            for index, (shape, held) in enumerate(zip(shapes, inner, strict=True))
+        ]
+        text += f"{kind} [ {', '.join(entries)} ]\n"
+    (folder / "config.pbtxt").write_text(text)

@@ -159,3 +159,34 @@ def _stand_in(model: Path) -> None:
     for version in versions or [model / "1"]:
         version.mkdir(exist_ok=True)
         shutil.copy(code, version / "model.py")
+
+
+DECOUPLED = "model_transaction_policy { decoupled: True }"
+SQUARE = stand_in(
+    "square",
+    "square_int32",
+    f"""max_batch_size: 0
+input [ {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+output [ {{ name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+{DECOUPLED}""",
+)
+
+
+def repeat(name: str, policy: str = "") -> Builder:
+    """Builder of a model that answers with each element of IN."""
+    return stand_in(
+        "repeat",
+        name,
+        f"""max_batch_size: 0
+input [
+  {{ name: "IN" data_type: TYPE_INT32 dims: [ -1 ] }},
+  {{ name: "DELAY" data_type: TYPE_UINT32 dims: [ -1 ] }},
+  {{ name: "WAIT" data_type: TYPE_UINT32 dims: [ 1 ] }}
+]
+output [ {{ name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }}, {{ name: "IDX" data_type: TYPE_UINT32 dims: [ 1 ] }} ]
+instance_group [ {{ kind: KIND_CPU }} ]
+{policy}""",
+    )
+
+
+REPEAT, NOT_DECOUPLED_REPEAT = repeat("repeat_int32", DECOUPLED), repeat("repeat_int32")

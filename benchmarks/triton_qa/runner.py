@@ -25,21 +25,13 @@ NO_END = "the method did not end in time"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Outcome of one test method.
+    """Outcome of one test method."""
 
-    Attributes:
-        name: the method's, with its class.
-        outcome: passed, failed or skipped.
-        error: the first line of the error of a failed method.
-        is_text: whether the method failed because an error has other words than it expects.
-        seconds: how long it took.
-    """
-
-    name: str
-    outcome: str
-    error: str = ""
-    is_text: bool = False
-    seconds: float = 0.0
+    name: str  # the method's, with its class
+    outcome: str  # passed, failed or skipped
+    error: str = ""  # the first line of the error of a failed method
+    is_text: bool = False  # whether the method failed because an error has other words than it expects
+    seconds: float = 0.0  # how long it took
 
 
 class SuiteRun:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import NodeProto, TensorProto, helper
 
-from benchmarks.triton_qa.onnx_models import TYPES, config_type, identity, save, tensors, value
+from benchmarks.triton_qa.onnx_models import TYPES, config_type, heading, identity, save, step, tensors, value
 from benchmarks.triton_qa.suite import Builder
 
 CONTROLS = ("START", "READY")
@@ -64,7 +64,7 @@ def _sequence(
             nodes = _nodes(TYPES[tensor], has_state=has_state)
         save(helper.make_graph(nodes, "sequence", inputs, outputs), folder / "1")
         (folder / "config.pbtxt").write_text(
-            f'name: "{folder.name}"\nplatform: "onnxruntime_onnx"\nmax_batch_size: {batch}\n'
+            heading(folder.name, "onnxruntime_onnx", batch)
             + tensors("input", [("INPUT", tensor, dims)])
             + tensors("output", [("OUTPUT", tensor, dims)])
             + f"instance_group [ {{ kind: KIND_CPU count: {count} }} ]\n"
@@ -120,23 +120,16 @@ def sequence_ensembles(dtype: str, *, batch: int, dims: Sequence[int] = (1,)) ->
             folder = repository / f"{kind}_{inner}"
             (folder / "1").mkdir(parents=True)
             first, last = ("INPUT" if kind == "simple" else "passed"), ("before_end" if kind == "fan" else "OUTPUT")
-            steps = [_step(inner, "INPUT", first, "OUTPUT", last)]
+            steps = [step(inner, {"INPUT": first}, {"OUTPUT": last})]
             if kind != "simple":
-                steps.insert(0, _step(passing, "INPUT0", "INPUT", "OUTPUT0", first))
+                steps.insert(0, step(passing, {"INPUT0": "INPUT"}, {"OUTPUT0": first}))
             if kind == "fan":
-                steps.append(_step(passing, "INPUT0", last, "OUTPUT0", "OUTPUT"))
+                steps.append(step(passing, {"INPUT0": last}, {"OUTPUT0": "OUTPUT"}))
             (folder / "config.pbtxt").write_text(
-                f'name: "{folder.name}"\nplatform: "ensemble"\nmax_batch_size: {batch}\n'
+                heading(folder.name, "ensemble", batch)
                 + tensors("input", [("INPUT", dtype, dims)])
                 + tensors("output", [("OUTPUT", dtype, dims)])
                 + f"ensemble_scheduling {{ step [ {', '.join(steps)} ] }}\n"
             )
 
     return build
-
-
-def _step(model: str, takes: str, taken: str, gives: str, given: str) -> str:
-    return (
-        f'{{ model_name: "{model}" model_version: -1 input_map {{ key: "{takes}" value: "{taken}" }} '
-        f'output_map {{ key: "{gives}" value: "{given}" }} }}'
-    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import print as show
 from torch.utils.data import DataLoader
 
 from halfserve.examples.digits.data import data
@@ -17,26 +18,29 @@ from halfserve.examples.digits.data import data
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfserve.amp_core.integrations.late_update import LateUpdate
+
 POLICY = "cuda"  # the documented CUDA lists, on any device
 LEARNING_RATE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """The result of a training.
+    """The result of a training."""
 
-    Attributes:
-        accuracy: The share of the held-out digits that are recognized.
-        skipped: The number of steps skipped because a gradient was not finite.
-        scale: The loss scale at the end.
-    """
-
-    accuracy: float
-    skipped: int
-    scale: float
+    accuracy: float  # the share of the held-out digits that are recognized
+    skipped: int  # the number of steps skipped because a gradient was not finite
+    scale: float  # the loss scale at the end
 
     def __str__(self) -> str:
         return f"{self.accuracy:.1%} of the held-out digits recognized; {self.skipped} steps skipped; scale {self.scale:g}"
+
+
+def outcome(model: nn.Module, skipped: int, scaler: LateUpdate | None) -> TrainingOutcome:
+    """Measure the trained model, and print the outcome."""
+    result = TrainingOutcome(accuracy=accuracy(model), skipped=skipped, scale=scaler.get_scale() if scaler else 1.0)
+    show(str(result))
+    return result
 
 
 def batches() -> DataLoader[Any]:

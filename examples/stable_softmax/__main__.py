@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -55,38 +55,23 @@ TEXTBOOK: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxCase:
-    """One row of logits, or a batch of rows for the cross-entropy.
+    """One row of logits, or a batch of rows for the cross-entropy."""
 
-    Attributes:
-        title: What is hard about them.
-        function: `softmax`, `log_softmax` or `cross_entropy`.
-        logits: float16, shape (n, classes).
-        allowed: False takes all entries out.
-    """
-
-    title: str
-    function: str
-    logits: Tensor
-    allowed: bool = True
+    title: str  # what is hard about them
+    function: str  # `softmax`, `log_softmax` or `cross_entropy`
+    logits: Tensor  # float16, shape (n, classes)
+    allowed: bool = True  # False takes all entries out
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxErrors:
-    """The largest errors of a case's results, in units of float16's resolution; NaN or infinite if a result is.
+    """The largest errors of a case's results, in units of float16's resolution; NaN or infinite if a result is."""
 
-    Attributes:
-        case: What was computed.
-        naive: The textbook formula in float16.
-        stable_in_float16: `stable.py`, computing in float16.
-        stable: `stable.py`, computing in float32, as it does by default.
-        torch: `torch.nn.functional` on float16 tensors.
-    """
-
-    case: SoftmaxCase
-    naive: float
-    stable_in_float16: float
-    stable: float
-    torch: float
+    case: SoftmaxCase  # what was computed
+    naive: float  # the textbook formula in float16
+    stable_in_float16: float  # `stable.py`, computing in float16
+    stable: float  # `stable.py`, computing in float32, as it does by default
+    torch: float  # `torch.nn.functional` on float16 tensors
 
 
 def cases() -> list[SoftmaxCase]:
@@ -125,18 +110,10 @@ def measure(case: SoftmaxCase) -> SoftmaxErrors:
     )
 
 
-def measure_all() -> Iterator[SoftmaxErrors]:
-    return map(measure, cases())
-
-
 def error_in_units(result: Tensor, exact: Tensor) -> float:
     """The largest error of a result in units of float16's resolution: of eps = 2^-10 of the exact value, or of 2^-24 near 0.
 
-    A correctly rounded result has an error of at most half a unit.
-
-    Args:
-        result: Any floating dtype.
-        exact: float64, of the same shape.
+    A correctly rounded result has an error of at most half a unit. `exact` is float64, of the result's shape.
     """
     # Beyond float16's range, infinity is the correctly rounded value.
     rounded = exact.half().double()
@@ -150,12 +127,7 @@ def _row(*logits: float) -> Tensor:
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-COLUMNS = {
-    "naive": "textbook",
-    "stable_in_float16": "stable/fp16",
-    "stable": "stable/fp32",
-    "torch": "torch",
-}
+COLUMNS = {"naive": "textbook", "stable_in_float16": "stable/fp16", "stable": "stable/fp32", "torch": "torch"}
 
 
 @app.command()
@@ -164,7 +136,7 @@ def run(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
     Example: python -m halfserve.examples.stable_softmax
     """
-    rows = list(measure_all())
+    rows = [measure(case) for case in cases()]
     if as_json:
         typer.echo(json.dumps({"unit": "float16 resolution", "cases": [_json(row) for row in rows]}))
         return

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfserve.export.export_errors import UsageError
-from halfserve.export.half_types import HalfName
-from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
+from halfserve.export.half_types import FP16_SMALLEST_NORMAL, HalfName
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
-# The largest scaled error by default, by the candidate's type: see `Budget` and `usual_budget`.
+# The largest scaled error by default, by the candidate's type: see `Budget` and `usual_budgets`.
 MAX_SCALED_ERROR: dict[HalfName, float] = {"float16": 0.01, "bfloat16": 0.04}
 # With fewer rows, a single differing row is too large a share.
 FEWEST_ROWS = 10
@@ -131,7 +130,7 @@ class Budget:
     Attributes:
         max_scaled_error: Largest error divided by the reference's largest magnitude, per kind of columns (see
             `halfserve.export.verification.error_units`). The default, 0.01, is float16's: twenty of its roundings (2**-11 each)
-            of that magnitude; sound conversions measure 0.0004 to 0.0015. See `usual_budget` for bfloat16's.
+            of that magnitude; sound conversions measure 0.0004 to 0.0015. See `usual_budgets` for bfloat16's.
         max_abs_error: Largest absolute error; replaces `max_scaled_error` when given.
         min_agreement: Least share of rows with the reference's argmax (of equal elements in integer outputs), 0 to 1. Below 1,
             a single differing row among ten or more is allowed where it is a near-tie (see `allowed_near_ties`).
@@ -160,37 +159,24 @@ class Budget:
             raise UsageError(f"min_agreement is {self.min_agreement}; expected a share from 0 to 1")
 
 
-def usual_budget(
-    precision: HalfName,
-    *,
-    max_scaled_error: float | None = None,
-    max_abs_error: float | None = None,
-    min_agreement: float = Budget.min_agreement,
-) -> Budget:
-    """A budget whose largest scaled error is by default that of a type: 0.01 for float16, 0.04 for bfloat16.
-
-    bfloat16 rounds eight times as coarsely (2**-8). Sound conversions measure 0.003 to 0.03; models that do not stand it, such
-    as sharp attention and differences of large numbers, 0.1 and more.
-    """
-    return Budget(
-        max_scaled_error=MAX_SCALED_ERROR[precision] if max_scaled_error is None else max_scaled_error,
-        max_abs_error=max_abs_error,
-        min_agreement=min_agreement,
-    )
-
-
 def usual_budgets(
     *,
     max_scaled_error: float | None = None,
     max_abs_error: float | None = None,
     min_agreement: float = Budget.min_agreement,
 ) -> dict[HalfName, Budget]:
-    """The `usual_budget` of each type."""
+    """The budget of each type, whose largest scaled error is by default 0.01 for float16 and 0.04 for bfloat16.
+
+    bfloat16 rounds eight times as coarsely (2**-8). Sound conversions measure 0.003 to 0.03; models that do not stand it, such
+    as sharp attention and differences of large numbers, 0.1 and more.
+    """
     return {
-        precision: usual_budget(
-            precision, max_scaled_error=max_scaled_error, max_abs_error=max_abs_error, min_agreement=min_agreement
+        precision: Budget(
+            max_scaled_error=usual if max_scaled_error is None else max_scaled_error,
+            max_abs_error=max_abs_error,
+            min_agreement=min_agreement,
         )
-        for precision in MAX_SCALED_ERROR
+        for precision, usual in MAX_SCALED_ERROR.items()
     }
 
 
@@ -275,14 +261,9 @@ def adversarial_violations(
     """Describe what is over budget on an adversarial sample.
 
     Non-finite values count as usual, and errors up to `adversarial_factor` times the limit are allowed. Agreement is not
-    judged: the classes of such samples mean nothing.
-
-    Args:
-        figures: The figures on that sample.
-        usual_scale: The output's unit on the user's samples. Errors are divided by the larger of the two scales, since every
-            rounding is large beside an answer that vanishes. The units of kinds of columns include that already.
-        budget: The limits.
-        smallest: The smallest number that the candidate's type holds with all digits.
+    judged: the classes of such samples mean nothing. Errors are divided by the larger of the output's scale there and its unit
+    on the user's samples, `usual_scale`, since every rounding is large beside an answer that vanishes; the units of kinds of
+    columns include that already. `smallest` is the smallest number that the candidate's type holds with all digits.
     """
     broken = _non_finite(figures, budget)
     if not figures.floating or not math.isfinite(figures.max_abs_error):

@@ -13,8 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from halfserve.export.certificate.budget import NO_HEADROOM, Budget, ErrorFigures
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.half_types import HalfName
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.half_types import FP16_MAX, HalfName
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
 from halfserve.protos.certificates import SCHEMA, certificate_sha256
 

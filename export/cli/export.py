@@ -24,8 +24,13 @@ from halfserve.export.cli.shared_options import (
     dynamic_sizes,
     precisions_of,
 )
-from halfserve.export.conversion_options import ModuleConversionOptions, SearchOptions, VerificationOptions, conversion
-from halfserve.export.sources.source_options import SourceOptions
+from halfserve.export.conversion_options import (
+    ModuleConversionOptions,
+    SearchOptions,
+    SourceOptions,
+    VerificationOptions,
+    conversion,
+)
 from halfserve.option_groups import takes_option_groups
 
 if TYPE_CHECKING:

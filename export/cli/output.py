@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,19 @@ from rich.text import Text
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.certificate.table import certificate_table
 from halfserve.export.file_conversion import Converted, SearchFailed
-from halfserve.export.placement.audit import placement_lines, placement_table
 from halfserve.protos.certificates import SAMPLES
 
 if TYPE_CHECKING:
     from halfserve.export.onnx_fp16.conversion_report import ConversionReport, KeptNode
-    from halfserve.export.search.result import SearchResult
+    from halfserve.export.placement.audit import Placement
+    from halfserve.export.placement.cuda_kernels import CudaWarning
+    from halfserve.export.search.result import KeptNodeCost, SearchResult
 
 SHOWN = 20  # rows of a table; the rest is counted
 EXAMPLES = 3  # nodes named for one reason
+LISTED = 8  # entries of a list within a line
+NODES_SHOWN = 40  # nodes of a search
+COSTS = ("alone", "at\noutputs", "casts", "bytes")  # columns of a search's nodes
 SECONDS_BETWEEN_LINES = 10.0
 SEARCH = "searching"  # a search may take long, so its first line appears at once
 
@@ -55,13 +61,7 @@ def explain(console: Console, error: BudgetExceeded) -> None:
     """Print the figures of a model that is over budget, and the best result of a search."""
     console.print(certificate_table(error.certificate))
     if isinstance(error, SearchFailed):
-        console.print(_search_table(error.search))
-
-
-def _search_table(found: SearchResult) -> Group:
-    from halfserve.export.search.result import search_table  # noqa: PLC0415  (needed only after a search)
-
-    return search_table(found)
+        console.print(search_table(error.search))
 
 
 def as_plain(done: Converted) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
         )
     )
     if done.search is not None:
-        console.print(_search_table(done.search))
+        console.print(search_table(done.search))
     if isinstance(placed, str):
         lines = [f"placement {placed}"]
     elif in_full:
@@ -215,8 +215,112 @@ def _ended(table: Table, total: int) -> Table:
     return table
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _counted(count: int, noun: str, form: str = "") -> str:
+    return f"{count:{form}} {noun}" if count == 1 else f"{count:{form}} {noun}s"
+
+
+def placement_lines(placement: Placement) -> list[str]:
+    """The placement in a few lines: nodes per provider, casts, copies, islands, and CUDA's warnings."""
+    nodes = ", ".join(f"{sum(counts.values())} on {_provider(name)}" for name, counts in placement.assigned.items()) or "none"
+    casts = f"casts {placement.casts_in_file} in the file"
+    if placement.casts_at_runtime is not None:
+        casts += f", {placement.casts_at_runtime} when it runs; copies {placement.copies}"
+    lines = [f"placement {nodes}; {casts}; float32 islands {len(placement.islands)}"]
+    lines += [f"runtime   {crash}" for crash in placement.crashes]
+    lines += [f"on CUDA   {line}" for line in _cuda_lines(placement.cuda)]
+    return lines
+
+
+def placement_table(placement: Placement) -> Group:
+    """The whole placement: operators per provider, islands with their reasons, and CUDA's warnings."""
+    providers = _new_table(
+        f"placement by ONNX Runtime {placement.runtime} at {placement.level}", "provider", "nodes", "operators"
+    )
+    for name, counts in placement.assigned.items():
+        _add(providers, _provider(name), str(sum(counts.values())), _kinds(counts))
+    islands = _new_table("float32 islands", "reason and nodes", "operators")
+    for island in placement.islands:
+        names = ", ".join(island.nodes[:LISTED]) + (
+            f" and {len(island.nodes) - LISTED} more" if len(island.nodes) > LISTED else ""
+        )
+        reason = "; ".join(island.reasons) or "the model has it so"
+        _add(islands, f"{reason}\n  {names}", _kinds(island.op_types))
+    return Group(providers, *([islands] if placement.islands else []), *(Text(line) for line in placement_lines(placement)))
+
+
+def _cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
+    texts = Counter(warning.text for warning in warnings)
+    first = {warning.text: warning.node for warning in reversed(warnings)}
+    lines = [f"{first[text]}{f' and {count - 1} more' if count > 1 else ''}: {text}" for text, count in texts.most_common()]
+    return [*lines[:LISTED], *([f"{len(lines) - LISTED} more kinds of nodes"] if len(lines) > LISTED else [])]
+
+
+def _kinds(counts: dict[str, int]) -> str:
+    most = Counter(counts).most_common()
+    text = ", ".join(name if count == 1 else f"{count} {name}" for name, count in most[:LISTED])
+    return text + (f" and {len(most) - LISTED} more kinds" if len(most) > LISTED else "")
+
+
+def _provider(provider: str) -> str:
+    return provider.removesuffix("ExecutionProvider")
+
+
+def search_table(result: SearchResult) -> Group:
+    """Render the nodes to keep where they meet the budget, the totals, and what is over budget."""
+    spent = f"{_counted(result.runs, 'run', ',')}, {result.seconds / 60:.1f} min"
+    lines = [f"searched  {_counted(result.candidates, 'node', ',')} in {spent}: {_outcome(result)}"]
+    lines += [f"over      {text}" for text in result.violations[:NODES_SHOWN]]
+    if result.explanation:
+        lines.append(f"note      {result.explanation}")
+    texts = [Text(line) for line in lines]
+    return Group(_needed(result), *texts) if result.kept and result.passed else Group(*texts)
+
+
+def _outcome(result: SearchResult) -> str:
+    count = len(result.node_block_list)
+    if not result.passed:
+        return f"none is enough, not even all {count} in float32"
+    if not count:
+        return "all can be float16"
+    return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough, perhaps fewer"
+
+
+def _needed(result: SearchResult) -> Table:
+    table = Table(
+        title=Text(f"{_counted(len(result.kept), 'node', ',')} to keep in float32"),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=0,
+        show_edge=False,
+    )
+    rows = [_cells(kept) for kept in result.kept[:NODES_SHOWN]]
+    # A narrow terminal has no room for empty columns.
+    shown = [place for place in range(len(COSTS)) if any(row[place] for row in rows)]
+    table.add_column("node and reason", overflow="fold")
+    for place in shown:
+        table.add_column(COSTS[place], justify="right", no_wrap=True)
+    for kept, row in zip(result.kept, rows, strict=False):
+        where = " ".join(part for part in (kept.module, kept.source) if part)
+        _add(table, _story(f"{kept.node} ({kept.op_type})", where, kept.reason), *(row[place] for place in shown))
+    if len(result.kept) > NODES_SHOWN:
+        table.caption = Text(f"and {len(result.kept) - NODES_SHOWN} more; --json lists all")
+        table.caption_justify = "left"
+    return table
+
+
+def _cells(kept: KeptNodeCost) -> tuple[str, ...]:
+    return (
+        _error_cell(kept.local_error),
+        _error_cell(kept.propagated_error),
+        f"{kept.cost.casts:+d}" if kept.cost.casts else "",
+        f"{kept.cost.weight_bytes:,}" if kept.cost.weight_bytes else "",
+    )
+
+
+def _error_cell(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f"{error:.1e}" if math.isfinite(error) else "NaN or inf"
 
 
 @contextmanager

@@ -86,12 +86,9 @@ class VerdictFiles:
     def beside(self, *others: Path | None) -> Beside:
         """The files to write with a model: its certificate as JSON, and as an HTML page.
 
-        Args:
-            others: The files that the command reads or writes besides.
-
         Raises:
             UsageError: `html` without a certificate.
-            ExportError: One of the two cannot be written.
+            ExportError: One of the two cannot be written, or is one of the `others`, which the command reads or writes besides.
         """
         if self.html and self.certificate is None:
             raise UsageError("--html writes its page beside the certificate; give --certificate PATH too")
@@ -203,15 +200,10 @@ def dynamic_sizes(options: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def require_output(path: Path | None, what: str, *, others: Iterable[Path | None]) -> None:
-    """Check before any work is done that a file can be written.
-
-    Args:
-        path: The file; None for none.
-        what: What will be in it, such as "the certificate".
-        others: The files that the command reads or writes besides; None for absent ones.
+    """Check before any work is done that a file, if any, can be written; `what` will be in it, such as "the certificate".
 
     Raises:
-        ExportError: The file cannot be written, its folder does not exist, or it is one of the others.
+        ExportError: The file cannot be written, its folder does not exist, or it is one of the others that the command uses.
     """
     if path is None:
         return

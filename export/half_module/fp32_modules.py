@@ -16,8 +16,7 @@ from halfserve.amp_core.recorder import Record, RecordEntry
 from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.module_tensors import torch_dtype
-from halfserve.export.half_types import FP16, HalfType
-from halfserve.export.weight_ledger import FP16_MAX
+from halfserve.export.half_types import FP16, FP16_MAX, HalfType
 
 # The aten operation of each module class.
 MODULE_OPS: dict[type[nn.Module], str] = {
@@ -35,15 +34,11 @@ _COMPUTES = ("mm", "conv", "linear", "norm", "sum", "mean", "pow", "square", "ex
 
 
 def pinned_modules(module: nn.Module, policy: Policy | None = None) -> dict[str, str]:
-    """The submodules that compute in float32 for their own sake, not for a tensor in them.
+    """The submodules that compute in float32 for their own sake, not for a tensor in them: the reasons by dotted name.
 
-    - Modules whose operation the policy's own changes run in float32. A preset's lists do not count: they serve autocast, where
-      a cast is cheap; a user's addition is a measured need. `torch.nn.functional` calls inside a `forward` are not seen.
-    - Modules that a transformers model names in `_keep_in_fp32_modules`.
-    - Quantized modules, which take float32.
-
-    Returns:
-        Dotted module name -> the reason.
+    The policy pins modules whose operation its own changes run in float32. A preset's lists do not count: they serve autocast,
+    where a cast is cheap; a user's addition is a measured need. `torch.nn.functional` calls inside a `forward` are not seen. A
+    transformers model names modules in `_keep_in_fp32_modules`. Quantized modules take float32.
     """
     quantized = {
         name: "quantized: it takes float32"
@@ -81,12 +76,10 @@ def _by_model(module: nn.Module) -> dict[str, str]:
 
 
 def overflowing_modules(module: nn.Module, record: Record | None) -> tuple[dict[str, str], list[str]]:
-    """The submodules whose outputs in forward left float16's range during training.
+    """The submodules whose outputs in forward left float16's range during training: the reasons by dotted name.
 
-    A module without submodules (a Linear) passes its large outputs on, so the module around it stays float32 instead.
-
-    Returns:
-        Dotted module name -> the reason with the number; and warnings about the outermost module, which cannot stay float32.
+    A module without submodules (a Linear) passes its large outputs on, so the module around it stays float32 instead. Warnings
+    about the outermost module, which cannot stay float32, come second.
 
     Raises:
         ExportError: The record is of another model: it names none of this model's modules.

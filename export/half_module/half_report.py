@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from halfserve.export.half_module.module_tensors import Action, Kind
-from halfserve.export.weight_ledger import WeightLedger
+from halfserve.export.half_types import WeightLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,8 @@ class TensorDecision:
 class ModuleRepair:
     """A change of the float32 model, equal in exact arithmetic, after which float16 holds it better.
 
-    Attributes:
-        pass_name: "fold_batch_norm", "bake_parametrization" or "renormalise_embedding".
-        nodes: Dotted names of the changed submodules.
-        text: The change in words.
+    `pass_name` is "fold_batch_norm", "bake_parametrization" or "renormalise_embedding", and `nodes` are the changed submodules,
+    by dotted name.
     """
 
     pass_name: str

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from halfserve.export import weight_ledger
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import FP16, HalfType
-from halfserve.export.weight_ledger import WeightLedger
+from halfserve.export.half_types import FP16, HalfType, WeightLedger
+from halfserve.export.half_types import ledger_of as ledger_of_array
 
 Kind = Literal["parameter", "buffer", "attribute"]
 Action = Literal["halved", "saturated", "kept", "untouched"]
@@ -29,11 +28,8 @@ FREQUENCY_TABLE = re.compile(r"(^|\.|_)(inv_freqs?|inverse_frequenc(y|ies)|freqs
 class HeldTensor:
     """A tensor in a module.
 
-    Attributes:
-        name: The tensor's dotted name; `block.tables.0` for the first tensor of the list `block.tables`.
-        owner: Dotted name of the submodule that holds it.
-        kind: A parameter, a buffer, or an attribute: assigned without registration, so that `.half()` skips it.
-        tensor: The tensor.
+    Its dotted name is `block.tables.0` for the first tensor of the list `block.tables`, and `owner` that of the submodule that
+    holds it. An attribute is assigned without registration, so that `.half()` skips it.
     """
 
     name: str
@@ -97,7 +93,7 @@ def _joined(owner: str, name: str) -> str:
 def ledger_of(tensor: Tensor, half: HalfType = FP16) -> WeightLedger:
     """Count what rounding a floating torch tensor does to its elements."""
     values = tensor.detach()
-    return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True), half)
+    return ledger_of_array((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True), half)
 
 
 def decide(name: str, tensor: Tensor, ledger: WeightLedger, *, is_buffer: bool, half: HalfType = FP16) -> tuple[Action, str]:
@@ -138,7 +134,7 @@ def _reason_to_keep(name: str, tensor: Tensor, ledger: WeightLedger, half: HalfT
     if ledger.overflow:
         largest = tensor.detach().abs().max().item()
         return f"{ledger.overflow} of {tensor.numel()} values over {half.largest:g} (largest {largest:.3g})"
-    if ledger.flushed and ledger.flushed == _count(tensor != 0):
+    if ledger.flushed and ledger.flushed == int((tensor != 0).sum()):
         return f"every non-zero value is under {half.smallest_subnormal:.0g} and would become 0"
     if is_buffer and FREQUENCY_TABLE.search(name):
         return "a frequency table: its rounding error grows with the position"
@@ -160,7 +156,3 @@ def _is_additive_mask(tensor: Tensor) -> bool:
 def _loses_counts(tensor: Tensor, half: HalfType) -> bool:
     whole = tensor.isfinite().all() and (tensor == tensor.round()).all()
     return bool(whole) and bool((tensor.to(torch_dtype(half)).to(tensor.dtype) != tensor).any())
-
-
-def _count(mask: Tensor) -> int:
-    return int(mask.sum())

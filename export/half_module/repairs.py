@@ -87,12 +87,8 @@ def fold_batch_norm(module: nn.Module, may_fold: Callable[[str], bool], half: Ha
     """Fold each BatchNorm that only ever follows one convolution into it, in place; it becomes an Identity.
 
     The order of calls is read from a symbolic trace of the module, or of the submodules that can be traced. Modules with hooks,
-    modules used or tied elsewhere, and folds whose result is over the half type's range are skipped.
-
-    Args:
-        module: The model in evaluation mode.
-        may_fold: Whether a submodule, by its dotted name, may be changed.
-        half: The type that must hold the result.
+    modules used or tied elsewhere, those that `may_fold` denies by name, and folds whose result is over the half type's range
+    are skipped.
     """
     if not any(isinstance(part, _BatchNorm) for part in module.modules()):
         return []

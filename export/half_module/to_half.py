@@ -17,18 +17,15 @@ from halfserve.export.half_module.fp32_modules import make_island, overflowing_m
 from halfserve.export.half_module.half_report import HalfReport, TensorDecision, half_table
 from halfserve.export.half_module.module_tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
 from halfserve.export.half_module.repairs import bake, fold_batch_norm
-from halfserve.export.half_types import HalfName, HalfType, half_named
+from halfserve.export.half_types import HalfName, HalfType, WeightLedger, half_named
 from halfserve.export.to_onnx.forward_call import require_python
-from halfserve.export.weight_ledger import WeightLedger
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalfResult:
-    """A converted module and its report; `rich.print` shows the report as a table.
+    """A converted copy of a module, in evaluation mode, and its report; `rich.print` shows the report as a table.
 
-    Attributes:
-        module: A copy, in evaluation mode; floating inputs are expected in the half type, and outputs have it.
-        report: One decision per tensor.
+    Floating inputs are expected in the half type, and outputs have it.
     """
 
     module: nn.Module
@@ -183,13 +180,8 @@ def settle(
 ) -> tuple[list[TensorDecision], list[str]]:
     """Extend the "kept" decisions until no float32 module holds a half tensor and no tied tensor is both.
 
-    Args:
-        module: The module that the tensors belong to.
-        decisions: The decision about each tensor by itself.
-        pinned: Names of submodules that compute in float32 for their own sake.
-
-    Returns:
-        The decisions, and the outermost modules that must compute in float32, by name ("" is the module itself).
+    `pinned` names the submodules that compute in float32 for their own sake. The result are the decisions, and the names of the
+    outermost modules that must compute in float32 ("" is the module itself).
     """
     ties = _ties(module)
     while True:

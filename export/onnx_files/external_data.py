@@ -21,13 +21,7 @@ _PLACEHOLDER = "halfserve.placeholder"
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The place of one tensor's bytes.
-
-    Attributes:
-        location: The path relative to the model's folder, or the path of the model file itself.
-        offset: The offset from the file's start in bytes.
-        length: The length in bytes.
-    """
+    """The place of one tensor's bytes: offset and length in a file, whose path is relative to the model's folder."""
 
     location: str
     offset: int
@@ -35,12 +29,7 @@ class Stored:
 
 
 def stored_at(tensor: onnx.TensorProto, folder: Path, name: str) -> Stored:
-    """Read and check a tensor's reference to a file.
-
-    Args:
-        tensor: A tensor with external data.
-        folder: The model's folder.
-        name: The model, as errors call it.
+    """Read and check a tensor's reference to a file in the model's folder; `name` is the model's in errors.
 
     Raises:
         ExportError: The file is missing, too short, or outside of the model's folder, or the reference is invalid.
@@ -88,12 +77,7 @@ def location_of(tensor: onnx.TensorProto) -> str:
 
 
 def take_in(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
-    """Read an external tensor's bytes into its message.
-
-    Args:
-        tensor: A tensor with external data, in a file beside the model or at a checked absolute path.
-        folder: The model's folder.
-        name: The model, as errors call it.
+    """Read into its message an external tensor's bytes, from a file beside the model or at a checked absolute path.
 
     Raises:
         ExportError: See `stored_at`.
@@ -105,6 +89,10 @@ def take_in(tensor: onnx.TensorProto, folder: Path, name: str) -> None:
     else:
         stored = stored_at(tensor, folder, name)
         file, offset, length = folder / stored.location, stored.offset, stored.length
+    _read_in(tensor, file, offset, length)
+
+
+def _read_in(tensor: onnx.TensorProto, file: Path, offset: int, length: int) -> None:
     with file.open("rb") as data:
         data.seek(offset)
         tensor.raw_data = data.read(length)
@@ -205,12 +193,7 @@ def _mapped(tensor: onnx_ir.ExternalTensor, folder: Path) -> FileTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedModel:
-    """A model's message without its large initializers, and these initializers.
-
-    Attributes:
-        proto: The model's message; the initializers in `tensors` lack their bytes.
-        tensors: These initializers with their messages in `proto`, in the model's order.
-    """
+    """A model's message, and the large initializers that it lacks, each with its message in `proto`, in the model's order."""
 
     proto: onnx.ModelProto
     tensors: tuple[tuple[onnx_ir.TensorProtocol, onnx.TensorProto], ...]
@@ -265,16 +248,11 @@ def _pairs(
 ) -> Iterator[tuple[onnx_ir.TensorProtocol, onnx.TensorProto]]:
     for tensor in list(external_tensors(proto)):
         place = {entry.key: entry.value for entry in tensor.external_data}
-        del tensor.external_data[:]
+        if place["location"] != _PLACEHOLDER:  # a small tensor, or one of a Constant node, is part of the graph
+            length = int(place["length"]) if "length" in place else -1
+            _read_in(tensor, Path(place["location"]), int(place.get("offset", 0)), length)
+            continue
+        tensor.ClearField("external_data")
         tensor.ClearField("data_location")
-        if place["location"] != _PLACEHOLDER:
-            _read_bytes(tensor, place)
-        elif (taken := tensors[int(place["offset"])]) is not None:
+        if (taken := tensors[int(place["offset"])]) is not None:
             yield taken, tensor
-
-
-def _read_bytes(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
-    """Read a small tensor, or one of a Constant node, from its file: such tensors are part of the graph."""
-    with Path(place["location"]).open("rb") as file:
-        file.seek(int(place.get("offset", 0)))
-        tensor.raw_data = file.read(int(place["length"]) if "length" in place else -1)

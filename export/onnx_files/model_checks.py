@@ -47,13 +47,7 @@ _FIELDS: dict[int, tuple[str, int]] = {
 
 
 def no_model(name: str, head: bytes, reason: str = "") -> ExportError:
-    """The error for bytes that are no ONNX model, with a guess at what they are.
-
-    Args:
-        name: The model, as errors call it.
-        head: The first bytes.
-        reason: The fault, if known.
-    """
+    """The error for bytes that are no ONNX model, with a guess by their head at what they are, else the `reason`."""
     guess = next((text for start, text in _HEADS.items() if head.startswith(start)), reason)
     return ExportError(f"{name} is not an ONNX model or is damaged" + (f": {guess}" if guess else ""))
 
@@ -205,12 +199,8 @@ def _damaged(name: str, reason: str) -> ExportError:
 def require_complete_nodes(model: onnx.ModelProto, name: str, schema_of: Callable[[str], OpSchema | None]) -> None:
     """Check that nodes have the inputs, outputs, attributes and bodies that their operators need.
 
-    Nodes of functions are not checked: they may have another opset.
-
-    Args:
-        model: A model whose operators exist.
-        name: The model, as errors call it.
-        schema_of: Finds an operator by its type; None where it is the model's own.
+    Nodes of functions are not checked: they may have another opset. `schema_of` returns None for an operator of the model's
+    own.
 
     Raises:
         ExportError: A node is incomplete; the text says why.
@@ -256,10 +246,6 @@ def require_whole_tensors(model: onnx.ModelProto, name: str) -> None:
     """Check that tensors in the model's own file have as many values as type and shape state.
 
     A reader would fill up a short one with the bytes behind it in the file: another weight's. See `stored_at` for data files.
-
-    Args:
-        model: A model whose element types ONNX has.
-        name: The model, as errors call it.
 
     Raises:
         ExportError: A tensor has no type, a negative size, or another number of values.

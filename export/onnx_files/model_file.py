@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from halfserve.export.onnx_files.external_data import data_files, external_tenso
 from halfserve.export.onnx_files.model_checks import HEAD_BYTES, no_model, require_sound
 from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
 from halfserve.files.onnx_outline import DamagedFileError, without_large_tensors
+from halfserve.files.onnx_tensors import all_tensors
 from halfserve.protos.certificates import ModelDigests, model_digests
 
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
@@ -149,11 +151,7 @@ class ModelFile:
 
 
 def open_model(source: ModelSource, *, large_bytes: int = LARGE_BYTES) -> ModelFile:
-    """Open a model and check it, without reading the large tensors of a file.
-
-    Args:
-        source: A message, the bytes of one, or a path.
-        large_bytes: Size from which a tensor of a file is left in it.
+    """Open a message, the bytes of one, or a file, and check it; tensors of a file from `large_bytes` on are left in it.
 
     Raises:
         ExportError: The model is missing, unreadable, no ONNX model, damaged or too new, or lacks data files.
@@ -173,18 +171,6 @@ def open_model(source: ModelSource, *, large_bytes: int = LARGE_BYTES) -> ModelF
             stored_at(tensor, folder, name)
     locations = tuple(location for location in data_files(outline) if location != embedded)
     return ModelFile(name=name, path=path, outline=outline, locations=locations)
-
-
-def load_model(source: ModelSource) -> tuple[onnx.ModelProto, bytes]:
-    """The model as a message with all its tensors, and as bytes in one piece.
-
-    Data files become part of these bytes. Use `open_model` for large models, and for a hash of the file.
-
-    Raises:
-        ExportError: As `open_model`; or the model is over 2 GiB.
-    """
-    opened = open_model(source)
-    return opened.proto, opened.content
 
 
 def serialize(model: onnx.ModelProto) -> bytes:
@@ -290,3 +276,35 @@ def format_opset(ir_version: int) -> int:
     """The newest version of ONNX's operators that was released with this IR version or an older one."""
     fitting = [opset for _, version, opset, *_ in onnx.helper.VERSION_TABLE if version <= ir_version]
     return max(fitting, default=onnx.defs.onnx_opset_version())
+
+
+def growth(source: ModelFile, converted: ModelFile) -> str | None:
+    """Why `converted` takes more bytes than `source`; None where it does not.
+
+    The parts that grew and shrank follow, the largest growth first: "than its source by 900 bytes: 1,000 more in casts, 100
+    fewer in weights".
+    """
+    more = converted.size_bytes - source.size_bytes
+    if more <= 0:
+        return None
+    before, after = _parts(source), _parts(converted)
+    changes = sorted(((after[part] - before[part], part) for part in after if after[part] != before[part]), reverse=True)
+    texts = [f"{abs(change):,} {'more' if change > 0 else 'fewer'} in {part}" for change, part in changes]
+    return f"than its source by {more:,} byte{'' if more == 1 else 's'}: {', '.join(texts)}"
+
+
+def _parts(model: ModelFile) -> dict[str, int]:
+    """Bytes by part of the files; together their size."""
+    outline = model.outline
+    parts = {
+        "weights": sum(_tensor_bytes(tensor) for tensor in all_tensors(outline)),
+        "casts": sum(node.ByteSize() for node in all_nodes(outline) if node.op_type == "Cast" and not node.domain),
+        "metadata, where the conversion and the certificate are named": sum(e.ByteSize() for e in outline.metadata_props),
+    }
+    return {**parts, "nodes and names": model.size_bytes - sum(parts.values())}
+
+
+def _tensor_bytes(tensor: onnx.TensorProto) -> int:
+    if tensor.data_type == onnx.TensorProto.STRING:
+        return sum(len(text) for text in tensor.string_data)
+    return prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize

@@ -222,7 +222,7 @@ class Caster:
         for place, output in enumerate(graph.outputs):
             if output is value:
                 graph.outputs[place] = converted
-        value.name = self._names.value(f"{name}_{_SUFFIX[_dtype(value)]}")
+        value.name = self._names.value(f"{name}_{_SUFFIX[value.dtype or onnx_ir.DataType.UNDEFINED]}")
         converted.name = name
         if value.shape is not None:  # the interface may declare more than is known of a cast's source
             converted.shape = value.shape.copy()
@@ -259,19 +259,10 @@ def _home(value: onnx_ir.Value) -> onnx_ir.Graph:
     return graph
 
 
-def _dtype(value: onnx_ir.Value) -> onnx_ir.DataType:
-    return value.dtype or onnx_ir.DataType.UNDEFINED
-
-
 def drop_idle_casts(model: onnx_ir.Model, half: onnx_ir.DataType) -> int:
-    """Remove casts that change no number: between equal types, lossless pairs, duplicates, and unread ones.
+    """Remove casts that change no number, and return how many: lossless pairs, duplicates, unread ones, those of equal types.
 
-    Args:
-        model: The converted model.
-        half: The half type; casts between other types stay.
-
-    Returns:
-        The number of casts removed.
+    Casts between other types than the half type stay.
     """
     removed = 0
     for graph in all_graphs(model):

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import onnx_ir
 
-from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType
+from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType, WeightLedger
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.graph import FLOAT, RANDOM, all_nodes, constant_of
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, computes_on_floats
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
-from halfserve.export.weight_ledger import WeightLedger
 
 Action = Literal["halved", "saturated", "kept"]
 # They compute nothing.
@@ -23,13 +22,7 @@ _UNCOUNTED = frozenset({"Cast", "CastLike", "Constant", "Identity"})
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """One rewrite of the float32 graph before its conversion.
-
-    Attributes:
-        pass_name: The pass that made it.
-        nodes: Names of the nodes concerned.
-        text: The change and its reason, in one line.
-    """
+    """One rewrite of the float32 graph before its conversion: the pass, the nodes, the change and its reason in one line."""
 
     pass_name: str
     nodes: tuple[str, ...]
@@ -183,13 +176,8 @@ def report_of(
 ) -> ConversionReport:
     """The report of a plan after its conversion.
 
-    Args:
-        plan: The decisions.
-        counted: The float nodes before the conversion.
-        repairs: The repairs before it.
-        ranges: The scans of the weights.
-        halved: The weights that were rounded.
-        casts_before: The number of Cast nodes in the original.
+    `counted` are the float nodes before the conversion, `halved` the weights that were rounded, and `casts_before` is the
+    number of Cast nodes in the original.
     """
     kept = [node for node in counted if node in plan.kept]
     unsupported = sum(node in plan.unsupported for node in counted)

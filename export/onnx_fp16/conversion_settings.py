@@ -142,7 +142,7 @@ def _require(patterns: Collection[str], present: Collection[str], allowed: Colle
 def mark(model: onnx_ir.Model, settings: ConversionSettings) -> None:
     """Write version, settings and the graph's fingerprint into the metadata of a converted model."""
     model.metadata_props[CONVERTED] = settings.half.name
-    model.metadata_props[_BY] = f"halfserve {_version()}"
+    model.metadata_props[_BY] = f"halfserve {installed_version()}"
     model.metadata_props[_SETTINGS] = settings.summary()
     model.metadata_props[_GRAPH] = fingerprint(model)
 
@@ -197,7 +197,8 @@ def _tensor(tensor: onnx_ir.TensorProtocol) -> str:
     return f"{tensor.dtype.name}{list(tensor.shape.numpy())}"
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """The version of halfserve; "unknown" in a source tree that is not installed."""
     try:
         return version("halfserve")
     except PackageNotFoundError:

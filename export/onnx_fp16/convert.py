@@ -27,15 +27,13 @@ from halfserve.export.onnx_fp16.conversion_report import (
 )
 from halfserve.export.onnx_fp16.conversion_settings import ModelNames, is_marked, mark, require_known, settings_of
 from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
-from halfserve.export.onnx_fp16.float64 import STAYING
 from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset as upgrade
 from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, blank_plan
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
-from halfserve.export.onnx_fp16.prepare import prepare, repair_model
+from halfserve.export.onnx_fp16.prepare import FIRST_OPSET_WITH_CASTS, STAYING, prepare, repair_model
 
-FIRST_OPSET_WITH_CASTS = 6  # first opset whose Cast states its type by number
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
 _CERTIFICATE_KEYS = "halfserve.certificate"
 
@@ -52,12 +50,7 @@ class ConvertArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A converted model.
-
-    Attributes:
-        model: The model, the object that was given.
-        report: The report.
-    """
+    """A converted model, the object that was given, and its report."""
 
     model: onnx_ir.Model
     report: ConversionReport
@@ -76,21 +69,11 @@ def convert(
 
     Every node whose operator takes that type at the model's opset computes in it, except where it would break the model; each
     exception is in the report with its reason. float64 nodes are converted through float32, and the report names them; inputs
-    and outputs that keep their types stay float64. Casts stand where two types meet. Weights in files are rounded when they
-    are read, others at once. Names, metadata and opsets stay; values without a type in the original have none in the result.
-    A model that this function converted before, with the same settings, is not changed.
+    and outputs that keep their types stay float64. Casts stand where two types meet. Weights in files are rounded when they are
+    read, others at once. Names, metadata and opsets stay; values without a type in the original have none in the result. A
+    model that this function converted before, with the same settings, is not changed.
 
-    Args:
-        model: The model. Its tensors may lie in files.
-        keep_io_types: True: inputs and outputs keep their types, with casts; False: they become half precision; or names and
-            shell patterns of the inputs and outputs that keep their types.
-        op_block_list: Operators that stay float32, by name ("Softmax", "com.microsoft:Attention") or shell pattern.
-        node_block_list: Nodes that stay float32, with their bodies, by name or shell pattern.
-        repair: Whether to rewrite first what the type cannot hold (`halfserve.export.onnx_fp16.repair`).
-        dtype: The type, "float16" or "bfloat16".
-
-    Returns:
-        The model and the report.
+    The options are those of `convert_float_to_float16`.
 
     Raises:
         ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in the
@@ -230,13 +213,7 @@ def convert_float_to_float16(
 
 @dataclass(frozen=True, kw_only=True)
 class StagedConversion:
-    """A conversion that is written, but not yet published.
-
-    Attributes:
-        source: The model that was converted.
-        conversion: The converted model and its report.
-        staged: The model's files; `staged.publish()` puts them into place.
-    """
+    """A conversion that is written, but not yet published: `staged.publish()` puts its files into place."""
 
     source: ModelFile
     conversion: Conversion
@@ -264,11 +241,11 @@ def convert_file(
     Args:
         source: The float32 model; its data files lie beside it.
         target: The file to write; its data files go beside it.
-        keep_io_types: See `convert`.
+        keep_io_types: See `convert_float_to_float16`, also for the next five.
         op_block_list: Operators that stay float32.
         node_block_list: Nodes that stay float32.
         repair: Whether to rewrite first what the type cannot hold.
-        upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
+        upgrade_opset: Whether to raise the model's opset first.
         dtype: The type to convert to, "float16" or "bfloat16".
         external_data: See `halfserve.export.onnx_files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.

@@ -6,7 +6,7 @@ model itself says about a value counts last. Signatures come from ONNX's schemas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ import onnx_ir
 
 from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_files.external_data import detached
+from halfserve.export.onnx_files.proto_graphs import all_graphs as all_proto_graphs
 from halfserve.export.onnx_files.proto_graphs import bodies as proto_bodies
 from halfserve.export.onnx_fp16.graph import all_nodes, bodies, slots_of
 
@@ -276,7 +277,7 @@ def infer_types(model: onnx_ir.Model) -> None:
     """Infer type and shape of every value; a contradicting shape is replaced."""
     with detached(model) as outline:
         proto = outline.proto
-        for graph in _proto_graphs(proto.graph):
+        for graph in all_proto_graphs(proto):
             del graph.value_info[:]
         try:
             inferred = onnx.shape_inference.infer_shapes(proto)  # propagating data costs minutes where long vectors are added
@@ -298,7 +299,7 @@ def _note_ranks(proto: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
         Whether there were any.
     """
     found = False
-    for graph, known in zip(_proto_graphs(proto.graph), _proto_graphs(inferred.graph), strict=True):
+    for graph, known in zip(all_proto_graphs(proto), all_proto_graphs(inferred), strict=True):
         types = {info.name: info.type.tensor_type for info in (*known.input, *known.output, *known.value_info)}
         shapes = {name: kind.shape for name, kind in types.items() if kind.HasField("shape")}
         for node in known.node:
@@ -353,10 +354,3 @@ def _contradict(ours: onnx_ir.Shape, inferred: onnx_ir.Shape) -> bool:
         return True
     pairs = zip(ours, inferred, strict=True)
     return any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
-
-
-def _proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for body in proto_bodies(node):
-            yield from _proto_graphs(body)

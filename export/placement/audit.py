@@ -15,10 +15,6 @@ from typing import Any
 
 import onnx
 import onnxruntime
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
@@ -32,7 +28,6 @@ LARGEST_OPTIMIZED_BYTES = 1 << 30  # the runtime writes the optimised model with
 _WORKER = Path(__file__).with_name("session_worker.py")
 _COPIES = frozenset({"MemcpyToHost", "MemcpyFromHost"})
 _CONVERSIONS = frozenset({"Cast", "CastLike"})
-SHOWN = 8  # most entries of a list that are shown; the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +97,8 @@ def audit_placement(
             path.write_bytes(opened.content)
         optimized = str(Path(folder) / "optimized.onnx") if opened.size_bytes <= largest_optimized_bytes else ""
         answer, level, crashes = _opened(path, wanted, levels, optimized, worker)
-        counts = _counts(Path(optimized)) if optimized else None
+        ran = all_nodes(onnx.load(optimized, load_external_data=False)) if optimized else None
+        counts = None if ran is None else Counter(node.op_type for node in ran)
     return Placement(
         assigned=answer["assigned"],
         level=level,
@@ -123,10 +119,6 @@ def _providers(providers: Sequence[str] | None) -> list[str]:
     if missing:
         raise ExportError(f"this ONNX Runtime has no {missing[0]!r}; it has {', '.join(available)}")
     return list(providers or [name for name in ("CUDAExecutionProvider", CPU) if name in available])
-
-
-def _counts(optimized: Path) -> Counter[str]:
-    return Counter(node.op_type for node in all_nodes(onnx.load(optimized, load_external_data=False)))
 
 
 def _opened(
@@ -168,11 +160,8 @@ class Island:
 def find_islands(model: ModelFile, reasons: Mapping[str, str] | None = None) -> tuple[Island, ...]:
     """The connected groups of nodes with float32 inputs or outputs, without casts, the largest first.
 
-    Two nodes are connected when one's output is the other's input in the same graph.
-
-    Args:
-        model: Any model.
-        reasons: The reason for which a node was kept in float32, by its name.
+    Two nodes are connected when one's output is the other's input in the same graph. `reasons` says by a node's name why it was
+    kept in float32.
     """
     islands = [
         _island(group, reasons or {})
@@ -222,58 +211,3 @@ def _island(nodes: list[onnx.NodeProto], reasons: Mapping[str, str]) -> Island:
         op_types=dict(Counter(node.op_type for node in nodes)),
         reasons=tuple(dict.fromkeys(reasons[name] for name in names if name in reasons)),
     )
-
-
-def placement_lines(placement: Placement) -> list[str]:
-    """The placement in a few lines: nodes per provider, casts, copies, islands, and CUDA's warnings."""
-    nodes = ", ".join(f"{sum(counts.values())} on {_short(name)}" for name, counts in placement.assigned.items()) or "none"
-    casts = f"casts {placement.casts_in_file} in the file"
-    if placement.casts_at_runtime is not None:
-        casts += f", {placement.casts_at_runtime} when it runs; copies {placement.copies}"
-    lines = [f"placement {nodes}; {casts}; float32 islands {len(placement.islands)}"]
-    lines += [f"runtime   {crash}" for crash in placement.crashes]
-    lines += [f"on CUDA   {line}" for line in _cuda_lines(placement.cuda)]
-    return lines
-
-
-def placement_table(placement: Placement) -> Group:
-    """The whole placement: operators per provider, islands with their reasons, and CUDA's warnings."""
-    providers = _table(f"placement by ONNX Runtime {placement.runtime} at {placement.level}", "provider", "nodes", "operators")
-    for name, counts in placement.assigned.items():
-        _add(providers, _short(name), str(sum(counts.values())), _counted(counts))
-    islands = _table("float32 islands", "reason and nodes", "operators")
-    for island in placement.islands:
-        names = ", ".join(island.nodes[:SHOWN]) + (
-            f" and {len(island.nodes) - SHOWN} more" if len(island.nodes) > SHOWN else ""
-        )
-        reason = "; ".join(island.reasons) or "the model has it so"
-        _add(islands, f"{reason}\n  {names}", _counted(island.op_types))
-    return Group(providers, *([islands] if placement.islands else []), *(Text(line) for line in placement_lines(placement)))
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(cell) for cell in cells))  # names come from models: brackets in them are no markup
-
-
-def _cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
-    texts = Counter(warning.text for warning in warnings)
-    first = {warning.text: warning.node for warning in reversed(warnings)}
-    lines = [f"{first[text]}{f' and {count - 1} more' if count > 1 else ''}: {text}" for text, count in texts.most_common()]
-    return [*lines[:SHOWN], *([f"{len(lines) - SHOWN} more kinds of nodes"] if len(lines) > SHOWN else [])]
-
-
-def _counted(counts: dict[str, int]) -> str:
-    most = Counter(counts).most_common()
-    text = ", ".join(name if count == 1 else f"{count} {name}" for name, count in most[:SHOWN])
-    return text + (f" and {len(most) - SHOWN} more kinds" if len(most) > SHOWN else "")
-
-
-def _short(provider: str) -> str:
-    return provider.removesuffix("ExecutionProvider")

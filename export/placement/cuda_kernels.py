@@ -62,12 +62,9 @@ class CudaWarning:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The kernels of one operator at a range of opsets.
+    """The kernels of one operator from a first to a last opset of its domain, both included.
 
-    Attributes:
-        first: The first opset of the operator's domain.
-        last: The last one, included.
-        types: Letters of `FLOATS` for the floating types that it takes, and `OTHER` for any other.
+    Their types are letters of `FLOATS` for the floating types that they take, and `OTHER` for any other.
     """
 
     first: int
@@ -176,12 +173,10 @@ def format_table(registry: Registry) -> dict[str, str]:
 
 
 def registry_of(definitions: list[Any], provider: str) -> Registry:
-    """Reduce kernel definitions, as the runtime lists them, to what a placement depends on.
+    """Reduce one provider's kernel definitions, as the runtime lists them, to what a placement depends on.
 
-    Args:
-        definitions: Objects with `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints`
-            (type names by parameter).
-        provider: The provider whose kernels to take.
+    A definition has `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints` (type names
+    by parameter).
     """
     found: dict[tuple[str, str], dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
     for kernel in definitions:

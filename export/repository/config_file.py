@@ -20,15 +20,11 @@ REMEDY = "mend that file, delete it to have it written for this model, or use an
 
 
 def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> ModelConfig:
-    """The configuration that describes an ONNX model.
+    """The configuration that describes an ONNX model; `max_batch_size` is 0 for one without a batch dimension.
 
-    Dims are without the batch dimension, and -1 for any size. Triton refuses empty dims: a tensor with only the batch dimension
-    gets dims `[1]` reshaped to none; a scalar gets dims `[1]` and no reshape, which Triton refuses there.
-
-    Args:
-        name: The model's name in the repository.
-        model: The ONNX model.
-        max_batch_size: Largest batch; 0 for a model without a batch dimension, and then dims are whole shapes.
+    Dims are without the batch dimension, whole shapes where there is none, and -1 for any size. Triton refuses empty dims: a
+    tensor with only the batch dimension gets dims `[1]` reshaped to none; a scalar gets dims `[1]` and no reshape, which Triton
+    refuses there.
 
     Raises:
         ExportError: An input's or output's first dimension is fixed although batches are asked for, or a type has no name in
@@ -75,14 +71,10 @@ def write_config(config: ModelConfig) -> bytes:
 def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str, *, is_converted: bool = True) -> None:
     """Check that a configuration, which a user may have edited, describes the model; fields that it omits are not checked.
 
-    Args:
-        existing: The configuration.
-        wanted: Describes the model.
-        path: The path of the configuration, for errors.
-        is_converted: Whether the model's floating types are final; otherwise one floating type is as good as another.
+    Unless the model `is_converted`, one floating type is as good as another.
 
     Raises:
-        ExportError: The configuration has another name, platform, input or output; the text says which.
+        ExportError: The configuration at `path` has another name, platform, input or output; the text says which.
     """
     for field in ("name", "platform"):
         there, here = getattr(existing, field), getattr(wanted, field)

@@ -19,15 +19,11 @@ MAX_BYTES = 1 << 22  # size limit of inputs and answers together
 def recorded_samples(source: ModelFile, inputs: Inputs) -> bytes:
     """Content of the file `halfserve.protos.certificates.SAMPLES` of a version: inputs and their float32 answers.
 
-    Args:
-        source: The float32 model that the version was converted from.
-        inputs: Samples that it has been verified on, as `make_feeds` takes them.
-
-    Returns:
-        The file; empty where one sample is too large, or where inputs or answers are not arrays of numbers.
+    The inputs are among those that the converted model was verified on. The content is empty where one sample is too large, or
+    where inputs or answers are not arrays of numbers.
 
     Raises:
-        ExportError: The model does not open.
+        ExportError: The float32 model does not open.
     """
     names = [value.name for value in source.outline.graph.output]
     for rows in ROWS:

@@ -82,9 +82,6 @@ class StoredRepository:
     def publish(self, version: Path) -> str | None:
         """Put a version that was written to a likeness, so that readers see all of it or nothing.
 
-        Args:
-            version: The version's folder, in the folder of its model.
-
         Returns:
             The version's URL; None where another writer took the number first.
 

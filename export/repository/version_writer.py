@@ -229,21 +229,14 @@ def write_model_version(
 def require_addable(
     repository: Path | str, name: str, model: ModelFile, *, version: int | None = None, max_batch_size: int = 32
 ) -> ModelConfig:
-    """Check, before a conversion, that a model with these inputs and outputs can be added.
-
-    Args:
-        repository: See `write_model_version`.
-        name: The model's name.
-        model: The model, or the original that will be converted.
-        version: The version.
-        max_batch_size: Largest batch.
+    """Check, before a conversion, that the model, or one that is made from it, can be added; see `write_model_version`.
 
     Returns:
         The configuration that describes the model.
 
     Raises:
-        ExportError: The name or version is not valid or is taken, the model cannot be batched, or an existing config.pbtxt
-            has other inputs, outputs or sizes.
+        ExportError: The name or version is not valid or is taken, the model cannot be batched, or an existing config.pbtxt has
+            other inputs, outputs or sizes.
     """
     _require_valid(name, version, max_batch_size)
     existing = Path(repository) / name / CONFIG
@@ -354,13 +347,8 @@ def _renamed(staged: Path, target: Path) -> bool:
 def require_same_network(repository: Path | str, name: str, source: ModelFile, existing: onnx.ModelProto | None) -> None:
     """Check that a model with a default name is the network that already has this name in the repository.
 
-    It is the same network if both state the same factory; else if their matrices have the same shapes, as after more training.
-
-    Args:
-        repository: The repository's folder or URL, for the error's text.
-        name: The default name.
-        source: The float32 model.
-        existing: The newest version of that name; None where there is none.
+    It is the same network as `existing`, the newest version of that name, if both state the same factory; else if their
+    matrices have the same shapes, as after more training.
 
     Raises:
         ExportError: It is another network.

@@ -83,10 +83,7 @@ class RoundingErrors:
 def measure(searched: SearchedModel, kept: Collection[str], batches: Sequence[Feed]) -> RoundingErrors:
     """Run the instrumented graph in this process; it is float32 and not optimised, and its reference ran before.
 
-    Args:
-        searched: The model.
-        kept: Nodes that stay float32 in any case.
-        batches: The samples.
+    `kept` names the nodes that stay float32 in any case.
 
     Raises:
         ExportError: The graph cannot be built or run, as with an operator whose result has another size each time.
@@ -167,11 +164,7 @@ def blamed_edges(
 ) -> list[Edge]:
     """Edges with blame, most blamed first, ties in the graph's order.
 
-    Args:
-        searched: The model.
-        measured: The node's rounding errors.
-        outputs: Weight of each output's error, by name.
-        breaking: Whether NaN or infinite values reach the outputs.
+    `outputs` weighs each output's error, by name; `breaking` says whether NaN or infinite values reach the outputs.
     """
     producers = {name: node for node in searched.prepared.graph.node for name in node.output if name}
     flows = [_Flow(searched, measured, producers, breaking=False)]
@@ -349,12 +342,8 @@ def ranked_steps(
 ) -> list[tuple[str, ...]]:
     """Groups of nodes in the order in which to add them; every candidate is in exactly one.
 
-    Args:
-        searched: The model.
-        candidates: The nodes that may be kept.
-        edges: Roundings, most blamed first; the nodes at both ends form a group.
-        measured: Order nodes without blame by their own errors.
-        first: Groups to put before all others.
+    The groups of `first` come before all others, then the nodes at both ends of each edge, most blamed first, then nodes
+    without blame by their own errors.
     """
     left = dict.fromkeys(name for name in searched.nodes if name in set(candidates))
     steps: list[tuple[str, ...]] = []

@@ -13,7 +13,7 @@ Each comparison yields one number, its largest difference. Memory is that of a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from halfserve.export.half_types import HalfType
-from halfserve.export.onnx_fp16.graph import MOVERS
+from halfserve.export.onnx_files.proto_graphs import bodies
+from halfserve.export.onnx_fp16.graph import MOVERS, RANDOM
 from halfserve.export.search.searched_model import SearchedModel
 
 PREFIX = "halfserve/search/"
@@ -33,8 +34,7 @@ RESULT = "halfserve/search/result"
 # Integer or boolean results of these show an error: a choice that flipped.
 _CHOICES = frozenset({"ArgMax", "ArgMin", "Cast", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "TopK"})
 # A copy of these gives other numbers, or numbers of another shape.
-_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-_NOT_COPIED = frozenset(_RANDOM | {"NonMaxSuppression", "NonZero", "Unique"})
+_NOT_COPIED = RANDOM | {"NonMaxSuppression", "NonZero", "Unique"}
 _NUMBERS = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 _SOURCES = frozenset({"Constant", "ConstantOfShape"})
 
@@ -97,14 +97,10 @@ class GraphBuilder:
         return self.add("ReduceMax", self.add("Reshape", x, self.constant([-1], np.int64)), keepdims=1)
 
     def copy(
-        self, node: onnx.NodeProto, inputs: Mapping[int, str], bodies: Callable[[onnx.GraphProto], None] | None = None
+        self, node: onnx.NodeProto, inputs: Mapping[int, str], change: Callable[[onnx.GraphProto], None] | None = None
     ) -> list[str]:
-        """Add a copy of a node and return the names of its results, "" for absent ones.
-
-        Args:
-            node: The node.
-            inputs: Replaced inputs, by index.
-            bodies: Changes each of the copy's graphs in place.
+        """Add a copy of a node, some inputs replaced by index and each body changed in place; return its results, "" for absent
+        ones.
         """
         copied = onnx.NodeProto()
         copied.CopyFrom(node)
@@ -113,9 +109,9 @@ class GraphBuilder:
         for index, name in enumerate(node.output):
             copied.output[index] = self.new_name() if name else ""
         copied.name = f"{PREFIX}node_{self._count}"
-        if bodies is not None:
-            for body in graphs_of(copied):
-                bodies(body)
+        if change is not None:
+            for body in bodies(copied):
+                change(body)
         self.nodes.append(copied)
         return list(copied.output)
 
@@ -123,17 +119,10 @@ class GraphBuilder:
         return self.add("Less", self.add("Abs", x), self.constant(BROKEN))
 
 
-def graphs_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        yield from attribute.graphs
-
-
 def captured(node: onnx.NodeProto) -> list[str]:
     """Names of outer values that a node's graphs use, in order of first use."""
     names: dict[str, None] = {}
-    for graph in graphs_of(node):
+    for graph in bodies(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         for inner in graph.node:
             taken = [*inner.input, *captured(inner)]
@@ -148,7 +137,7 @@ def rename_captured(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     for node in graph.node:
         for index, name in enumerate(node.input):
             node.input[index] = names.get(name, name)
-        for inner in graphs_of(node):
+        for inner in bodies(node):
             rename_captured(inner, names)
 
 
@@ -156,7 +145,7 @@ def round_body(graph: onnx.GraphProto, floats: frozenset[str], builder: GraphBui
     """Round the float32 result of every node of a graph and its inner graphs to the half type."""
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        for inner in graphs_of(node):
+        for inner in bodies(node):
             round_body(inner, floats, builder)
         nodes.append(node)
         for index, name in enumerate(node.output):
@@ -177,12 +166,9 @@ def gathered(builder: GraphBuilder, scalars: Sequence[str], output: str, chunk: 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorProbe:
-    """Meaning of one number that the graph yields; see `RoundingErrors` for the kinds.
+    """Meaning of one number that the graph yields: its kind, an attribute of `RoundingErrors`, and the measured value.
 
-    Attributes:
-        kind: Attribute of `RoundingErrors` that holds the number.
-        value: Name of the measured value.
-        source: For "inherited", name of the input; empty for all inputs together.
+    For "inherited", `source` is the name of the input; empty for all inputs together.
     """
 
     kind: ProbeKind
@@ -271,7 +257,7 @@ class _Writer:
                 for result in node.output:
                     self._probe("inherited", result, error, name)
             return
-        if inner or any(True for _ in graphs_of(node)):
+        if inner or any(True for _ in bodies(node)):
             raw = {name: self._edge(name, half=half)[0] for name in inner}
             taken = {index: self._edge(name, half=half)[0] for index, name in inputs.items()}
             self._differences("inherited", node, self.builder.copy(node, taken, lambda body: rename_captured(body, raw)))
@@ -290,7 +276,7 @@ class _Writer:
 
     def _local(self, node: onnx.NodeProto, inputs: dict[int, str], *, half: bool) -> None:
         results = list(node.output)
-        if half and any(True for _ in graphs_of(node)):
+        if half and any(True for _ in bodies(node)):
             results = self.builder.copy(node, {}, lambda body: round_body(body, self._floats, self.builder))
         self._rounding("rounding", node, results)
         if half:

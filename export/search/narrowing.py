@@ -46,18 +46,12 @@ class OutOfRunsError(Exception):
 
 
 def smallest_passing_prefix(rank: Callable[[list[T]], Sequence[Sequence[T]]], passes: Test[T]) -> list[T] | None:
-    """Find members that pass together, most needed first.
+    """Find members that pass together, most needed first; None where all together do not pass.
 
     Adds one group, then two more, then four more and so on until the set passes; bisection then finds how many of the last
-    groups it needs. The rest is ranked again before each stride, since the worst member may hide the second worst. A correct
-    ranking finds k groups in about 2*log2(k) tests; any ranking takes at most 2*log2 of the count of groups.
-
-    Args:
-        rank: Returns the groups to add to the given members, most needed first; empty where all are in.
-        passes: The test.
-
-    Returns:
-        The members; None where all together do not pass.
+    groups it needs. `rank` returns the groups to add to the given members. The rest is ranked again before each stride, since
+    the worst member may hide the second worst. A correct ranking finds k groups in about 2*log2(k) tests; any ranking takes at
+    most 2*log2 of the count of groups.
     """
     members: list[T] = []
     stride = 1
@@ -81,14 +75,10 @@ def _flat(groups: Sequence[Sequence[T]]) -> list[T]:
 
 
 def minimized(members: Sequence[T], passes: Test[T]) -> tuple[list[T], bool]:
-    """Remove unneeded members, from the last to the first, in strides that double while they succeed.
+    """Remove unneeded members of a passing set, from the last to the first, in strides that double while they succeed.
 
     Each remaining member was removed alone, and the test failed. The ranking puts needed members first, so most of these tests
     are made when the set is final: k needed members among n take about k + 2*log2(n) tests.
-
-    Args:
-        members: A set that passes, most needed first.
-        passes: The test.
 
     Returns:
         A passing set in the given order, and whether it is minimal: false where the tests ran out.

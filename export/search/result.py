@@ -1,21 +1,12 @@
-"""The result of a search for float32 nodes, and its terminal table."""
+"""The result of a search for float32 nodes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from halfserve.export.certificate.certificate import OutputVerdict, json_values
 from halfserve.export.search.narrowing import Ending
-
-SHOWN = 40  # entries of a list
-COLUMNS = ("alone", "at\noutputs", "casts", "bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,66 +90,3 @@ class SearchResult:
         for output in plain["outputs"]:
             del output["plot"]
         return plain
-
-
-def search_table(result: SearchResult) -> Group:
-    """Render the nodes to keep where they meet the budget, the totals, and what is over budget."""
-    spent = f"{_counted(result.runs, 'run')}, {result.seconds / 60:.1f} min"
-    lines = [f"searched  {_counted(result.candidates, 'node')} in {spent}: {_verdict(result)}"]
-    lines += [f"over      {text}" for text in result.violations[:SHOWN]]
-    if result.explanation:
-        lines.append(f"note      {result.explanation}")
-    texts = [Text(line) for line in lines]
-    return Group(_table(result), *texts) if result.kept and result.passed else Group(*texts)
-
-
-def _verdict(result: SearchResult) -> str:
-    count = len(result.node_block_list)
-    if not result.passed:
-        return f"none is enough, not even all {count} in float32"
-    if not count:
-        return "all can be float16"
-    return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough, perhaps fewer"
-
-
-def _table(result: SearchResult) -> Table:
-    table = Table(
-        title=Text(f"{_counted(len(result.kept), 'node')} to keep in float32"),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        padding=0,
-        show_edge=False,
-    )
-    rows = [_cells(kept) for kept in result.kept[:SHOWN]]
-    # A narrow terminal has no room for empty columns.
-    shown = [place for place in range(len(COLUMNS)) if any(row[place] for row in rows)]
-    table.add_column("node and reason", overflow="fold")
-    for place in shown:
-        table.add_column(COLUMNS[place], justify="right", no_wrap=True)
-    for kept, row in zip(result.kept, rows, strict=False):
-        where = " ".join(part for part in (kept.module, kept.source) if part)
-        story = "\n  ".join(part for part in (f"{kept.node} ({kept.op_type})", where, kept.reason) if part)
-        table.add_row(Text(story), *(Text(row[place]) for place in shown))
-    if len(result.kept) > SHOWN:
-        table.caption = Text(f"and {len(result.kept) - SHOWN} more; --json lists all")
-        table.caption_justify = "left"
-    return table
-
-
-def _cells(kept: KeptNodeCost) -> tuple[str, ...]:
-    return (
-        _error(kept.local_error),
-        _error(kept.propagated_error),
-        f"{kept.cost.casts:+d}" if kept.cost.casts else "",
-        f"{kept.cost.weight_bytes:,}" if kept.cost.weight_bytes else "",
-    )
-
-
-def _error(error: float | None) -> str:
-    if error is None:
-        return ""
-    return f"{error:.1e}" if math.isfinite(error) else "NaN or inf"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

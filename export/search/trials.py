@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe, Risk
+from halfserve.export.certificate.certificate import OutputVerdict, PrecisionVerdict, Risk
 from halfserve.export.conversion_options import SearchLimits
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
@@ -107,7 +107,7 @@ class Trials:
         feeds = make_feeds(wanted, inputs, batch_size)
         cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable) if adversarial else []
         cases = [case for case in cases if case.factor is None or budget.min_headroom > 1]
-        self._user_batches, self._samples = len(feeds.batches), feeds.samples
+        self._user_batches = len(feeds.batches)
         self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in cases))
         compared = self._original if reference is None else reference
         self._comparison = Comparison(
@@ -215,19 +215,12 @@ class Trials:
         if on_gpu is not None:
             yield "cuda", on_gpu
 
-    def _verdict(self, compared: Comparison, execution: str, answer: RunResult, risks: Sequence[Risk] = ()) -> Certificate:
-        """The certificate that `verify` would issue for one execution."""
+    def _verdict(self, compared: Comparison, execution: str, answer: RunResult, risks: Sequence[Risk] = ()) -> PrecisionVerdict:
+        """The verdict that `verify` would give on one execution."""
         judged = judge_results(compared, {execution: answer}, self._budget)
-        return Certificate(
-            model="",
-            onnx_sha256="",
-            precision=compared.half.name,
-            onnx_bytes=0,
-            samples=self._samples,
+        return PrecisionVerdict(
             budget=self._budget,
             outputs=judged.outputs,
-            probe=Probe(level="", crashes=()),
-            created_utc="",
             adversarial=judged.adversarial,
             headroom=headroom(judged.adversarial),
             accumulators="float16" if self._float16_sums else "float32",

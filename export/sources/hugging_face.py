@@ -14,24 +14,34 @@ from torch import nn
 
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.amp_core.weights.state_dicts import load_weights
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.samples import Samples
-from halfserve.export.sources.audio_clips import clip_samples
 from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
 from halfserve.export.sources.image_libraries import open_timm_folder
-from halfserve.export.sources.picture_preparation import LibraryPreparation, of_transformers, proved
-from halfserve.export.sources.picture_samples import picture_samples, served_preparation
+from halfserve.export.sources.picture_preparation import (
+    LibraryPreparation,
+    of_transformers,
+    picture_samples,
+    proved,
+    served_preparation,
+)
+from halfserve.export.sources.sample_files import clip_samples
 from halfserve.export.sources.sentence_transformers import sentence_layers
-from halfserve.export.sources.source import Source, repository_name
-from halfserve.export.sources.source_options import SourceOptions
+from halfserve.export.sources.source import Source, repository_name, with_training
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
-from halfserve.export.sources.training import with_training
-from halfserve.export.tasks.audio_models import AudioModel
-from halfserve.export.tasks.image_models import ImageModel, PooledImage, Preprocessing
 from halfserve.export.tasks.judges import judge_decoded
+from halfserve.export.tasks.served_models import (
+    AudioModel,
+    Embedder,
+    ImageModel,
+    Normalized,
+    PooledImage,
+    Preprocessing,
+    TextNetwork,
+    Tower,
+)
 from halfserve.export.tasks.task import Task
-from halfserve.export.tasks.text_models import Embedder, Normalized, TextNetwork
-from halfserve.export.tasks.two_towers import Tower
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.export.verification.judging import Judge
 from halfserve.protos.pictures import PicturePreparation
@@ -49,9 +59,8 @@ MAY_HAVE_SEVERAL_LABELS = ("text-classification", "image-classification")
 def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
     """The model in a folder that `save_pretrained` of transformers or sentence-transformers wrote.
 
-    Args:
-        folder: Holds config.json, the weights, and the files of what prepares its inputs.
-        options: The user's options; `task` follows from the architecture if it is not given.
+    The folder holds config.json, the weights, and the files of what prepares the inputs. The task follows from the architecture
+    where none is asked for.
 
     Raises:
         ExportError: The folder lacks a file, needs code of its own, or its weights or tokenizer do not fit the model.

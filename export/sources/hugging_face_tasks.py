@@ -74,13 +74,7 @@ PER_TOKEN = frozenset({"feature-extraction", "token-classification"})
 
 
 def task_of(transformers: Any, config: PretrainedConfig, folder: Path, asked: str | None) -> str:
-    """The task of a folder's model: the one that is asked for, or the one that its architecture says.
-
-    Args:
-        transformers: The package.
-        config: The model's.
-        folder: Holds the model.
-        asked: `--task`, where it is given.
+    """The task of a folder's model: the one that is asked for (`--task`), or the one that its architecture says.
 
     Raises:
         UsageError: The task is not known, not one that this architecture has weights for, or cannot be told.

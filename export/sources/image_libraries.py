@@ -12,13 +12,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.sources.picture_preparation import LibraryPreparation, of_timm, proved
-from halfserve.export.sources.picture_samples import picture_samples, served_preparation
-from halfserve.export.sources.source import Source, repository_name
-from halfserve.export.sources.source_options import SourceOptions
-from halfserve.export.sources.training import with_training
-from halfserve.export.tasks.image_models import ImageModel, Preprocessing
+from halfserve.export.sources.picture_preparation import (
+    LibraryPreparation,
+    of_timm,
+    picture_samples,
+    proved,
+    served_preparation,
+)
+from halfserve.export.sources.source import Source, repository_name, with_training
+from halfserve.export.tasks.served_models import ImageModel, Preprocessing
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.protos.pictures import EVEN, PicturePreparation
@@ -28,13 +32,10 @@ LIBRARIES = ("timm", "torchvision")
 
 @dataclass(frozen=True, kw_only=True)
 class _Classifier:
-    """A network of a library, not yet with the user's weights.
+    """A network of a library, not yet with the user's weights, and the preprocessing of its published ones.
 
-    Attributes:
-        network: Takes images (batch, 3, height, width).
-        preprocessing: The preprocessing that its published weights were trained with.
-        labels: Names of the classes; empty where they are not known.
-        note: What the report says about the preparation of pictures.
+    It takes images (batch, 3, height, width). Labels are empty where they are not known; the note is about the preparation of
+    pictures.
     """
 
     network: nn.Module
@@ -66,12 +67,7 @@ def open_named_model(argument: str, options: SourceOptions) -> Source:
 
 
 def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOptions) -> Source:
-    """The image classifier in a folder that timm saved, or that its hub holds.
-
-    Args:
-        folder: Holds config.json and the weights.
-        config: The content of config.json, which names an `architecture`.
-        options: The user's options for the source.
+    """The image classifier in a folder that timm saved, or that its hub holds; its config.json names an `architecture`.
 
     Raises:
         ExportError: timm is missing, does not know the architecture, or has not written config.json.

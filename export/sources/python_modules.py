@@ -11,24 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, torch_content
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, model_of
 from halfserve.export.sources.sample_files import read_arrays
-from halfserve.export.sources.source import Source, factory_name, repository_name
-from halfserve.export.sources.source_options import SourceOptions
-from halfserve.export.sources.training import with_training
+from halfserve.export.sources.source import Source, factory_name, repository_name, with_training
 from halfserve.export.to_onnx.capture import one_line
 
 OWN_EXAMPLES = "the samples are the program's own example inputs; give --samples FILE.npz for a verdict on more"
 
 
 def open_factory(factory: str, options: SourceOptions) -> Source:
-    """The module that `MODULE:FACTORY` makes.
-
-    Args:
-        factory: Returns the module.
-        options: The user's options; `weights` are loaded into the module if given; `samples` are required.
+    """The module that `MODULE:FACTORY` makes, with the weights that are given, if any.
 
     Raises:
         ExportError: The factory fails, or samples are missing or unreadable.
@@ -72,11 +67,7 @@ def open_pickled_module(path: Path, options: SourceOptions) -> Source:
 
 
 def open_exported_program(path: Path, options: SourceOptions) -> Source:
-    """The module of an exported program.
-
-    Args:
-        path: The .pt2 file.
-        options: The user's options; `samples` replace the program's example inputs.
+    """The module of an exported program (.pt2), whose example inputs are the samples where no others are given.
 
     Raises:
         ExportError: The file cannot be read, or brings no example inputs and no samples are given.

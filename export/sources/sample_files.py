@@ -1,13 +1,17 @@
-"""Files of samples: arrays and texts."""
+"""Files of samples: arrays, texts, and audio clips."""
 
 from __future__ import annotations
 
+import wave
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
+from halfserve.export.samples import Samples
 from halfserve.export.verification.samples import UNNAMED, read_array_file
 
 
@@ -53,3 +57,81 @@ def read_sentences(path: Path) -> list[str]:
     if not texts:
         raise ExportError(f"{path} has no text; expected a sentence in each line")
     return texts
+
+
+ARRAYS = frozenset({".npy", ".npz"})
+# Bytes of a value, as its type, and half of its range. Values of one byte have no sign.
+WIDTHS = {1: ("u1", 128.0), 2: ("<i2", 2.0**15), 4: ("<i4", 2.0**31)}
+SHORTEST_S = 0.1
+
+
+def clip_samples(options: SourceOptions, rate: int) -> Samples:
+    """The user's clips, cut to the shortest of them: float32 (clips, values), from -1 to 1.
+
+    They lie in a folder of .wav files of the model's sampling rate, in values per second, or in an .npy or .npz file.
+
+    Raises:
+        ExportError: There are none, or they cannot be read, are of another rate, or are too short.
+    """
+    path = options.samples
+    if path is None:
+        raise ExportError(
+            f"a model of audio needs clips for its verdict: give --samples FOLDER with .wav files of {rate} Hz, or an .npy"
+        )
+    if path.suffix in ARRAYS and not path.is_dir():
+        audio = _array(path, options.max_samples)
+        _require_length(path, audio.shape[1], rate)
+        return Samples(inputs={"audio": audio}, labels=None)
+    if not path.is_dir():
+        raise ExportError(f"{path} is no folder; expected a folder of .wav files, or an .npy")
+    paths = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".wav")[: options.max_samples]
+    if not paths:
+        raise ExportError(f"{path} has no clip; expected files that end in .wav")
+    clips = {clip: read_clip(clip, rate) for clip in paths}
+    shortest = min(clips, key=lambda clip: len(clips[clip]))
+    length = len(clips[shortest])
+    _require_length(shortest, length, rate)
+    note = f"each clip was cut to the length of the shortest, {length / rate:.2f} s"
+    return Samples(inputs={"audio": torch.stack([clip[:length] for clip in clips.values()])}, labels=None, note=note)
+
+
+def _require_length(path: Path, length: int, rate: int) -> None:
+    if length < SHORTEST_S * rate:
+        raise ExportError(f"{path} has {length} values a clip, {length / rate:.3f} s; expected at least {SHORTEST_S} s")
+
+
+def _array(path: Path, count: int) -> Tensor:
+    arrays = read_arrays(path, count)
+    values = arrays.get("audio") if isinstance(arrays, dict) else arrays
+    if values is None or values.dim() != 2 or not values.is_floating_point():
+        raise ExportError(f"{path} holds no clips; expected floats of shape (clips, values), in an .npz under the name audio")
+    return values.float()
+
+
+def read_clip(path: Path, rate: int) -> Tensor:
+    """The mean of a .wav file's channels, float32 (values,), from -1 to 1.
+
+    Raises:
+        ExportError: It cannot be read, or is of another rate.
+    """
+    try:
+        with wave.open(str(path)) as file:
+            found, channels, width = file.getframerate(), file.getnchannels(), file.getsampwidth()
+            content = file.readframes(file.getnframes())
+    except (OSError, EOFError, wave.Error) as error:
+        raise ExportError(
+            f"{path} is no .wav file that can be read: {str(error) or 'it ends early'}; {_advice(path, rate)}"
+        ) from error
+    if found != rate or width not in WIDTHS:
+        raise ExportError(
+            f"{path} has {found} Hz and {8 * width} bits; the model takes {rate} Hz, in 8, 16 or 32 bits; {_advice(path, rate)}"
+        )
+    kind, half = WIDTHS[width]
+    whole = content[: len(content) // (width * channels) * width * channels]  # a file that was cut ends within a frame
+    values = np.frombuffer(whole, kind).astype(np.float32) / np.float32(half)
+    values -= np.float32(width == 1)
+    return torch.from_numpy(values.reshape(-1, channels).mean(axis=1))
+
+
+def _advice(path: Path, rate: int) -> str:
+    return f"convert it: ffmpeg -i {path.name} -ar {rate} -ac 1 -c:a pcm_s16le OTHER.wav"

@@ -12,7 +12,7 @@ from torch import nn
 
 from halfserve.amp_core.weights.state_dicts import load_weights
 from halfserve.export.export_errors import ExportError
-from halfserve.export.tasks.text_models import Normalized, Pooling
+from halfserve.export.tasks.served_models import Normalized, Pooling
 from halfserve.export.to_onnx.capture import one_line
 
 MODULES = "modules.json"

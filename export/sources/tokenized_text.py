@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_sentences
-from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 
 if TYPE_CHECKING:
@@ -29,13 +29,7 @@ UNBOUNDED = 10**6  # tokens; transformers writes 10**30 for a tokenizer without 
 
 
 def read_tokenizer(transformers: Any, folder: Path, config: PretrainedConfig, *, trusted: bool) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder, with a token to pad with.
-
-    Args:
-        transformers: The package.
-        folder: Holds the tokenizer's files.
-        config: The model's; its `pad_token_id` is set where it has none.
-        trusted: Whether to run code that the folder brings.
+    """The tokenizer of a folder, with a token to pad with, which a `config` without `pad_token_id` gets too.
 
     Raises:
         ExportError: There is none, it is written in Python alone, or it does not fit the model.
@@ -118,11 +112,7 @@ def served_tokenizer(
 ) -> bytes:
     """A tokenizer.json for a server: `truncation` holds the most tokens that the model takes, as its folder says.
 
-    Args:
-        tokenizer: The folder's.
-        network: The model.
-        folder: The Hugging Face folder.
-        fixed_length: The number of tokens of every text, which `padding` then has; None if texts may have any length.
+    `fixed_length` is the number of tokens of every text, which `padding` then has; None if texts may have any length.
     """
     from tokenizers import Tokenizer  # noqa: PLC0415  (comes with transformers)
 

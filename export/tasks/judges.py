@@ -23,13 +23,8 @@ def judge_embeddings(
 ) -> tuple[TaskFigure, ...]:
     """Least cosine of a row with the reference's, and the share of each row's nearest neighbours that stay.
 
-    A neighbour stays if the reference has it among the nearest 10 of the other samples, or within `TIE` of the tenth.
-
-    Args:
-        batches: Not used: every row is one sample.
-        expected: The reference's embeddings, (samples, size), in batches.
-        actual: The candidate's.
-        budget: Not used: the limits are of cosines.
+    Answers are embeddings (samples, size), in batches. A neighbour stays if the reference has it among the nearest 10 of the
+    other samples, or within `TIE` of the tenth. The limits are of cosines, so the budget is not used.
     """
     del batches, budget
     ours, theirs = _unit_rows(np.concatenate(actual)), _unit_rows(np.concatenate(expected))
@@ -68,12 +63,7 @@ def judge_decoded(
 ) -> tuple[TaskFigure, ...]:
     """Share of the reference's decoded tokens that stay: 1 less the edits from its text to the candidate's, by its length.
 
-    Args:
-        batches: Not used: every time step counts.
-        expected: The reference's logits, (clips, time steps, tokens), in batches.
-        actual: The candidate's.
-        budget: Has the least share.
-        blank: The token of CTC that stands for none.
+    Answers are logits (clips, time steps, tokens), in batches; `blank` is the token of CTC that stands for none.
     """
     del batches
     pairs = [

@@ -165,13 +165,9 @@ def write_onnx(
     external_data: ExternalData = "auto",
     limit_bytes: int = PROTOBUF_LIMIT_BYTES,
 ) -> onnx.ModelProto:
-    """Check a model with ONNX's full checker, except for how sizes round, and write it.
+    """Check a model with ONNX's full checker, except for how sizes round, and write it to `path`, if any.
 
-    Args:
-        model: The model; torch tensors as weights are copied one at a time into a data file.
-        path: The path to write to; its folder must exist. None only checks.
-        external_data: Whether the weights go into a data file beside `path`: "auto" does so for a model over `limit_bytes`.
-        limit_bytes: The size limit of one file; ONNX's format allows 2 GiB.
+    Torch tensors as weights are copied one at a time into a data file; see `export_onnx` for the arguments.
 
     Returns:
         The written model. Where the weights went into a data file, it refers to that file.

@@ -48,10 +48,7 @@ class ForwardCall:
 def call_of(module: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None = None) -> ForwardCall:
     """Separate the arguments of a call into tensors and constants.
 
-    Args:
-        module: The model.
-        inputs: A tensor or numpy array, a sequence of positional arguments, or a mapping of keyword arguments.
-        kwargs: More keyword arguments.
+    `inputs` is a tensor or numpy array, a sequence of positional arguments, or a mapping of keyword arguments.
 
     Raises:
         ExportError: `forward` does not take them, none is a tensor, or one is neither a tensor nor a plain constant.

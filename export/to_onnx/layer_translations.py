@@ -42,8 +42,8 @@ def layer_translations(opset_version: int | None) -> dict[Callable[..., Any], Ca
         torch.ops.halfserve.gru.default: aten_gru,
         torch.ops.halfserve.lstm.default: aten_lstm,
         torch.ops.aten.conv3d.default: _conv3d,
-        torch.ops.aten.avg_pool2d.default: _avg_pool2d,
-        torch.ops.aten.avg_pool3d.default: _avg_pool3d,
+        torch.ops.aten.avg_pool2d.default: _avg_pool(aten_avg_pool2d, 2),
+        torch.ops.aten.avg_pool3d.default: _avg_pool(aten_avg_pool3d, 3),
         torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm,  # noqa: SLF001  (see below)
         torch.ops.aten._upsample_bicubic2d_aa.default: _bicubic,  # noqa: SLF001  (see below)
         torch.ops.aten._upsample_bilinear2d_aa.default: _bilinear,  # noqa: SLF001  (torch has no other name for it)
@@ -57,51 +57,29 @@ def _conv3d(x: Any, weight: Any, bias: Any = None, *rest: Any, **named: Any) -> 
     return aten_conv3d(x, weight, bias, *rest, **named)
 
 
-def _avg_pool2d(
-    x: Any,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0, 0),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    if divisor_override is None:
-        return aten_avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
-    return _redivided(aten_avg_pool2d, x, kernel_size, stride, padding, ceil_mode, divisor_override, axes=2)
+def _avg_pool(averaged: Callable[..., Any], axes: int) -> Callable[..., Any]:
+    """An average over windows, which a divisor of the caller's may replace: then it is times window size / divisor."""
 
+    def average(
+        x: Any,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,) * axes,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        if divisor_override is None:
+            return averaged(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+        if ceil_mode:
+            raise ExportError(
+                "an average with both ceil_mode and divisor_override has no form in ONNX; leave one of the two out"
+            )
+        window = math.prod(kernel_size) if len(kernel_size) > 1 else kernel_size[0] ** axes
+        whole = averaged(x, kernel_size, stride, padding, False, True)
+        return op.Mul(whole, op.Constant(value=onnx_ir.tensor(window / divisor_override, dtype=x.dtype)))
 
-def _avg_pool3d(
-    x: Any,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0, 0, 0),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    if divisor_override is None:
-        return aten_avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
-    return _redivided(aten_avg_pool3d, x, kernel_size, stride, padding, ceil_mode, divisor_override, axes=3)
-
-
-def _redivided(
-    averaged: Callable[..., Any],
-    x: Any,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    divisor: int,
-    *,
-    axes: int,
-) -> Any:
-    """The average over whole windows, padding counted, times window size / divisor."""
-    if ceil_mode:
-        raise ExportError("an average with both ceil_mode and divisor_override has no form in ONNX; leave one of the two out")
-    window = math.prod(kernel_size) if len(kernel_size) > 1 else kernel_size[0] ** axes
-    average = averaged(x, kernel_size, stride, padding, False, True)
-    return op.Mul(average, op.Constant(value=onnx_ir.tensor(window / divisor, dtype=x.dtype)))
+    return average
 
 
 def _batch_norm(

@@ -36,15 +36,9 @@ UNSIGNED = frozenset({onnx_ir.DataType.UINT8, onnx_ir.DataType.UINT16, onnx_ir.D
 def operator_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """ONNX translations of these operators, for `torch.onnx.export`."""
     aten = torch.ops.aten
-    left = (
-        aten.bitwise_left_shift.Tensor,
-        aten.bitwise_left_shift.Tensor_Scalar,
-        aten.__lshift__.Scalar,
-        aten.__lshift__.Tensor,
-    )
-    right = (
-        *(aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar),
-        *(aten.__rshift__.Scalar, aten.__rshift__.Tensor),
+    left, right = (
+        (plain.Tensor, plain.Tensor_Scalar, signed.Scalar, signed.Tensor)
+        for plain, signed in ((aten.bitwise_left_shift, aten.__lshift__), (aten.bitwise_right_shift, aten.__rshift__))
     )
     return {
         aten.angle.default: _angle,

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import onnx
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from halfserve.amp_core.policy import Policy
+from halfserve.export.onnx_fp16.conversion_settings import installed_version
 from halfserve.export.to_onnx.capture import WRAPPED
 
 MODULE, SOURCE, OP = "halfserve.module", "halfserve.source", "halfserve.op"
@@ -32,19 +32,12 @@ _LIBRARY = ("torch.", f"{_PACKAGE}.", f"{_PACKAGE.rpartition('.')[0]}.half_modul
 def provenance(
     module: nn.Module, model: onnx_ir.Model, limits: Mapping[str, tuple[int, int | None]], policy: Policy | str | None
 ) -> dict[str, str]:
-    """The metadata of an exported model.
+    """The metadata of an exported model: versions, the opset, the class and the hash of its source, the sizes, and the policy.
 
-    Args:
-        module: The torch model.
-        model: The exported model.
-        limits: The smallest and largest size of each dynamic dimension, by name.
-        policy: The autocast policy of the training run.
-
-    Returns:
-        Versions of this package, torch and onnx; the opset; the class; the hash of its source; the sizes; the policy.
+    `limits` holds the smallest and largest size of each dynamic dimension, by name.
     """
     entries = {
-        "halfserve.version": _version("halfserve"),
+        "halfserve.version": installed_version(),
         "halfserve.torch": torch.__version__,
         "halfserve.onnx": onnx.__version__,
         "halfserve.opset": str(model.opset_imports[""]),
@@ -75,13 +68,6 @@ def _source_text(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):
         return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def note_origins(model: onnx_ir.Model) -> None:

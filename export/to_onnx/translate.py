@@ -54,11 +54,7 @@ _REWRITES = (
 def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: int, opset_version: int | None) -> onnx_ir.Model:
     """The graph in ONNX, as torch's exporter makes it. Weights are still torch's tensors, not copies.
 
-    Args:
-        program: The captured graph.
-        inputs: How many inputs it has.
-        outputs: How many outputs.
-        opset_version: The version of the default domain; None is torch's choice.
+    `inputs` and `outputs` are their numbers; None for the opset of the default domain is torch's choice.
 
     Raises:
         ExportError: It uses an operation that torch cannot express in ONNX, or not in this version.
@@ -178,14 +174,10 @@ def _swap(model: onnx_ir.Model, transpose: onnx_ir.Node, product: onnx_ir.Node, 
 
 
 def restore_output_types(model: onnx_ir.Model, results: Sequence[Tensor]) -> None:
-    """Add the cast that torch's exporter leaves out where a float16 reduction is an output of the graph.
+    """Add in place the cast that torch's exporter leaves out where a float16 reduction is an output of the graph.
 
     A float16 sum is exported as Cast to float32, ReduceSum, Cast back; torch 2.13 omits the last cast when the sum is the
-    graph's output, which then is float32. The model is changed in place.
-
-    Args:
-        model: The exported model.
-        results: The torch model's result, one tensor per output of the graph.
+    graph's output, which then is float32. `results` are the torch model's, one tensor per output of the graph.
     """
     for index, (output, result) in enumerate(zip(model.graph.outputs, results, strict=True)):
         wanted = from_torch_dtype(result.dtype)

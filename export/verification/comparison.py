@@ -22,13 +22,13 @@ from halfserve.export.certificate.certificate import OutputVerdict
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.proto_graphs import bodies
 from halfserve.export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
 from halfserve.export.verification.generated_samples import AdversarialCase
 from halfserve.export.verification.judging import ComparedOutput, Judged, judge, units_by_output
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array, Feed, Feeds, Value, as_array, inputs_of
 from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, Sandbox, StagedFeed, on_disk, open_reference
-from halfserve.export.verification.simulation import bodies_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,11 +108,7 @@ class Comparison:
 
     @cached_property
     def path(self) -> Path:
-        """The candidate's file.
-
-        Raises:
-            ExportError: The file cannot be written.
-        """
+        """The candidate's file; an ExportError where it cannot be written."""
         return on_disk(self.candidate, self.sandbox)
 
     def user_answers(self, execution: str, answer: RunResult) -> list[list[Value]]:
@@ -151,36 +147,21 @@ class Comparison:
         """A second run of the reference on the user's batches; answers differ where it keeps state or is random.
 
         An ONNX reference is not run again: it has no state, and ONNX Runtime draws the same numbers in every process.
-
-        Raises:
-            ExportError: The reference fails on a batch.
         """
         if isinstance(self._reference, ModelFile):
             return self.expected
         return whole(self._reference_answers(self.batches, self.staged[: self._user_batches]), "the reference model")
 
     def on_rounded_inputs(self) -> list[list[Value]]:
-        """The reference's answers to the user's batches with their floats rounded to the half type.
-
-        Raises:
-            ExportError: The reference fails on a batch.
-        """
+        """The reference's answers to the user's batches with their floats rounded to the half type; see `answers_to`."""
         return self.answers_to([{name: self.half.rounded(array) for name, array in batch.items()} for batch in self.batches])
 
     def answers_to(self, batches: Sequence[Feed]) -> list[list[Value]]:
-        """The reference's answers to other batches.
-
-        Raises:
-            ExportError: The reference fails on a batch.
-        """
+        """The reference's answers to other batches; an ExportError where it fails on one."""
         return whole(self._reference_answers(batches, self.sandbox.stage(batches)), "the reference model")
 
     def at_another_level(self) -> Iterator[list[list[Value]]]:
-        """An ONNX reference's answers without fusions, so that its sums run in another order; nothing for a torch module.
-
-        Raises:
-            ExportError: The reference fails on a batch.
-        """
+        """An ONNX reference's answers without fusions, so that its sums run in another order; nothing for a torch module."""
         if isinstance(self._reference, ModelFile):
             answers = self._onnx_answers(self._reference, self.staged[: self._user_batches], LEVELS[-1:])
             yield whole(answers, "the reference model")
@@ -213,11 +194,7 @@ class Comparison:
 
 
 def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
-    """Return answers of which none may be an error.
-
-    Raises:
-        ExportError: A batch ended in an error; the text names the model.
-    """
+    """Return answers of which none may be an error; an ExportError names the model, `who`, whose batch ended in one."""
     for answer in answers:
         if isinstance(answer, str):
             raise ExportError(f"{who} fails on the samples: {answer}")
@@ -237,13 +214,13 @@ def data_dependent_values(graph: onnx.GraphProto) -> set[str]:
     """Names of values whose shape may depend on the data: all that derive from a node such as NonZero."""
     dependent: set[str] = set()
     for node in graph.node:
-        if node.op_type in _SOURCES or not dependent.isdisjoint(node.input) or any(map(_has_source, bodies_of(node))):
+        if node.op_type in _SOURCES or not dependent.isdisjoint(node.input) or any(map(_has_source, bodies(node))):
             dependent.update(name for name in node.output if name)
     return dependent
 
 
 def _has_source(graph: onnx.GraphProto) -> bool:
-    return any(node.op_type in _SOURCES or any(map(_has_source, bodies_of(node))) for node in graph.node)
+    return any(node.op_type in _SOURCES or any(map(_has_source, bodies(node))) for node in graph.node)
 
 
 def allow_reference_noise(comparison: Comparison, budget: Budget) -> tuple[str, ...]:

@@ -116,14 +116,10 @@ def learned_units(parts: Sequence[Array], half: HalfType = FP16) -> ErrorUnits:
 
 
 def with_noise(units: ErrorUnits, noise: Sequence[float], limit: float, most: float) -> ErrorUnits:
-    """Enlarge units so that `NOISE_FACTOR` times the reference's noise is within the budget.
+    """Enlarge units so that the budget's `limit` allows `NOISE_FACTOR` times the reference's noise.
 
-    Args:
-        units: The units.
-        noise: Noise of each kind, or of the whole output in a sequence of one.
-        limit: The largest scaled error that the budget allows.
-        most: The largest noise, in units, that is allowed for. A kind whose noise exceeds half its scale is a remainder of
-            larger numbers, and gets the unit of the whole output.
+    Noise is given for each kind, or for the whole output in a sequence of one; more than `most` units of it are not allowed
+    for. A kind whose noise exceeds half its scale is a remainder of larger numbers, and gets the unit of the whole output.
     """
 
     def raised(unit: float, own: float) -> float:

@@ -22,7 +22,7 @@ from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16, HalfType
-from halfserve.export.onnx_files.external_data import external_tensors, location_of
+from halfserve.export.onnx_files.external_data import external_tensors, location_of, take_in
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
 from halfserve.export.verification.comparison import Comparison
 from halfserve.export.verification.float32_copy import hold_in_float32
@@ -70,19 +70,14 @@ def run_simulated(
     half: HalfType = FP16,
     written: HalfType | None = None,
 ) -> SimulatedRun:
-    """Run the candidate with every node rounded (see `halfserve.export.verification.simulation`).
+    """Run the candidate with every node rounded to `half` (see `halfserve.export.verification.simulation`).
 
     A model without a node in half precision has nothing to round. It runs at the reference's optimisation level: another level
     sums in another order, and a quantised model amplifies a difference in the last bit to a step of its integers.
 
-    Args:
-        candidate: The half-precision model.
-        sandbox: Runs the model.
-        batches: The batches, the user's first.
-        user_batches: Count of the user's batches; sums on others say nothing about the model in use.
-        products: Whether to bound sums inside matrix products and convolutions too.
-        half: The type to compute in; sums are bounded where it has less range than float32.
-        written: The type in which the model is written; `half` by default.
+    Sums are bounded on the first `user_batches` batches alone, as sums on others say nothing about the model in use, and with
+    `products` inside matrix products and convolutions too. `written` is the type in which the model is written, `half` by
+    default.
 
     Raises:
         ExportError: The model cannot be simulated.
@@ -135,42 +130,25 @@ def _run_simulation(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandb
 def _staged_model(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandbox) -> tuple[Path, list[dict[str, Any]]]:
     """The file of a model made from the candidate, and its mapped weights: the runtime reads data files beside a model only."""
     weights: list[dict[str, Any]] = []
+    folder = (candidate.path or Path()).absolute().parent
     mappable = {id(tensor) for tensor in model.graph.initializer if tensor.data_type in MAPPABLE}
     for tensor in list(external_tensors(model)):
-        file, offset, length = _place(tensor, candidate)
         if id(tensor) in mappable:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
             dtype = "<u2" if tensor.data_type == BF16.elem_type else helper.tensor_dtype_to_np_dtype(tensor.data_type).str
-            place = {"file": str(file), "offset": offset, "shape": list(tensor.dims)}
+            file = folder / location_of(tensor)  # may be absolute
+            place = {"file": str(file), "offset": int(entries.get("offset", 0)), "shape": list(tensor.dims)}
             weights.append({"name": tensor.name, "dtype": dtype, "elem_type": tensor.data_type, **place})
         else:
-            _take_in(tensor, file, offset, length)
+            take_in(tensor, folder, candidate.name)
     return written_model(serialize(model), sandbox), weights
-
-
-def _place(tensor: onnx.TensorProto, candidate: ModelFile) -> tuple[Path, int, int]:
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    folder = (candidate.path or Path()).absolute().parent
-    file = folder / location_of(tensor)  # may be absolute
-    offset = int(entries.get("offset", 0))
-    return file, offset, int(entries.get("length", file.stat().st_size - offset))
-
-
-def _take_in(tensor: onnx.TensorProto, file: Path, offset: int, length: int) -> None:
-    with file.open("rb") as data:
-        data.seek(offset)
-        tensor.raw_data = data.read(length)
-    tensor.ClearField("external_data")
-    tensor.ClearField("data_location")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLevels:
-    """Results of ONNX Runtime's CPU provider.
+    """Results of ONNX Runtime's CPU provider: verdicts on all levels that were tried, and the failures above the chosen one.
 
-    Attributes:
-        answer: The result at the highest sound level, or else at the highest that gives answers.
-        probe: The level, and the failures at higher levels.
-        levels: Verdicts on all levels that were tried.
+    The answer is that at the highest sound level, or else at the highest that gives answers.
     """
 
     answer: RunResult
@@ -179,14 +157,10 @@ class RuntimeLevels:
 
 
 def run_levels(comparison: Comparison, budget: Budget, *, below: bool = True) -> RuntimeLevels:
-    """Run the candidate on all batches from the highest level down to a sound one, and on the first batch below.
+    """Run the candidate on all batches from the highest level down to a sound one, and with `below` on the first batch below
+    it.
 
     Levels below are skipped for a model of more than 256 MiB, where opening takes most of the time.
-
-    Args:
-        comparison: The models and their batches.
-        budget: The limits.
-        below: Whether to try the levels below the highest sound one.
 
     Raises:
         ExportError: The runtime refuses the model, crashes at every level, or fails on the user's samples.

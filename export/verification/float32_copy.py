@@ -25,13 +25,9 @@ WEIGHT_SUFFIX, INPUT_SUFFIX, OUTPUT_SUFFIX, ROUNDED_SUFFIX = "/stored", "/given"
 
 
 def hold_in_float32(model: onnx.ModelProto, half: HalfType, *, rounded: bool, written: HalfType | None = None) -> None:
-    """Change a model without functions in place.
+    """Change a model without functions in place, so that values are rounded to `half`.
 
-    Args:
-        model: The model.
-        half: The type that values are rounded to.
-        rounded: Whether casts to the half type go on to round.
-        written: The type of the values to hold in float32; `half` by default.
+    Values of the type `written` (`half` by default) are held in float32. With `rounded`, casts to the half type go on to round.
     """
     written = written or half
     border = [written] if written is half else [written, half]

@@ -222,11 +222,7 @@ def synthetic_samples(model: ModelSource | ModelFile, *, dims: Mapping[str, int]
 
     There are at least 32 rows, or as many batches for a model without a batch dimension. A model whose outputs would hold too
     many numbers, or that takes too long, gets fewer: as many as fit, and one batch at least. The note states the number of rows
-    and what they cannot show.
-
-    Args:
-        model: The float32 model. It runs on one batch, in a child process, to see what a row costs.
-        dims: The sizes, as in `synthesize`.
+    and what they cannot show. To see what a row costs, the float32 model runs on one batch, in a child process.
 
     Raises:
         ExportError: As `synthesize`.
@@ -287,16 +283,13 @@ def synthesize(
             memory.
     """
     graph = (model if isinstance(model, ModelFile) else open_model(model)).outline.graph
-    wanted = inputs_of(onnx.ModelProto(graph=onnx.GraphProto(input=graph.input, initializer=_names_only(graph))))
+    names = [onnx.TensorProto(name=tensor.name) for tensor in graph.initializer]
+    wanted = inputs_of(onnx.ModelProto(graph=onnx.GraphProto(input=graph.input, initializer=names)))
     dims = dims or {}
     _require_known(wanted, dims)
     limits = dict(_index_limits(graph))
     generator = np.random.default_rng(seed)
     return [_made(value, _shape(value, dims), limits.get(value.name), generator) for value in wanted]
-
-
-def _names_only(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    return (onnx.TensorProto(name=tensor.name) for tensor in graph.initializer)
 
 
 def _require_known(wanted: list[Input], dims: Mapping[str, int]) -> None:

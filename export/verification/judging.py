@@ -68,16 +68,7 @@ def judge(
     output_units: Sequence[ErrorUnits] | None = None,
     half: HalfType = FP16,
 ) -> Judged:
-    """Judge the answers to all batches.
-
-    Args:
-        outputs: The candidate's outputs.
-        execution: Name of the execution, for the verdicts.
-        expected: The reference's answers.
-        actual: The candidate's answers.
-        budget: The limits.
-        output_units: Divisors of each output's errors; by default learned from `expected`.
-        half: The candidate's type.
+    """Judge the answers to all batches; errors are divided by `output_units`, by default those learned from `expected`.
 
     Raises:
         ExportError: The models have different numbers of outputs, or outputs of different shapes.

@@ -55,12 +55,9 @@ BROADCASTS_FROM = 7  # the opset since which Mul broadcasts its operands
 
 
 def kernel_steps(node: onnx.NodeProto, opset: int, numbers: Iterator[int]) -> list[onnx.NodeProto]:
-    """The steps of a reduction, Sum or Einsum whose kernel rounds inside; any other node itself.
+    """The steps of a float16 reduction, Sum or Einsum whose kernel rounds inside; any other node itself.
 
-    Args:
-        node: A float16 node.
-        opset: The opset version of ONNX's own operators.
-        numbers: Yields unique numbers for the names of inner values.
+    `numbers` yields unique numbers for the names of inner values.
     """
     decompose = _DECOMPOSED.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if decompose is None:
@@ -241,25 +238,14 @@ def _turn(part: str, half: int) -> onnx.GraphProto:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredConstants:
-    """The constants of one graph.
-
-    Attributes:
-        half: The half-precision type of the nodes.
-        opset: The opset version of ONNX's own operators.
-        tensors: Weights and constants that the graph sees, by name.
-    """
+    """The weights and constants that one graph sees, by name, and the half type of its nodes."""
 
     half: HalfType
     opset: int
     tensors: Mapping[str, TensorProto]
 
     def steps(self, node: onnx.NodeProto, numbers: Iterator[int]) -> list[onnx.NodeProto]:
-        """The steps of a half-precision node whose constants round; [] for any other node.
-
-        Args:
-            node: A node of the half type.
-            numbers: Yields unique numbers for the names of inner values.
-        """
+        """The steps of a half-precision node whose constants round; [] for any other node. See `kernel_steps` for `numbers`."""
         if node.domain not in ("", "ai.onnx"):
             return []
         if node.op_type in ATTRIBUTES:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from halfserve.export.certificate.budget import ColumnKind, ErrorFigures, Vanished
-from halfserve.export.half_types import FP16, HalfName, HalfType
+from halfserve.export.half_types import FP16, FP16_SMALLEST_NORMAL, HalfName, HalfType
 from halfserve.export.verification.error_units import (
     NOISE_FACTOR,
     ErrorUnits,
@@ -20,7 +20,6 @@ from halfserve.export.verification.error_units import (
     sums_to_one,
 )
 from halfserve.export.verification.samples import Array
-from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 # Within a kind of columns, a lead below this many units is a tie, since errors of that size are allowed by default.
 NEAR: dict[HalfName, float] = {"float16": 2.0**-7, "bfloat16": 2.0**-5}
@@ -38,9 +37,7 @@ def compare(reference: Array, candidate: Array, units: ErrorUnits | None = None)
 def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None = None) -> ErrorFigures:
     """Compute all figures of one output from its parts (reference, candidate), such as batches, in float64.
 
-    Args:
-        parts: The arrays, of any type.
-        units: The units that errors are divided by; derived from these references by default.
+    Errors are divided by `units`, by default those learned from these references.
 
     Raises:
         ValueError: There is no part, or the shapes of one differ.
@@ -57,7 +54,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
     r, c = r_all[both], c_all[both]
     error = np.abs(c - r)
     relative = error / np.maximum(np.abs(r), FP16_SMALLEST_NORMAL)
-    choices = joint_choices(parts, units)
+    choices = joint_choices(parts, units) or Choices(0, 0)
     floating = all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts)
     kinds = _kinds_compared(parts, units)
     choosing = units.kind_of_choices if kinds else None
@@ -72,17 +69,17 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
         max_ulp=_max(ulp_distance(r, c, units.half)),
         cosine=cosine(r, c),
         non_finite=non_finite_differences(r_all, c_all),
-        agreement=None if choices is None else choices.agreement,
+        agreement=choices.agreement,
         floating=floating,
-        rows=0 if choices is None else choices.rows,
-        differing=0 if choices is None else choices.differing,
-        margin=0.0 if choices is None else choices.margin,
+        rows=choices.rows,
+        differing=choices.differing,
+        margin=choices.margin,
         unit=units.unit if choosing is None else choosing.unit,
         axis=units.axis if kinds else None,
         kinds=kinds,
         vanished=_vanished(parts, units, r, c) if floating else None,
-        constant_rows=0 if choices is None else choices.constant,
-        commonest=0 if choices is None else choices.commonest,
+        constant_rows=choices.constant,
+        commonest=choices.commonest,
         noise=units.largest_noise,
     )
 

@@ -122,14 +122,10 @@ class Sandbox:
         provider: str = CPU,
         weights: Sequence[Mapping[str, Any]] = (),
     ) -> RunResult:
-        """Open a model and run batches, if any.
+        """Open a model and run batches that `stage` wrote, if any.
 
-        Args:
-            model: The model's file.
-            batches: Results of `stage`.
-            level: The optimisation level, a name in `onnxruntime.GraphOptimizationLevel`.
-            provider: The execution provider.
-            weights: Initializers in other files than the model names (see `halfserve.export.verification.worker`).
+        `level` is a name in `onnxruntime.GraphOptimizationLevel`; `weights` are initializers in other files than the model
+        names (see `halfserve.export.verification.worker`).
         """
         folder = self.new_folder()
         request = {"model": str(model.absolute()), "level": level, "provider": provider, "batches": list(batches)}

@@ -30,8 +30,9 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from halfserve.export.certificate.certificate import Risk
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import BF16, FP16, HalfType
+from halfserve.export.half_types import BF16, FP16, FP16_MAX, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
+from halfserve.export.onnx_files.proto_graphs import bodies
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
 from halfserve.export.verification.float32_copy import hold_in_float32
@@ -45,7 +46,6 @@ from halfserve.export.verification.kernel_steps import (
     kernel_steps,
     tensors_in,
 )
-from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.
 _MOVERS = """
@@ -75,18 +75,14 @@ UNBOUNDED = frozenset(_UNBOUNDED.split())
 
 
 def round_every_node(model: onnx.ModelProto, half: HalfType = FP16, written: HalfType | None = None) -> onnx.ModelProto:
-    """Copy a half-precision model so that its nodes compute in float32 and round each result.
+    """Copy a half-precision model so that its nodes compute in float32 and round each result to `half`.
 
     Inputs and outputs stay, except where `half` or `written` is bfloat16: there those of a half type become float32, and hold
-    numbers of that type.
+    numbers of that type. `written` is the type in which the model is written, `half` by default; another one's weights are
+    rounded to `half` too.
 
     Functions are inlined, and bodies of If, Loop and Scan round too. Nodes of other types stay unchanged. Types of values come
     from shape inference, else from value_info, else from operator signatures (see `ElementTypes`).
-
-    Args:
-        model: The model.
-        half: The type that results are rounded to.
-        written: The type in which the model is written; `half` by default. Another one's weights are rounded to `half` too.
 
     Raises:
         ExportError: Functions cannot be inlined, or types are inconsistent.
@@ -113,7 +109,7 @@ def simulated_node(node: onnx.NodeProto) -> bool:
 
 def rounds(graph: onnx.GraphProto) -> bool:
     """Whether a graph of a rounded model, bodies included, rounds anything to half precision."""
-    return any(simulated_node(node) or any(map(rounds, bodies_of(node))) for node in graph.node)
+    return any(simulated_node(node) or any(map(rounds, bodies(node))) for node in graph.node)
 
 
 def _rewrite(
@@ -128,13 +124,13 @@ def _rewrite(
     rounder = _Rounder(types, next(numbers))
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        bodies = bodies_of(node)
+        inner = list(bodies(node))
         types.guess(node)
-        for body in bodies:
+        for body in inner:
             _rewrite(body, types, constants, tensors, numbers)
         if node.op_type == "CastLike" and types.is_half(node.input[1]):
             nodes.append(helper.make_node("Cast", node.input[:1], node.output, to=types.half.elem_type))
-        elif bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
+        elif inner or _only_moves(node) or not any(types.is_half(name) for name in node.input):
             nodes.append(node)
         elif is_cumsum(node, constants):
             nodes += cumsum_steps(node, constants, types.half.elem_type)
@@ -182,24 +178,8 @@ def _only_moves(node: onnx.NodeProto) -> bool:
     return node.op_type in MOVERS and not holds_number
 
 
-def bodies_of(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs that a node contains, such as the branches of an If."""
-    bodies: list[onnx.GraphProto] = []
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            bodies.append(attribute.g)
-        bodies += attribute.graphs
-    return bodies
-
-
 class ElementTypes:
-    """Element types of a graph's values, collected while its nodes are visited in order.
-
-    Args:
-        opsets: The model's opsets by domain.
-        half: The half-precision type in which the model is written.
-        outer: Types of outer values, by name.
-    """
+    """Element types of a graph's values, collected while its nodes are visited in order."""
 
     def __init__(self, opsets: Mapping[str, int], half: HalfType, outer: Mapping[str, int] | None = None) -> None:
         self._opsets, self.half = opsets, half
@@ -299,7 +279,7 @@ def _unchecked(graph: onnx.GraphProto, *, products: bool) -> Iterator[str]:
     for node in graph.node:
         if simulated_node(node) and node.op_type in UNBOUNDED:
             yield f"{node.op_type} {_name(node)!r}"
-        for body in bodies_of(node):
+        for body in bodies(node):
             yield from _unchecked(body, products=products)
             for inner in body.node:
                 if simulated_node(inner) and _check_of(inner, products=products) is not None:

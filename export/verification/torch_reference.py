@@ -71,12 +71,7 @@ def _run(module: nn.Module, feed: Feed) -> list[Value] | str:
 def require_batch_invariance(module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Check that samples get the same answers alone and in a batch, since a server joins the requests of several clients.
 
-    A single sample or random outputs show nothing and pass.
-
-    Args:
-        module: The float32 module; takes tensors.
-        names: Names of the inputs.
-        tensors: The inputs, samples along the first dimension.
+    A single sample or random outputs show nothing and pass. Samples lie along the first dimension of the tensors.
 
     Raises:
         ExportError: An output of a sample depends on the other samples.

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import HALF_TYPES, Accumulators, HalfName, HalfType, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import half_type_of
+from halfserve.export.onnx_fp16.conversion_settings import installed_version
 from halfserve.export.verification.comparison import (
     Comparison,
     ReferenceSensitivity,
@@ -84,7 +84,7 @@ def verify(
         candidate: The half-precision ONNX model. A path may have data files beside it and be of any size.
         inputs: Samples in the reference's dtypes: an array for each input, in order or by name, whose first dimension counts
             samples; for a model without a batch dimension, arrays of its inputs' shapes; or a list of batches, each a mapping.
-        budget: The limits, for every precision or by precision; those of `usual_budget` by default.
+        budget: The limits, for every precision or by precision; those of `usual_budgets` by default.
         precisions: The types to judge the candidate in; its own by default. The certificate's own verdict is about the
             candidate's type where that is one of them, else about the first.
         labels: True classes, integers, in the first output's shape without its class axis.
@@ -269,11 +269,4 @@ def versions() -> dict[str, str]:
     """Versions of halfserve, torch where it is loaded, onnx, onnxruntime and numpy."""
     torch = {"torch": str(sys.modules["torch"].__version__)} if "torch" in sys.modules else {}
     libraries = {"onnx": str(onnx.__version__), "onnxruntime": str(onnxruntime.__version__), "numpy": str(np.__version__)}
-    return {"halfserve": _own_version(), **torch, **libraries}
-
-
-def _own_version() -> str:
-    try:
-        return version("halfserve")
-    except PackageNotFoundError:  # a source tree that is not installed
-        return "unknown"
+    return {"halfserve": installed_version(), **torch, **libraries}

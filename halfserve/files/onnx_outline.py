@@ -34,40 +34,25 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Location of a weight's bytes in the file.
+    """Location of a weight's bytes in the file."""
 
-    Attributes:
-        offset: offset from the file's start in bytes.
-        length: length in bytes.
-    """
-
-    offset: int
-    length: int
+    offset: int  # offset from the file's start in bytes
+    length: int  # length in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxOutline(Generic[M]):
-    """A model without the bytes of its large weights.
+    """A model without the bytes of its large weights."""
 
-    Attributes:
-        model: the ModelProto; large weights lack `raw_data`.
-        left_out: locations of these bytes, by the weight's index among the main graph's initializers.
-    """
-
-    model: M
-    left_out: Mapping[int, ByteRange]
+    model: M  # the ModelProto; large weights lack `raw_data`
+    left_out: Mapping[int, ByteRange]  # locations of these bytes, by the weight's index among the main graph's initializers
 
 
 def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
-    """Read a model from a file, without the main graph's large weights.
-
-    Args:
-        file: the ONNX file, seekable, at its beginning.
-        size: size of the file in bytes.
-        model: the class onnx.ModelProto.
+    """Read a model, onnx.ModelProto, from a seekable file at its beginning, without the main graph's large weights.
 
     Raises:
-        ValueError: the file is no protobuf message, or ends within one.
+        DamagedFileError: the file is no protobuf message, or ends within one.
         google.protobuf.message.DecodeError: a field has the wrong type.
         OSError: the file cannot be read.
     """
@@ -81,14 +66,10 @@ def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
 
 
 def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_bytes: int) -> bytes:
-    """Serialize a model with every large tensor, also those in bodies, as external data at `location`.
+    """Serialize a model with every large tensor, also those in bodies, as external data at `location`, the file's path.
 
-    Args:
-        file: the ONNX file, seekable.
-        size: size of the file in bytes.
-        location: the file's path, which the model then refers to.
-        large_bytes: smallest size of `raw_data` in bytes that stays in the file. Values in typed fields (`float_data`) stay in
-            the model; hardly any tool writes those for large tensors.
+    A `raw_data` of at least `large_bytes` stays in the file. Values in typed fields (`float_data`) stay in the model; hardly
+    any tool writes those for large tensors.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -104,28 +85,16 @@ def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_byt
 
 @dataclass(frozen=True)
 class TopLevelField:
-    """Location of a field of a message in its file, as offsets in bytes.
+    """Location of a field of a message in its file, as offsets in bytes."""
 
-    Attributes:
-        number: field number in the message's definition.
-        start: offset of its key.
-        body: offset of the content of a length-delimited field; the end of the key of any other field.
-        end: offset after its last byte.
-    """
-
-    number: int
-    start: int
-    body: int
-    end: int
+    number: int  # field number in the message's definition
+    start: int  # offset of its key
+    body: int  # offset of the content of a length-delimited field; the end of the key of any other field
+    end: int  # offset after its last byte
 
 
 def top_level_fields(data: FileWindow) -> Iterator[TopLevelField]:
-    """The top-level fields of the message in a file.
-
-    Raises:
-        DamagedFileError: the file is no protobuf message, or ends within one.
-        OSError: the file cannot be read.
-    """
+    """The top-level fields of the message in a file; errors as of `FileWindow`."""
     return _Walker(data, {}, large_bytes=0).top_level_fields()
 
 
@@ -135,7 +104,7 @@ class FileWindow:
     A map would be simpler, but all mapped pages near a read count as this process's memory.
 
     Raises:
-        DamagedFileError: A read goes beyond the file's end.
+        DamagedFileError: A read goes beyond the file's end, or finds no protobuf message.
         OSError: The file cannot be read.
     """
 
@@ -189,11 +158,7 @@ class _ManyFieldsError(Exception):
 
 
 class _Walker:
-    """Copies a model's message without large tensors.
-
-    Attributes:
-        left_out: locations of the bytes left out of the main graph, by the index of the initializer.
-    """
+    """Copies a model's message without large tensors."""
 
     def __init__(
         self,
@@ -210,7 +175,7 @@ class _Walker:
         self._fields_left = max_fields
         self._refer = refer
         self._initializers = 0
-        self.left_out: dict[int, ByteRange] = {}
+        self.left_out: dict[int, ByteRange] = {}  # of the main graph, by the index of the initializer
 
     def model(self) -> bytes:
         return self._rebuilt(0, self._data.size, _Message.MODEL, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -208,7 +208,6 @@ class BackendView:
         return self._backend.compute_dtype(name)
 
     def run(self, inputs: Tensors) -> Tensors:
-        """See `Backend.run`."""
         raise NotImplementedError
 
     def give_up(self) -> None:
@@ -258,11 +257,25 @@ class RequestBackend:
         return None
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """See `Backend`."""
         raise NotImplementedError(name)
 
+    def begin(self, requests: Sequence[InferRequest], ready: Callable[[bool], None]) -> bool:  # noqa: ARG002  (of subclasses)
+        """Begin to answer requests without a thread that waits for the answers; `compute` returns them afterwards.
+
+        Args:
+            requests: the requests.
+            ready: called once, on the event loop, with whether `compute` returns at once. A thread is to call it otherwise.
+
+        Returns:
+            Whether `ready` is called. A thread is to call `compute` otherwise.
+        """
+        return False
+
+    def let_go(self) -> None:
+        """Call no `ready` any more: a thread calls `compute`, which waits for the answers to begun requests."""
+
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
-        """Answer requests: one outcome per request, in their order.
+        """Answer requests, which may have been begun: one outcome per request, in their order.
 
         Raises:
             InstanceLostError: this copy is broken.

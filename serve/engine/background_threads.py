@@ -1,5 +1,5 @@
-"""Worker threads, and three measures that keep long work on them, such as loading a model, from delaying requests:
-pauses between its steps, Linux's SCHED_BATCH, and a shorter thread switch interval of Python.
+"""Worker threads, and two measures that keep long work on them, such as loading a model, from delaying requests:
+pauses between its steps, and Linux's SCHED_BATCH.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from typing import Any
 Job = tuple[Callable[..., object], tuple[Any, ...]]
 PAUSE_S = 0.002  # time for the event loop to catch up
 _PAUSES = ContextVar("pauses", default=False)
-TURN_S = 0.00005
 
 
 class Worker:
@@ -39,13 +37,6 @@ class Worker:
     def stop(self) -> None:
         """End the thread after the submitted jobs, without waiting for it."""
         self._jobs.put(None)
-
-    def hand_over(self, other: Worker) -> None:
-        """Give the waiting jobs to another worker, and end after the running job, if that ever returns."""
-        with contextlib.suppress(queue.Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                other.submit(job[0], *job[1])
-        self.stop()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -70,36 +61,6 @@ def pause() -> None:
         time.sleep(PAUSE_S)
 
 
-class ShortSwitchInterval:
-    """A shorter thread switch interval, for the whole process: use the one instance, `SHORT_SWITCH_INTERVAL`.
-
-    A thread that runs Python code keeps Python's lock for `sys.getswitchinterval()`, 5 ms by default. The event loop releases
-    the lock whenever it waits for sockets, and would wait 5 ms each time to get it back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._within = 0
-        self._before_s = TURN_S
-
-    @contextmanager
-    def during(self) -> Iterator[None]:
-        """Limit the interval to TURN_S within this context; it is restored when the last caller leaves."""
-        with self._lock:
-            self._within += 1
-            if self._within == 1:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(TURN_S, self._before_s))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._within -= 1
-                if self._within == 0:
-                    sys.setswitchinterval(self._before_s)
-
-
-SHORT_SWITCH_INTERVAL = ShortSwitchInterval()
 # Ids of threads known to have the default policy: a server of a thousand models has thousands, and checks them after each load.
 _seen: set[str] = set()
 

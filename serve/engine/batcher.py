@@ -165,7 +165,7 @@ class Batcher:
             and request.deadline is None
             and request.leave_by is None
             and bool(self._free.idle)
-            and not self._queue
+            and not self._queue.waiting.count
             and request.rows <= self._limits.max_rows
         )
 
@@ -336,7 +336,6 @@ class Batcher:
         return time.monotonic()
 
     def _learn_rows(self, bucket: Hashable, rows: int, seconds: float) -> None:
-        """Have the queue learn from a batch that took `seconds`."""
         if rows > 1:
             self._learns_rows = True
         if self._learns_rows:
@@ -380,7 +379,6 @@ class Batcher:
         self._notice_drained()
 
     def _admit(self, request: InferRequest) -> None:
-        """Refuse a request that could not be answered in time."""
         if self._admission is None:
             self._queue.pace = Pace(self._limits)
             self._admission = AdmissionControl(self._queue, self._queue.pace, len(self._instances))

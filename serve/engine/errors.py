@@ -13,32 +13,16 @@ MAX_TEXT = 4096
 # Signs of a lost device in error texts. After such an error, CUDA fails every call of the process's context:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 DEVICE_LOST_SIGNS = (
-    "illegal memory access",
-    "illegal address",
-    "illegal instruction",
-    "invalid program counter",
-    "misaligned address",
-    "unspecified launch failure",
-    "device-side assert",
-    "uncorrectable ecc error",
-    "hardware stack error",
-    "global/shared address space",
-    "uncorrectable nvlink error",
-    "the launch timed out",
-    "cuda failure 700",
-    "cuda failure 719",
-    "cuda error 700",
-    "cuda error 719",
+    *("illegal memory access", "illegal address", "illegal instruction", "invalid program counter", "misaligned address"),
+    *("unspecified launch failure", "device-side assert", "uncorrectable ecc error", "hardware stack error"),
+    *("global/shared address space", "uncorrectable nvlink error", "the launch timed out"),
+    *("cuda failure 700", "cuda failure 719", "cuda error 700", "cuda error 719"),
 )
 # Signs of memory shortage in the error texts of Python, numpy, ONNX Runtime, the C++ library, CUDA, cuBLAS and torch.
 OUT_OF_MEMORY_SIGNS = (
     "failed to allocate",  # ONNX Runtime, and OpenVINO ("Failed to allocate 4096 bytes of memory")
-    "bad_alloc",
-    "bad allocation",
-    "out of memory",
-    "unable to allocate",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    *("bad_alloc", "bad allocation", "out of memory", "unable to allocate"),
+    *("cublas_status_alloc_failed", "cudnn_status_alloc_failed"),
     "_allocation_failed",  # cuDNN 9's CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and ..._HOST_...
 )
 

@@ -1,4 +1,4 @@
-"""A served model version, and the states that versions go through."""
+"""A served model version, the interface of its schedulers, and the states that versions go through."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PicturePreparation
@@ -13,15 +14,75 @@ from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
 from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
+from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.queueing.ragged import Ragged
-from halfserve.serve.engine.scheduler import Composition, Holder, Scheduler
+from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import TensorSpec
+
+
+class Scheduler(Protocol):
+    """Takes requests and gives each its answer. Used on the event loop only."""
+
+    def submit(self, request: InferRequest) -> None:
+        """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
+
+        Raises:
+            InferenceError: the request is refused.
+        """
+
+    def cancel(self, request: InferRequest) -> None:
+        """Drop a request whose client has gone: free its resources, and discard its answer."""
+
+    async def drain(self) -> None:
+        """Refuse new requests, finish the accepted ones, and stop."""
+
+
+class Composition(Protocol):
+    """The parts of a model without backends of its own: an ensemble."""
+
+    @property
+    def provider(self) -> str:
+        """The execution providers of its parts, each once."""
+
+    @property
+    def precision(self) -> str:
+        """The compute precisions of its parts, each once."""
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names of the models of which it consists, at any depth."""
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """One line per part: its model, its provider and precision, and its certificate's verdict."""
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether one of its parts gives any number of responses to a request."""
+
+    def labels_of(self, output: str) -> Sequence[str]:
+        """Return the class names of an output, which are those of the part that computes it."""
+
+    @property
+    def fault(self) -> str:
+        """Reason why no request can be answered now; "" if requests can be answered."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are likely to be answered."""
+
+
+class Holder(Protocol):
+    """Sends requests to models on behalf of its own requests."""
+
+    async def released(self) -> None:
+        """Wait until its accepted requests no longer need these models."""
 
 
 class VersionState(StrEnum):
@@ -161,11 +222,28 @@ class Model:
         """Whether the model may answer a request any number of times."""
         return self._decoupled if self.composition is None else self.composition.is_decoupled
 
+    def rows_of(self, shapes: Mapping[str, tuple[int, ...]], where: str = "") -> int:
+        """Return the batch size of a request from the shapes of its inputs by name; 1 for a model without a batch dimension.
+
+        Raises:
+            InvalidArgumentError: the inputs differ in it, or it is out of bounds; `where` begins the text.
+        """
+        if not self.max_batch_size:
+            return 1
+        sizes = {name: shape[0] for name, shape in shapes.items()}
+        rows = next(iter(sizes.values()), 0)
+        if any(size != rows for size in sizes.values()):
+            raise InvalidArgumentError(f"{where}inputs have different batch sizes {sizes}, expected the same for all")
+        if not 1 <= rows <= self.max_batch_size:
+            raise InvalidArgumentError(
+                f"{where}the batch size is {rows}, expected 1 to {self.max_batch_size}; split the request"
+            )
+        return rows
+
     def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
         """Return the bucket of a request: requests with equal buckets can share a batch.
 
-        Args:
-            shapes: shapes of its inputs by name, as the model takes them, with the batch dimension if it has one.
+        `shapes`: shapes of its inputs by name, as the model takes them, with the batch dimension if it has one.
         """
         # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
         first = 1 if self.max_batch_size else 0
@@ -216,5 +294,4 @@ class Model:
 
     @property
     def fault(self) -> str:
-        """See `Composition.fault`."""
         return "" if self.composition is None else self.composition.fault

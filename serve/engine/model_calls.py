@@ -91,7 +91,6 @@ class RunningCall:
         self._listener.done(model, result)
 
     def end(self, error: InferenceError) -> None:
-        """See `PendingCall`."""
         model = self._model
         self._drop()
         self._listener.done(model, error)
@@ -159,12 +158,6 @@ class CoreUser(Protocol):
 
 
 def _request(call: ModelCall, model: Model) -> InferRequest:
-    """Make a checked request from the call.
-
-    Raises:
-        InvalidArgumentError: a name, a datatype or a shape is wrong.
-        UnsupportedError: the model is decoupled, but only one response is accepted.
-    """
     if model.is_decoupled and not call.many:
         raise UnsupportedError(
             f"model {model.name!r} is decoupled, and gives any number of responses: call it with decoupled=True"
@@ -188,7 +181,7 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
     for name in call.outputs:
         if name not in model.outputs:
             raise InvalidArgumentError(f"output {name!r} is not one of model {model.name!r}: {_names(model.outputs)}")
-    rows = _rows(arrays, model)
+    rows = model.rows_of({name: array.shape for name, array in arrays.items()}, f"model {model.name!r}: ")
     turn = model.queue_policy.turn(_priority(call.parameters), call.timeout_s)
     now = time.monotonic()
     own = {name: model.inputs[name].to_model(array) for name, array in arrays.items()}
@@ -226,18 +219,6 @@ def _callers(caller: CallingExecution) -> tuple[CallingExecution, ...]:
 
 def _nothing(_: Tensors | InferenceError) -> None:
     """Do nothing: replaced before the request is queued."""
-
-
-def _rows(arrays: Mapping[str, Array], model: Model) -> int:
-    if not model.max_batch_size:
-        return 1
-    sizes = {name: array.shape[0] for name, array in arrays.items()}
-    rows = next(iter(sizes.values()), 0)
-    if any(size != rows for size in sizes.values()) or not 1 <= rows <= model.max_batch_size:
-        raise InvalidArgumentError(
-            f"the inputs of model {model.name!r} have batch sizes {sizes}, expected one of 1 to {model.max_batch_size} for all"
-        )
-    return rows
 
 
 def _priority(parameters: Mapping[str, Parameter]) -> int:

@@ -1,9 +1,20 @@
-"""Memory and cores that the machine and this process's control groups (container, pod, systemd unit) let it use."""
+"""Memory, cores and open files that the machine and this process's control groups (container, pod, unit) let it use.
+
+The limit of open files (`ulimit -n`) is shared out:
+
+| use | share |
+|---|---|
+| files that are open when the server begins to listen | actual number |
+| model files, model probes, log | an eighth, 16 to 256 |
+| shared memory regions, if enabled | half |
+| connections of all ports, TLS handshakes included | the rest |
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -12,16 +23,19 @@ MEMINFO = Path("/proc/meminfo")
 # Files of a group: its limit, its usage, and the names in its statistics of cached file pages, which can be reclaimed.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+FEWEST_FILES = 64  # fewest files that a server can work with; an idle one has 17 open
+ENOUGH = 65_536  # number of files that suffices for all allowed connections
+FEWEST_SPARE, MOST_SPARE = 16, 256
+FEWEST_CONNECTIONS = 8  # allowed even if there are too few files
+OPEN_FILES = Path("/dev/fd")  # has an entry for each open file
 
 
 def group_folders(controller: str = "") -> list[Path]:
     """Return the folders of this process's control group and of the groups around it, innermost first; each has its own limits.
 
     A container may see its own group as the outermost one, under a path other than the one in its membership. So folders may be
-    missing, and the last one is always the root of the hierarchy.
-
-    Args:
-        controller: controller of cgroup version 1, which has a hierarchy for each; "" for version 2, which has one hierarchy.
+    missing, and the last one is always the root of the hierarchy. cgroup version 1 has a hierarchy for each `controller`,
+    version 2 has one, "".
     """
     mount = CGROUP / controller
     parts = [part for part in PurePosixPath(_membership(controller)).parts if part not in {"/", ".."}]
@@ -66,7 +80,6 @@ def _machine(field: str) -> int | None:
 
 
 def _limit(path: Path) -> int | None:
-    """Return one control group's limit; None if it has none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such group, or "max"
@@ -123,3 +136,38 @@ def _cores(text: str) -> int:
     except ValueError:
         return 0
     return math.ceil(time / period) if time > 0 else 0
+
+
+def allow_more() -> None:
+    """Raise the soft limit to the hard one, at most to ENOUGH: shells and service managers keep it low for compatibility."""
+    with suppress(ModuleNotFoundError):  # Windows has no module resource
+        import resource  # noqa: PLC0415  (see above)
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_files() -> float:
+    """Return the limit of open files."""
+    with suppress(ModuleNotFoundError):  # Windows has no module resource
+        import resource  # noqa: PLC0415  (see above)
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return math.inf if files == resource.RLIM_INFINITY else files
+    return math.inf
+
+
+def most_regions() -> float:
+    """Return the limit of shared memory regions; each holds an open file."""
+    return most_files() // 2
+
+
+def most_connections(*, regions: bool) -> float:
+    """Return the limit of connections, given the files that are open now; `regions`: whether shared memory is enabled."""
+    files = most_files()
+    if files == math.inf:
+        return files
+    spare = min(max(files // 8, FEWEST_SPARE), MOST_SPARE)
+    return max(files - sum(1 for _ in OPEN_FILES.iterdir()) - spare - (most_regions() if regions else 0), FEWEST_CONNECTIONS)

@@ -7,9 +7,9 @@ import time
 
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
+from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.requests import CallingExecution, CallQueue, Done, InferRequest, Respond
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 
 
@@ -45,16 +45,13 @@ class WholeRequests:
             caller.enter(self, request)
 
     def holds(self, request: InferRequest) -> bool:
-        """See `CallQueue`."""
         return request.line is not None or any(instance.has_next(request) for instance in self._batcher.instances)
 
     def is_stuck(self, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
-        """See `CallQueue`."""
         executions = [instance.caller for instance in self._batcher.instances]
         return all(one is not None and (one in asking or _waits_at(one, asking, seen)) for one in executions)
 
     def cancel(self, request: InferRequest) -> None:
-        """See `Scheduler`."""
         self._batcher.cancel(request)
         for instance in self._batcher.instances:
             caller = instance.caller
@@ -63,7 +60,6 @@ class WholeRequests:
                     call.end(left_error(caller))
 
     async def drain(self) -> None:
-        """See `Scheduler`."""
         await self._batcher.drain()
         for instance in self._batcher.instances:
             await instance.closed()
@@ -137,14 +133,12 @@ class DecoupledRequests:
             raise
 
     def cancel(self, request: InferRequest) -> None:
-        """See `Scheduler`."""
         is_waiting = request.line is not None
         self.behind.cancel(request)
         if self.ended(request) and not is_waiting:
             self._statistics.failed(request.arrived_ns)
 
     async def drain(self) -> None:
-        """See `Scheduler`."""
         # The batcher stops its instances when its queue is empty, which may be before the last response has come.
         while self._unfinished:
             self._finished.clear()

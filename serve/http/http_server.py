@@ -18,12 +18,15 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from halfserve.serve.http.guards import peer_of
 from halfserve.serve.http.http_connection import HttpConnection, SocketReader
 from halfserve.serve.http.http_options import HttpLimits
+from halfserve.serve.security.client_limits import network_of
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.read_scheduler import read_scheduler
+from halfserve.serve.transports.task_turns import task_turns
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class HttpServer:
 
         async def until_cut_off(scope: Any, receive: Any, send: Any) -> None:
             with contextlib.suppress(asyncio.CancelledError):  # `stop` has said so
-                await app(scope, receive, send)
+                await turns.run(app(scope, receive, send), lambda: network_of(peer_of(scope)))
 
         self._config = Config(
             until_cut_off,
@@ -88,7 +91,7 @@ class HttpServer:
         )
         self._budget = budget or MemoryBudget(DEFAULT_BYTES)
         self._received = memoryview(bytearray(RECEIVE_BYTES))
-        self._scheduler = read_scheduler()
+        self._scheduler, turns = read_scheduler(), task_turns()
         self._state = ServerState()
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None

@@ -34,7 +34,7 @@ from halfserve.serve.http.request_body import (
     compressed,
     header_length,
 )
-from halfserve.serve.http.responses import JSON_TYPE, WriteTurns, dump_json, dump_with_field
+from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
@@ -55,7 +55,6 @@ class InferRoute:
         self._service = service
         self._bodies = bodies
         self._limits = limits
-        self._write_turns = WriteTurns()
 
     async def answer(self, request: Request) -> Response:
         """Infer.
@@ -94,7 +93,7 @@ class InferRoute:
             try:  # now, as many answers may wait for the threads that encode them
                 self._bodies.hold_answer(request, len(asked.message) + 2 * len(result))
             except UnavailableError as refusal:
-                answered.set_exception(refusal)
+                answered.set_exception(refusal.with_traceback(None))  # which would keep the result
             else:
                 answered.set_result(result)
 
@@ -128,8 +127,6 @@ class InferRoute:
         headers = {"cache-control": "no-store", "vary": "accept-encoding"}
         if used is not None:
             headers["content-encoding"] = used
-        if len(body) > self._limits.inline_bytes:
-            await self._write_turns.wait()
         if written.json_bytes is None:
             return Response(body, 200, headers, JSON_TYPE)
         headers["inference-header-content-length"] = str(written.json_bytes)

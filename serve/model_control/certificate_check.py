@@ -36,13 +36,8 @@ VERDICT_KEY = "halfserve.certificate"  # the parameter that shows clients what `
 def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: VerifyingKey | None = None) -> str | None:
     """Compare a model file, and the files of its version that its answers depend on, with the certificate beside it.
 
-    A listed file that is missing is reported by the code that reads it. Files that the certificate does not list are named in a
-    warning.
-
-    Args:
-        model: the model file.
-        declared: the model's configuration, which names files that a certificate may list.
-        key: public key whose signature the certificate must have; None requires no signature.
+    The configuration names files that a certificate may list; one that is missing is reported by the code that reads it, one
+    that the certificate does not list is named in a warning. Without a key no signature is required.
 
     Returns:
         "passed" or "failed", as the certificate says; None if no certificate vouches for the model, because there is none or

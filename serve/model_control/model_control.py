@@ -19,13 +19,12 @@ from halfserve.serve.engine.errors import (
     UnmetStepsError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.repository.loaded_ensemble import models_below
+from halfserve.serve.engine.repository.loaded_version import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions
 from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.switch import Switch
-from halfserve.serve.model_control.uploaded_models import UploadedModels
-from halfserve.serve.model_control.uploads import check_name
+from halfserve.serve.model_control.uploads import UploadedModels, check_name
 from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import RepositoryWatch
 from halfserve.serve.storage.repository_copy import RepositoryCopy

@@ -16,15 +16,14 @@ import numpy as np
 
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.padding.batch_costs import BatchCosts, Measured
-from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, Measured, MixedLengths
 from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingRule
-from halfserve.serve.engine.padding.padding_settings import (
+from halfserve.serve.engine.padding.padding_rule import (
     BUCKETS_KEY,
     KEY,
     PROVED_KEY,
     TOKENS_KEY,
+    PaddingRule,
     PaddingSettings,
     require_fit,
 )
@@ -78,11 +77,7 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
 
 
 def _configured(version: LoadedVersion) -> PaddingSettings | None:
-    """Read the padding that a configuration asks for; None for none.
-
-    Raises:
-        ModelLoadError: the padding does not fit the model.
-    """
+    """Read the padding that a configuration asks for; None for none. Raises as `proved_padding`."""
     config, where = version.config, f"model {version.config.name!r}"
     rule: PaddingRule | None = own_parameter(config, KEY, where)
     if rule is None:
@@ -173,10 +168,8 @@ class _Proof:
         return length * (len(self.rows) + 2)
 
     def reach(self, asked: int) -> bool:
-        """Pad rows to a length, or to the longest below it that the model takes.
-
-        Returns:
-            Whether a longer length may be possible.
+        """Pad rows to a length, or to the longest below it that the model takes; returns whether a longer length may be
+        possible.
 
         Raises:
             NotProvedError: an answer differs.

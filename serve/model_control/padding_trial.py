@@ -12,7 +12,7 @@ from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError, is_
 from halfserve.serve.engine.execution.assembly import pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_settings import PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import PaddingSettings
 from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest

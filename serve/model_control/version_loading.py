@@ -12,14 +12,13 @@ from typing import Any, Generic, TypeVar
 
 from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, DevicePlacement, ModelKind, Runtime
-from halfserve.serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
+from halfserve.serve.engine.background_threads import Worker, pause, pausing, sched_batch
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.ensembles.graph import is_ensemble
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_ensemble, load_version
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.model_control.certificate_check import VERDICT_KEY, check_certificate
 from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
@@ -111,8 +110,7 @@ class LoaderThread:
     def step_aside(self) -> None:
         """Run the following functions on another thread, because the running function waits for one of them.
 
-        Raises:
-            RuntimeError: the process may start no more threads.
+        Raises RuntimeError if the process may start no more threads.
         """
         self._leave_behind()
 
@@ -126,7 +124,7 @@ class LoaderThread:
         if not self._works_long:
             yield
             return
-        with SHORT_SWITCH_INTERVAL.during(), sched_batch(), pausing(pauses=self.in_service):
+        with sched_batch(), pausing(pauses=self.in_service):
             yield
 
     def stop(self) -> None:

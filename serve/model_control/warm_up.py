@@ -324,9 +324,8 @@ def _warn(version: LoadedVersion, text: str, *values: object) -> None:
 def short_sizes(version: LoadedVersion) -> dict[int, float]:
     """Measure batches of growing size until one is not short, so that the first short batches of clients run on the event loop.
 
-    Returns:
-        Batch rows -> least seconds that a batch takes on the slowest copy. Empty if requests may differ in shape or time, if
-        batches run on a device, or if warm-up is off.
+    Returns batch rows -> least seconds that a batch takes on the slowest copy; nothing if requests may differ in shape or time,
+    if batches run on a device, or if warm-up is off.
     """
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return {}

@@ -68,18 +68,12 @@ def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int, int
 class VersionFingerprint:
     """The files and configuration of a version. Equal for two scans of unchanged files, so that a reload leaves the version
     alone.
-
-    Attributes:
-        model: path of the model file, which may move from one repository to another.
-        version: fingerprint of the version's folder.
-        beside: fingerprint of the files in the model's folder: configuration, labels.
-        config: the serialized configuration in use, which may have come with a load request.
     """
 
-    model: Path
-    version: Fingerprint
-    beside: Fingerprint
-    config: bytes
+    model: Path  # path of the model file, which may move from one repository to another
+    version: Fingerprint  # fingerprint of the version's folder
+    beside: Fingerprint  # fingerprint of the files in the model's folder: configuration, labels
+    config: bytes  # the serialized configuration in use, which may have come with a load request
 
 
 def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:

@@ -21,23 +21,14 @@ THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # cached, as fo
 
 
 class AccessLogEntry(NamedTuple):
-    """An answer without a line yet; times in nanoseconds on time.monotonic_ns()'s clock.
+    """An answer without a line yet; times in nanoseconds on time.monotonic_ns()'s clock."""
 
-    Attributes:
-        request: the answered request.
-        model: the model version that computed it.
-        response_bytes: size of the serialized response.
-        batch: times at which its batch passed each stage.
-        batch_rows: rows of its whole batch.
-        ended: time at which the answer was handed over.
-    """
-
-    request: ObservedRequest
-    model: Model
-    response_bytes: int
-    batch: BatchTimes
-    batch_rows: int
-    ended: int
+    request: ObservedRequest  # the answered request
+    model: Model  # the model version that computed it
+    response_bytes: int  # size of the serialized response
+    batch: BatchTimes  # times at which its batch passed each stage
+    batch_rows: int  # rows of its whole batch
+    ended: int  # time at which the answer was handed over
 
 
 class AccessLogger:
@@ -76,13 +67,9 @@ class AccessLogger:
     ) -> None:
         """Log a request that failed.
 
-        Args:
-            caller: client and headers of the call.
-            asked: model, version and id, as far as they could be read.
-            request_bytes: size of the serialized request.
-            status: name of the gRPC status.
-            error: the reason of the failure; None if the client has disconnected.
-            spent_ns: nanoseconds since the request arrived; 0 if it did not reach its model.
+        `asked` has the model, the version and the id, as far as they could be read. `status` names the gRPC status. `error` is
+        None if the client has disconnected. `spent_ns` counts from the request's arrival; it is 0 if the request did not reach
+        its model.
         """
         self._write()  # keeps the order of the lines
         name, version, request_id = asked

@@ -35,14 +35,16 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_statistics import ServerFigures, zeros
 from halfserve.serve.observability.metrics import (
     CONTENT_TYPE,
+    LATENCY_COUNTERS,
     MetricTexts,
     guard_metrics,
+    metric_of,
     model_metrics,
     sequence_metrics,
     state_metric,
+    summary_metrics,
     triton_metrics,
 )
-from halfserve.serve.observability.summaries import LATENCY_COUNTERS, summary_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -122,26 +124,20 @@ async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
 
 def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric]:
     """The halfserve_* metrics of the server, and the usual process_* ones."""
-    ready = Metric("halfserve_ready", "1 while requests are taken", "gauge")
-    ready.add_sample(ready.name, {}, int(is_ready))
-    yield ready
-    refused = Metric("halfserve_requests_refused", "Inference requests that reached no model's queue, by reason", "counter")
-    for reason, count in sorted((REFUSALS | figures.refused).items()):
-        refused.add_sample("halfserve_requests_refused_total", {"reason": reason}, count)
-    yield refused
+    yield metric_of("halfserve_ready", "1 while requests are taken", "gauge", [({}, int(is_ready))])
+    refused = (({"reason": reason}, count) for reason, count in sorted((REFUSALS | figures.refused).items()))
+    text = "Inference requests that reached no model's queue, by reason"
+    yield metric_of("halfserve_requests_refused", text, "counter", refused, suffix="_total")
     for key, read in figures.readings.items():
         kind, name, text = READINGS[key]
-        metric = Metric(name, text, kind)
-        metric.add_sample(name, {}, read())
-        yield metric
+        yield metric_of(name, text, kind, [({}, read())])
     for custom in figures.custom_metrics():
         metric = Metric(custom.name, custom.text, custom.kind)
         for suffix, labels, value in custom.samples:
             metric.add_sample(custom.name + suffix, labels, value)
         yield metric
-    build = Metric("halfserve_build_info", "Versions, and whether the hot path is compiled or plain", "gauge")
-    build.add_sample(build.name, _versions(), 1)
-    yield build
+    text = "Versions, and whether the hot path is compiled or plain"
+    yield metric_of("halfserve_build_info", text, "gauge", [(_versions(), 1)])
     yield from _process().collect()
 
 
@@ -174,18 +170,10 @@ class CpuMetrics:
         except OSError:
             return
         memory = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        for name, text, value in (
-            (
-                "nv_cpu_utilization",
-                "Share of time that processors were busy, 0 to 1",
-                self._utilization(list(map(int, fields))),
-            ),
-            ("nv_cpu_memory_total_bytes", "Memory", memory["MemTotal"]),
-            ("nv_cpu_memory_used_bytes", "Memory in use", memory["MemTotal"] - memory["MemAvailable"]),
-        ):
-            metric = Metric(name, text, "gauge")
-            metric.add_sample(name, {}, value)
-            yield metric
+        busy, used = self._utilization(list(map(int, fields))), memory["MemTotal"] - memory["MemAvailable"]
+        yield metric_of("nv_cpu_utilization", "Share of time that processors were busy, 0 to 1", "gauge", [({}, busy)])
+        yield metric_of("nv_cpu_memory_total_bytes", "Memory", "gauge", [({}, memory["MemTotal"])])
+        yield metric_of("nv_cpu_memory_used_bytes", "Memory in use", "gauge", [({}, used)])
 
     def _utilization(self, ticks: list[int]) -> float:
         """Return the busy share since the previous call, from the ticks of user, nice, system, idle, iowait, irq, softirq and
@@ -207,13 +195,8 @@ def pinned_memory_metrics() -> Iterator[Metric]:
     """Yield Triton's figures of its pool of pinned memory, which dashboards read. They are 0: the runtimes have their own
     pools.
     """
-    for name, text in (
-        ("nv_pinned_memory_pool_total_bytes", "Pool of pinned memory; 0: there is none"),
-        ("nv_pinned_memory_pool_used_bytes", "Pinned memory of the pool in use"),
-    ):
-        metric = Metric(name, text, "gauge")
-        metric.add_sample(name, {}, 0)
-        yield metric
+    yield metric_of("nv_pinned_memory_pool_total_bytes", "Pool of pinned memory; 0: there is none", "gauge", [({}, 0)])
+    yield metric_of("nv_pinned_memory_pool_used_bytes", "Pinned memory of the pool in use", "gauge", [({}, 0)])
 
 
 @cache

@@ -28,25 +28,15 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """The settings of the RPC LogSettings; the first five are Triton's.
+    """The settings of the RPC LogSettings; the first five are Triton's."""
 
-    Attributes:
-        log_info: whether informative messages are written.
-        log_warning: whether warnings are written.
-        log_error: whether errors are written.
-        log_verbose_level: level of verbosity; debugging messages are written from 1 on.
-        log_format: Triton's format of messages; see `LogFormat`.
-        access_log: selects the requests that get a line.
-        access_log_every: under "sampled", one in this many answered requests is logged.
-    """
-
-    log_info: bool = True
-    log_warning: bool = True
-    log_error: bool = True
-    log_verbose_level: int = 0
-    log_format: LogFormat = LogFormat.DEFAULT
-    access_log: AccessLog = AccessLog.OFF
-    access_log_every: int = 100
+    log_info: bool = True  # whether informative messages are written
+    log_warning: bool = True  # whether warnings are written
+    log_error: bool = True  # whether errors are written
+    log_verbose_level: int = 0  # level of verbosity; debugging messages are written from 1 on
+    log_format: LogFormat = LogFormat.DEFAULT  # Triton's format of messages; see `LogFormat`
+    access_log: AccessLog = AccessLog.OFF  # selects the requests that get a line
+    access_log_every: int = 100  # under "sampled", one in this many answered requests is logged
 
     def as_values(self) -> dict[str, Value]:
         """Return the settings by name, in their types on the wire."""

@@ -23,7 +23,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
 )
 from halfserve.serve.engine.model import Model, VersionState, VersionStatus
-from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Totals, zeros
+from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Duration, LatencyFigures, Totals, zeros
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters, OutputCounters
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
@@ -106,6 +106,25 @@ OUTPUT_COUNTERS: tuple[tuple[str, str, Callable[[OutputCounters], int]], ...] = 
     ("rows_agreeing", "Rows whose largest value stands at the same place as in fp32", lambda o: o.rows_agreeing),
 )
 
+LATENCY_SETTINGS = ("counter_latencies", "summary_latencies", "summary_quantiles")
+BOOLS = {"true": True, "false": False}
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
+DURATIONS = {f"nv_inference_{name}" for name, *_ in TRITON_COUNTERS if name.endswith("_us")}
+LATENCY_COUNTERS = DURATIONS | {name for name, *_ in CACHE_COUNTERS}
+# Summaries with quantiles, which --metrics-config selects: name, text, count and sum since the model was loaded, and stage.
+SUMMARIES: tuple[tuple[str, str, Callable[[Totals], Duration], str], ...] = (
+    ("nv_inference_request_summary_us", "Time of requests, from arrival to answer", lambda t: t.success, "total"),
+    ("nv_inference_queue_summary_us", "Time that requests waited in the queue", lambda t: t.queue, "queue"),
+    ("nv_inference_compute_input_summary_us", "Time to assemble inputs", lambda t: t.compute_input, "compute_input"),
+    ("nv_inference_compute_infer_summary_us", "Time in the backend", lambda t: t.compute_infer, "compute_infer"),
+    ("nv_inference_compute_output_summary_us", "Time to take outputs apart", lambda t: t.compute_output, "compute_output"),
+)
+# Summaries of models with a response cache, which have none of whole requests, as in Triton.
+CACHE_SUMMARIES: tuple[tuple[str, str, Callable[[Totals], Duration], str], ...] = (
+    ("nv_cache_hit_summary_us", "Time of the look-ups that found an answer; without quantiles", lambda t: t.cache_hit, ""),
+    ("nv_cache_miss_summary_us", "Time of the others, and of keeping answers; without quantiles", lambda t: t.cache_miss, ""),
+)
+
 Labels = dict[str, str]
 
 
@@ -164,19 +183,23 @@ def _escaped(value: str) -> str:
 STAGE_EDGES = tuple(number(ns / 1e9) for ns in EDGES_NS)
 
 
+def metric_of(name: str, text: str, kind: str, samples: Iterable[tuple[Labels, float]], *, suffix: str = "") -> Metric:
+    """A metric with these samples, by their labels; `suffix` is what the samples' name has behind the metric's."""
+    metric = Metric(name, text, kind)
+    for labels, value in samples:
+        metric.add_sample(f"{name}{suffix}", labels, value)
+    return metric
+
+
 def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     """The nv_inference_* metrics."""
     for name, text, read in TRITON_COUNTERS:
-        metric = Metric(f"nv_inference_{name}", text, "counter")
-        for model in models:
-            metric.add_sample(metric.name, labels_of(model), read(model.statistics.totals))
-        yield metric
+        values = ((labels_of(model), read(model.statistics.totals)) for model in models)
+        yield metric_of(f"nv_inference_{name}", text, "counter", values)
     caching = [model for model in models if model.config.response_cache.enable]
     for name, text, read in CACHE_COUNTERS:
-        metric = Metric(name, text, "counter")
-        for model in caching:
-            metric.add_sample(name, labels_of(model), read(model.statistics.totals))
-        yield metric
+        values = ((labels_of(model), read(model.statistics.totals)) for model in caching)
+        yield metric_of(name, text, "counter", values)
     failures = Metric("nv_inference_request_failure", "Requests that got an error, by Triton's reasons", "counter")
     for model in models:
         counts = dict.fromkeys(TRITON_REASONS, 0)
@@ -220,10 +243,7 @@ def model_metrics(models: Sequence[Model]) -> Iterator[Metric]:
         computing.add_sample("halfserve_compute_seconds_total", labels, busy_ns / 1e9)
     yield from (stages, rows)
     for name, text, read in MODEL_GAUGES:
-        gauge = Metric(name, text, "gauge")
-        for model in models:
-            gauge.add_sample(name, labels_of(model), read(model))
-        yield gauge
+        yield metric_of(name, text, "gauge", ((labels_of(model), read(model)) for model in models))
     yield from (restarts, info, failures, computing)
 
 
@@ -242,19 +262,13 @@ def guard_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     guards = [(labels_of(model), model.guard.counters()) for model in models if model.guard is not None]
     outputs = [(labels | {"output": name}, counts) for labels, guard in guards for name, counts in guard.outputs.items()]
     for name, text, read in GUARD_COUNTERS:
-        metric = Metric(f"halfserve_guard_{name}", text, "counter")
-        for labels, guard in guards:
-            metric.add_sample(f"{metric.name}_total", labels, read(guard))
-        yield metric
-    degraded = Metric("halfserve_guard_degraded", "1 while the drift is over its threshold", "gauge")
-    for labels, guard in guards:
-        degraded.add_sample(degraded.name, labels | {"policy": guard.policy}, int(guard.degraded))
-    yield degraded
+        values = ((labels, read(guard)) for labels, guard in guards)
+        yield metric_of(f"halfserve_guard_{name}", text, "counter", values, suffix="_total")
+    states = ((labels | {"policy": guard.policy}, int(guard.degraded)) for labels, guard in guards)
+    yield metric_of("halfserve_guard_degraded", "1 while the drift is over its threshold", "gauge", states)
     for name, text, read_output in OUTPUT_COUNTERS:
-        metric = Metric(f"halfserve_guard_{name}", text, "counter")
-        for labels, output in outputs:
-            metric.add_sample(f"{metric.name}_total", labels, read_output(output))
-        yield metric
+        values = ((labels, read_output(output)) for labels, output in outputs)
+        yield metric_of(f"halfserve_guard_{name}", text, "counter", values, suffix="_total")
     text = "Scaled error against fp32 of the requests that were compared; infinite ones are not in the sum"
     drift = Metric("halfserve_guard_drift", text, "histogram")
     for labels, output in outputs:
@@ -268,14 +282,9 @@ def sequence_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     """The halfserve_sequence* metrics of the models that have sequences."""
     found = [(labels_of(model), sequences) for model in models if (sequences := _sequences_of(model)) is not None]
     for name, text, read in SEQUENCE_GAUGES:
-        gauge = Metric(name, text, "gauge")
-        for labels, scheduler in found:
-            gauge.add_sample(name, labels, read(scheduler))
-        yield gauge
-    expired = Metric("halfserve_sequences_expired", "Sequences that were ended as no request came for too long", "counter")
-    for labels, scheduler in found:
-        expired.add_sample("halfserve_sequences_expired_total", labels, scheduler.expired)
-    yield expired
+        yield metric_of(name, text, "gauge", ((labels, read(scheduler)) for labels, scheduler in found))
+    text, expired = "Sequences that were ended as no request came for too long", ((one, s.expired) for one, s in found)
+    yield metric_of("halfserve_sequences_expired", text, "counter", expired, suffix="_total")
 
 
 def _sequences_of(model: Model) -> SequenceScheduler | None:
@@ -296,3 +305,54 @@ def _add_histogram(metric: Metric, labels: Labels, edges: Iterable[str], at_most
         metric.add_sample(f"{metric.name}_bucket", labels | {"le": edge}, count)
     metric.add_sample(f"{metric.name}_sum", labels, total)
     metric.add_sample(f"{metric.name}_count", labels, count)
+
+
+def summary_metrics(models: Sequence[Model], quantiles: Sequence[float]) -> Iterator[Metric]:
+    """Yield the nv_*_summary_us metrics: counts and sums since the model was loaded, and quantiles of the last minute."""
+    found = [(model, model.statistics.quantiles(quantiles)) for model in models]
+    for name, text, read, stage in (*SUMMARIES, *CACHE_SUMMARIES):
+        metric = Metric(name, text, "summary")
+        for model, values in found:
+            is_caching, labels = model.config.response_cache.enable, labels_of(model)
+            if (stage == "total" and is_caching) or (not stage and not is_caching):
+                continue
+            total = read(model.statistics.totals)
+            metric.add_sample(f"{name}_count", labels, total.count)
+            metric.add_sample(f"{name}_sum", labels, total.ns // 1000)
+            for quantile, ns in zip(quantiles, values.get(stage, ()), strict=False):  # none without a stage
+                metric.add_sample(name, labels | {"quantile": number(quantile)}, round(ns / 1000, 1))
+        yield metric
+
+
+def latency_figures(settings: Sequence[str]) -> LatencyFigures:
+    """Parse Triton's settings of metrics, texts NAME=VALUE; the last one of a name counts.
+
+    Raises:
+        ValueError: a name or a value is invalid; the message says what was expected.
+    """
+    values: dict[str, str] = {}
+    for setting in settings:
+        name, _, values[name] = setting.partition("=")
+        if name not in LATENCY_SETTINGS:
+            raise ValueError(f"has the setting {name!r}, expected one of: {', '.join(LATENCY_SETTINGS)}")
+        if name != "summary_quantiles" and values[name] not in BOOLS:
+            raise ValueError(f"{name} is {values[name]!r}, expected true or false")
+    given = values.get("summary_quantiles")
+    quantiles = QUANTILES if given is None else tuple(map(_quantile, given.split(",")))
+    has_summaries = BOOLS[values.get("summary_latencies", "false")]
+    return LatencyFigures(
+        has_counters=BOOLS[values.get("counter_latencies", "true")], quantiles=quantiles if has_summaries else ()
+    )
+
+
+def _quantile(pair: str) -> float:
+    text = pair.partition(":")[0]  # the error that may follow is Triton's way to save memory
+    try:
+        quantile = float(text)
+    except ValueError:
+        quantile = -1
+    if not 0 <= quantile <= 1:
+        raise ValueError(
+            f"summary_quantiles has {pair!r}, expected QUANTILE:ERROR with a quantile of 0 to 1, such as 0.99:0.001"
+        )
+    return quantile

@@ -40,12 +40,7 @@ class Observability:
     """
 
     def __init__(self, options: ObserveOptions, core: InferenceCore, status_name: StatusName) -> None:
-        """Start the log and the traces that the options ask for.
-
-        Args:
-            options: the access log and traces at the start.
-            core: the models, and the server's figures.
-            status_name: returns the name of the gRPC status for an error.
+        """Start the log and the traces that the options ask for; `status_name` names the gRPC status of an error.
 
         Raises:
             FailedPreconditionError: a file cannot be written, or OpenTelemetry is not installed.
@@ -157,10 +152,7 @@ class Observer:
     def __init__(self, core: InferenceCore, status_name: StatusName) -> None:
         """Make an observer that selects nothing yet.
 
-        Args:
-            core: finds the models.
-            status_name: returns the name of the gRPC status for an error, such as "INVALID_ARGUMENT"; for None that of a
-                cancelled call.
+        `status_name` names the gRPC status of an error, such as "INVALID_ARGUMENT"; for None that of a cancelled call.
         """
         self._core = core
         self._status_name = status_name
@@ -170,13 +162,10 @@ class Observer:
         self._log_left = self._trace_left = self._step = self.until = NEVER
 
     def listen(self, log: AccessLogger | None, log_every: int, tracer: Tracer | None, trace_every: int) -> None:
-        """Set the access log and the tracer from now on.
+        """Set the access log and the tracer from now on; None logs or traces nothing.
 
-        Args:
-            log: gets failures, and one in `log_every` answers; None logs nothing.
-            log_every: interval of logged answers, in requests; 0 logs no answers.
-            tracer: decides on one in `trace_every` requests, and on all whose callers sent a decision; None traces nothing.
-            trace_every: interval of traced requests, in requests; 0 traces nothing.
+        The log gets failures, and one in `log_every` answers; the tracer decides on one in `trace_every` requests, and on all
+        whose callers sent a decision. An interval of 0 selects no request.
         """
         self.log, self.tracer = log, tracer
         self._log_left = self._log_every = log_every or NEVER

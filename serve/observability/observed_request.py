@@ -28,19 +28,12 @@ def loggable(error: Exception | None) -> str:
 
 @dataclass(frozen=True)
 class TraceContext:
-    """A trace, and the caller's span in it.
+    """A trace, and the caller's span in it."""
 
-    Attributes:
-        trace_id: number of 128 bits.
-        parent_id: id of the caller's span, 64 bits; 0 if the trace begins here.
-        sampled: whether the caller has decided to trace.
-        state: the caller's `tracestate`, which is passed on.
-    """
-
-    trace_id: int
-    parent_id: int = 0
-    sampled: bool = True
-    state: str = ""
+    trace_id: int  # number of 128 bits
+    parent_id: int = 0  # id of the caller's span, 64 bits; 0 if the trace begins here
+    sampled: bool = True  # whether the caller has decided to trace
+    state: str = ""  # the caller's `tracestate`, which is passed on
 
 
 def parent_of(headers: Mapping[bytes, bytes]) -> TraceContext | None:

@@ -43,12 +43,9 @@ class Outbox(Generic[T]):
     ) -> None:
         """Start the thread of an outbox for the running event loop.
 
-        Args:
-            deliver: called on the thread with the new items; if it raises, they are lost, and the first loss is logged.
-            name: name of the thread.
-            bound: most items that may wait.
-            every_s: seconds between two deliveries.
-            prepare: called on the thread when it starts; an error that it raises is raised again by `deliver`.
+        `deliver` is called on the thread with the new items; if it raises, they are lost, and the first loss is logged. At most
+        `bound` items wait, `every_s` seconds pass between two deliveries. `prepare` is called on the thread when it starts; an
+        error that it raises is raised again by `deliver`.
         """
         self._deliver = deliver
         self._bound = bound

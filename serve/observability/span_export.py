@@ -52,12 +52,10 @@ class Exporter(Protocol):
 
 
 def make_exporter(to: str, log_frequency: Callable[[], int], *, process: int | None = None) -> Exporter:
-    """An exporter to a collector (OTLP) or to a file.
+    """An exporter to a collector ("otlp"), or to a file: a path, or "triton:" and a path.
 
-    Args:
-        to: "otlp", a path, or "triton:" and a path.
-        log_frequency: traces per file, read for each file.
-        process: number of this process among several, which share a file of lines. Each has an array of its own: FILE-NUMBER.
+    `log_frequency` tells the traces per file, for each file. `process`, the number of this process among several, separates
+    arrays (FILE-NUMBER); files of lines are shared.
     """
     if to == OTLP:
         return OtlpExporter()
@@ -222,12 +220,8 @@ def _triton_objects(number: int, record: TraceRecord) -> tuple[str, str]:
 def to_line(spans: Sequence[Span], resource: Mapping[str, Any], scope: tuple[str, str]) -> str:
     """An ExportTraceServiceRequest as one line; ids are hexadecimal, and 64-bit numbers are strings.
 
+    The spans are of one process, which `resource` describes; `scope` is the name and version of the library that made them.
     Formatted by hand: json.dumps takes three times as long, and protobuf's own JSON 25 times.
-
-    Args:
-        spans: finished spans of one process.
-        resource: attributes of the process.
-        scope: name and version of the library that made the spans.
     """
     name, version = scope
     listed = ",".join([_span(span) for span in spans])

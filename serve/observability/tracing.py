@@ -85,12 +85,9 @@ class Tracer:
         return self._control.everywhere.settings.rate if self._control.is_uniform else 1
 
     def decide(self, model: str, parent: TraceContext | None, *, is_due: bool) -> TraceContext | None:
-        """Return the trace context of a new request; None if it is not traced.
+        """Return the trace context of a new request for a model; None if it is not traced.
 
-        Args:
-            model: name of the requested model.
-            parent: trace context of its caller, whose decision has priority.
-            is_due: whether the request is one in `every`.
+        The decision of a caller, in its trace context, has priority; `is_due` marks one request in `every`.
         """
         if parent is None and not is_due:
             return None
@@ -137,35 +134,20 @@ class Tracer:
 
 
 class Span(NamedTuple):
-    """A span that has ended.
+    """A span that has ended."""
 
-    Attributes:
-        name: name of the operation.
-        trace_id: number of 128 bits.
-        span_id: number of 64 bits.
-        parent_id: id of the enclosing span; 0 for none.
-        start_ns: start in nanoseconds since the epoch.
-        end_ns: end in nanoseconds since the epoch.
-        attributes: figures and names.
-        links: trace and span ids of related spans.
-        kind: INTERNAL or SERVER.
-        is_parent_remote: whether the parent is the caller's span.
-        error: text of the error; "" without one.
-        state: the caller's `tracestate`.
-    """
-
-    name: str
-    trace_id: int
-    span_id: int
-    parent_id: int
-    start_ns: int
-    end_ns: int
-    attributes: Mapping[str, str | int] = NOTHING
-    links: Sequence[SpanPlace] = ()
-    kind: str = INTERNAL
-    is_parent_remote: bool = False
-    error: str = ""
-    state: str = ""
+    name: str  # name of the operation
+    trace_id: int  # number of 128 bits
+    span_id: int  # number of 64 bits
+    parent_id: int  # id of the enclosing span; 0 for none
+    start_ns: int  # start in nanoseconds since the epoch
+    end_ns: int  # end in nanoseconds since the epoch
+    attributes: Mapping[str, str | int] = NOTHING  # figures and names
+    links: Sequence[SpanPlace] = ()  # trace and span ids of related spans
+    kind: str = INTERNAL  # INTERNAL or SERVER
+    is_parent_remote: bool = False  # whether the parent is the caller's span
+    error: str = ""  # text of the error; "" without one
+    state: str = ""  # the caller's `tracestate`
 
 
 def spans_of(records: Sequence[TraceRecord]) -> list[Span]:

@@ -10,7 +10,7 @@ import typer
 
 from halfserve.option_groups import reading
 from halfserve.serve.engine.model_statistics import LatencyFigures
-from halfserve.serve.observability.summaries import latency_figures
+from halfserve.serve.observability.metrics import latency_figures
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
 from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
 from halfserve.serve.security.security_options import RestrictedGroup

@@ -1,4 +1,4 @@
-"""Options of how requests become batches, and of what computes them."""
+"""Options of how requests become batches, of what computes them, and of a server's end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from halfserve.option_groups import reading
 from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.resource_limits import usable_cores
-from halfserve.serve.fleet.launch.process_count import process_count
+from halfserve.serve.fleet.launch.supervision import process_count
+from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.server import ServerOptions
 
 MAX_ROWS = 2**31 - 1  # the largest value of max_batch_size in a model's config
@@ -21,6 +22,7 @@ MAX_THREADS = 4096  # the runtime starts as many threads as this option says
 
 _batching = partial(typer.Option, rich_help_panel="Batching")
 _computing = partial(typer.Option, rich_help_panel="Computing")
+_ending = partial(typer.Option, rich_help_panel="Ending")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +109,17 @@ class Computing:
             threads=self.threads or share,
             cpu_precision=self.cpu_precision,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Options of the time after SIGTERM, and of a supervisor."""
+
+    lame_duck_seconds: Annotated[
+        float, _ending(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on.")
+    ] = ControlOptions.lame_duck_s
+    drain_seconds: Annotated[float, _ending(min=0.1, help="Time for requests in flight after SIGTERM.")] = ServerOptions.drain_s
+    supervise: Annotated[
+        bool,
+        _ending("--supervise", help="Serve in a worker process, and restart it when it ends; clients keep the address."),
+    ] = False

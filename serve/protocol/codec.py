@@ -1,4 +1,4 @@
-"""Decodes the parameters and tensors of a ModelInferRequest, and checks the tensors against the model."""
+"""Decodes the parameters, tensors and requested outputs of a ModelInferRequest, and checks them against the model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePrepa
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.picture_inputs import LACKING
+from halfserve.serve.engine.repository.loaded_version import LACKING
 from halfserve.serve.engine.requests import NO_PARAMETERS, LateArray, LateInputs, Parameter, RawInput, RawLayout
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 from halfserve.serve.protocol.raw_tensors import from_raw
-from halfserve.serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
+from halfserve.serve.protocol.shared_memory import (
+    MAX_BYTES,
+    RegionSlice,
+    SharedMemory,
+    check_size,
+    read_tensor,
+    slice_of,
+    whole_number,
+)
 
 BYTES: Final = BY_WIRE["BYTES"]
+CLASSIFICATION: Final = "classification"
 # Typed contents whose packed encoding is the array's memory. Element by element a batch of images takes 0.25 s.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 # From this many bytes of a BYTES input, or elements of typed contents, on, decoding (0.05 to 0.25 us each) is left to the
@@ -49,6 +58,14 @@ class DecodedInputs:
     bucket: Hashable  # equal for requests whose shapes differ at most in the batch dimension
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestedOutput:
+    """An output that is written to shared memory, classified, or both."""
+
+    place: RegionSlice | None  # its shared memory slice; None to send it
+    classes: int | None  # number of best classes to name; None to answer the numbers
+
+
 def parameters_of_request(request: ModelInferRequest) -> Mapping[str, Parameter]:
     """The request's parameters by name; one without a value is left out.
 
@@ -64,22 +81,17 @@ def parameters_of_request(request: ModelInferRequest) -> Mapping[str, Parameter]
     return {name: getattr(request.parameters[name], kind) for name, kind in given.items() if kind} or NO_PARAMETERS
 
 
+def priority_of(request: ModelInferRequest) -> int:
+    """Return the request parameter `priority`; 0 if it is absent."""
+    given = request.parameters.get("priority")
+    return 0 if given is None else whole_number(given, "parameter 'priority'", "the priority as an int64")
+
+
 def queue_timeout_s(request: ModelInferRequest) -> float | None:
     """Return the request parameter `timeout`, in seconds; None if it is absent or 0."""
-    microseconds = whole_parameter(request, "timeout", "microseconds")
+    given = request.parameters.get("timeout")
+    microseconds = 0 if given is None else whole_number(given, "parameter 'timeout'", "microseconds as an int64")
     return microseconds / 1e6 if microseconds else None
-
-
-def whole_parameter(request: ModelInferRequest, name: str, what: str) -> int:
-    """Return a non-negative integer parameter; 0 if absent."""
-    parameter = request.parameters.get(name)
-    if parameter is None:
-        return 0
-    choice = parameter.WhichOneof("parameter_choice")
-    number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
-    if number < 0:
-        raise InvalidArgumentError(f"parameter {name!r} is not a whole number of 0 or more, expected {what} as an int64")
-    return number
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
@@ -117,7 +129,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
         missing = ", ".join(map(repr, left_out))
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
     _check_total(places)
-    rows = _rows(arrays, model)
+    rows = model.rows_of({name: array.shape for name, array in arrays.items()})
     arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
     return DecodedInputs(_inputs(arrays), rows, model.bucket({name: array.shape for name, array in arrays.items()}))
 
@@ -150,6 +162,55 @@ def input_slices(request: ModelInferRequest) -> list[RegionSlice | None]:
     return [slice_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
 
 
+def requested_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]:
+    """Return the outputs to send, in the client's order; all outputs if it names none. Duplicates are sent once.
+
+    Raises:
+        InvalidArgumentError: the model has no such output, or an output is requested in two ways.
+    """
+    if not request.outputs:
+        return tuple(model.outputs)
+    wanted: dict[str, ModelInferRequest.InferRequestedOutputTensor] = {}
+    for output in request.outputs:
+        name = output.name
+        if name not in model.outputs:
+            known = ", ".join(map(repr, model.outputs))
+            raise InvalidArgumentError(f"output {name!r} is not one of the model's: {known}")
+        if wanted.setdefault(name, output) != output:
+            raise InvalidArgumentError(f"output {name!r} is named twice, with other parameters; expected one way to answer it")
+    return tuple(wanted)
+
+
+def special_outputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> dict[str, RequestedOutput]:
+    """Return the outputs of a checked request that are not simply sent, by name.
+
+    Raises:
+        InferenceError: a parameter or a slice is invalid (see `SharedMemory.check`).
+    """
+    wanted = {}
+    for output in request.outputs:
+        if not output.parameters:
+            continue
+        what = f"output {output.name!r}"
+        place, classes = slice_of(what, output.parameters), _classes(what, output.parameters)
+        if classes is not None and model.outputs[output.name].datatype is BYTES:
+            raise InvalidArgumentError(
+                f"{what} has datatype BYTES, expected numbers to classify by; leave {CLASSIFICATION} out"
+            )
+        if place is not None:
+            memory.check(place)
+        if place is not None or classes is not None:
+            wanted[output.name] = RequestedOutput(place=place, classes=classes)
+    return wanted
+
+
+def _classes(what: str, parameters: Any) -> int | None:
+    if CLASSIFICATION not in parameters:
+        return None
+    count = whole_number(parameters[CLASSIFICATION], f"{what}: parameter {CLASSIFICATION}", "how many classes to name")
+    return count or None  # 0 means none
+
+
 def _check_total(places: Sequence[RegionSlice | None]) -> None:
     total = sum(place.byte_size for place in places if place is not None)
     if total > MAX_BYTES:
@@ -175,20 +236,7 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mappin
     return spec
 
 
-def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
-    if not model.max_batch_size:
-        return 1
-    sizes = {name: array.shape[0] for name, array in arrays.items()}
-    rows = next(iter(sizes.values()), 0)
-    if any(size != rows for size in sizes.values()):
-        raise InvalidArgumentError(f"inputs have different batch sizes {sizes}, expected the same for all")
-    if not 1 <= rows <= model.max_batch_size:
-        raise InvalidArgumentError(f"the batch size is {rows}, expected 1 to {model.max_batch_size}; split the request")
-    return rows
-
-
 def _left_out(given: Mapping[str, object], model: Model) -> list[str]:
-    """Return the names of the required inputs that a request leaves out."""
     return [name for name, spec in model.inputs.items() if name not in given and not spec.optional]
 
 
@@ -267,7 +315,7 @@ def _names(specs: dict[str, TensorSpec]) -> str:
 def _encoded_spec(spec: TensorSpec, dimensions: int) -> TensorSpec:
     """Return the spec of encoded pictures that an input takes in place of pixels: BYTES of shape [n], or [n, 1]."""
     shape = (ANY_SIZE, 1) if dimensions == 2 else (ANY_SIZE,)
-    return TensorSpec(name=spec.name, datatype=BY_WIRE["BYTES"], shape=shape)
+    return TensorSpec(name=spec.name, datatype=BYTES, shape=shape)
 
 
 def _late_pictures(name: str, encoded: Array | LateArray, preparation: PicturePreparation) -> LateArray:

@@ -73,7 +73,6 @@ class ForwardingInference:
         *,
         many: ManyReplies | None = None,
     ) -> Cancel:
-        """See `Inference.infer`."""
         # protobuf merges concatenated messages
         return self._inference.infer(b"".join((data, self._parameters)), time_left_s, reply, watch, many=many)
 

@@ -8,17 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.engine.errors import (
-    BackendError,
-    InferenceError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.requests import Answer, InferRequest, Parameter, RawInputs, RawLayout
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
@@ -27,14 +20,15 @@ from halfserve.serve.protocol.codec import (
     decode_inputs,
     input_slices,
     parameters_of_request,
+    priority_of,
     queue_timeout_s,
     raw_layout,
-    whole_parameter,
+    requested_names,
+    special_outputs,
 )
 from halfserve.serve.protocol.deferred_response import DeferredResponse
 from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
 from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
-from halfserve.serve.protocol.requested_outputs import requested_names, special_outputs
 from halfserve.serve.protocol.shared_memory import RegionUse, SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -194,12 +188,7 @@ class Inference:
         return _Cancellation(cached.model.scheduler, queued, answering, use)
 
     def _forwarded(
-        self,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        many: ManyReplies | None,
-        error: InferenceError,
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, many: ManyReplies | None, error: InferenceError
     ) -> Cancel | None:
         """Forward a request that this server refuses with `error`; None if no other server can answer it."""
         if self._forward is None or not isinstance(error, NotFoundError | UnavailableError):
@@ -250,7 +239,7 @@ class Inference:
             outputs=outputs,
             rows=decoded.rows,
             bucket=decoded.bucket,
-            turn=model.queue_policy.turn(whole_parameter(request, "priority", "the priority"), queue_timeout_s(request)),
+            turn=model.queue_policy.turn(priority_of(request), queue_timeout_s(request)),
             parameters=parameters_of_request(request),
             input_slices=tuple(of_inputs) if any(of_inputs) else None,
             slices=tuple(places),
@@ -399,7 +388,6 @@ class ObservedInference:
     def infer(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
     ) -> Cancel:
-        """See `Inference.infer`."""
         observer = self._observer
         observer.until -= 1
         if observer.until and (observer.tracer is None or not self.has_parent):
@@ -431,7 +419,6 @@ class ChosenInference(ObservedRequest):
     def infer(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
     ) -> Cancel:
-        """See `Inference.infer`."""
         self.expect(len(data), reply)
         try:
             self.cancel = self._inference.infer(data, time_left_s, self.answered, self, many=many)

@@ -57,12 +57,10 @@ class _Slot:
         self.is_many = self.wants_empty_final = self.is_final_sent = False
 
     def begin(self, *, wants_empty_final: bool) -> None:
-        """See `ManyReplies`."""
         self.is_many, self.wants_empty_final = True, wants_empty_final
         self._stream.leave_order(self)
 
     def response(self, response: bytes | InferenceError, *, final: bool) -> None:
-        """See `ManyReplies`."""
         self.is_final_sent |= final
         self._stream.respond(self, response, final=final)
 
@@ -165,7 +163,6 @@ class InferenceStream:
             self._break(answer)
 
     def _end(self, slot: _Slot, last: bytes | Exception | None) -> None:
-        """Send the last message of a request with many responses."""
         if slot not in self._many:
             return
         self._many.remove(slot)

@@ -96,22 +96,14 @@ def split_request(data: bytes) -> SplitRequest | None:
 
 
 def _hole(data: bytes, tag: int, position: int, body: int, after: int) -> int:
-    """Return where a field's varying bytes begin, which end with the field; -1 for a field without any.
-
-    Raises:
-        IndexError: the message is malformed.
-    """
+    """Return where a field's varying bytes begin, which end with the field; -1 for a field without any."""
     if tag in (REQUEST_RAW, REQUEST_ID):
         return position
     return _sequence_value(data, body, after) if tag == REQUEST_PARAMETER else -1
 
 
 def _sequence_value(data: bytes, start: int, end: int) -> int:
-    """Return where the value of the parameter sequence_id begins, which ends at `end`; -1 if the entry is another parameter.
-
-    Raises:
-        IndexError: the message is malformed.
-    """
+    """Return where the value of the parameter sequence_id begins, which ends at `end`; -1 if the entry is another parameter."""
     value = start + len(SEQUENCE_ID_ENTRY) + 1
     if data[start : value - 1] != SEQUENCE_ID_ENTRY or data[value - 1] > 0x7F or value + data[value - 1] != end:
         return -1
@@ -172,11 +164,7 @@ def _inner_fields(data: bytes, start: int, end: int, most: int) -> int:
 
 
 def _fields(data: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each field's tag, and the start and end of its content.
-
-    Raises:
-        IndexError: the message is malformed.
-    """
+    """Yield each field's tag, and the start and end of its content."""
     while position < end:
         tag, position = _varint(data, position)
         kind = tag & 7

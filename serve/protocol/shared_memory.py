@@ -24,8 +24,8 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.engine.requests import Outside, RawInput
+from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array
-from halfserve.serve.protocol.open_files import most_regions
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
 from halfserve.serve.protocol.shared_memory_regions import (
     CudaRegion,
@@ -326,11 +326,9 @@ def _unknown(name: str) -> NotFoundError:
 
 
 def slice_of(what: str, parameters: Any) -> RegionSlice | None:
-    """Return the slice that a tensor's parameters name; None if the tensor's bytes are in the request.
+    """Return the slice that a tensor's map of InferParameter names; None if the tensor's bytes are in the request.
 
-    Args:
-        what: opens the error's text: "input 'x'".
-        parameters: the tensor's map of InferParameter.
+    `what`: beginning of error texts, such as "input 'x'".
 
     Raises:
         InvalidArgumentError: the parameters are incomplete or of the wrong kind.
@@ -340,11 +338,13 @@ def slice_of(what: str, parameters: Any) -> RegionSlice | None:
     if REGION not in parameters or BYTE_SIZE not in parameters:
         missing, there = (REGION, BYTE_SIZE) if REGION not in parameters else (BYTE_SIZE, REGION)
         raise InvalidArgumentError(f"{what} has parameter {there} without {missing}; expected both")
-    offset = _number(what, OFFSET, parameters[OFFSET]) if OFFSET in parameters else 0
     region = parameters[REGION]
     if not region.string_param:
         raise InvalidArgumentError(f"{what}: parameter {REGION} is not text, expected a region's name")
-    return RegionSlice(region=region.string_param, offset=offset, byte_size=_number(what, BYTE_SIZE, parameters[BYTE_SIZE]))
+    expected = "bytes as an int64"
+    offset = whole_number(parameters[OFFSET], f"{what}: parameter {OFFSET}", expected) if OFFSET in parameters else 0
+    byte_size = whole_number(parameters[BYTE_SIZE], f"{what}: parameter {BYTE_SIZE}", expected)
+    return RegionSlice(region=region.string_param, offset=offset, byte_size=byte_size)
 
 
 def put_slice(parameters: Any, place: RegionSlice, byte_size: int) -> None:
@@ -411,9 +411,14 @@ def _read_elements(memory: SharedMemory, place: RegionSlice, shape: Sequence[int
     return array.reshape(shape)
 
 
-def _number(what: str, name: str, parameter: Any) -> int:
+def whole_number(parameter: Any, what: str, expected: str) -> int:
+    """Return the value of an InferParameter that is a whole number.
+
+    Raises:
+        InvalidArgumentError: it is none of 0 or more; `what` and `expected` are the beginning and the end of the text.
+    """
     choice = parameter.WhichOneof("parameter_choice")
     number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
     if number < 0:
-        raise InvalidArgumentError(f"{what}: parameter {name} is not a whole number of 0 or more, expected bytes as an int64")
+        raise InvalidArgumentError(f"{what} is not a whole number of 0 or more, expected {expected}")
     return number

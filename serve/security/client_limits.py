@@ -123,13 +123,8 @@ class GatedInference:
     ) -> None:
         """Wrap an entry with the checks and limits of one caller.
 
-        Args:
-            inference: answers requests.
-            share: the caller's allowance; None sets no limits.
-            check: raises once the caller's token is no longer valid: a stream may last longer than a token.
-            may_share: whether requests may name shared memory.
-            count: called with each refusal.
-            is_charged: whether the requests have been charged already.
+        `share` None sets no limits. `check` raises once the caller's token is no longer valid, as a stream may last longer than
+        a token. `count` is called with each refusal.
         """
         self._is_charged = is_charged
         self._inference = inference

@@ -29,10 +29,7 @@ class Reloadable(Generic[T]):
     def __init__(self, read: Callable[[], T], kept: str, paths: Sequence[Path] = ()) -> None:
         """Read for the first time.
 
-        Args:
-            read: reads all files, or raises SecurityError.
-            kept: names what stays valid after a failed reload, for the log line.
-            paths: the files that `read` reads.
+        `read` reads all `paths`, or raises SecurityError; `kept` says in the log what stays valid after a failed reload.
 
         Raises:
             SecurityError: the files cannot be used.
@@ -47,8 +44,7 @@ class Reloadable(Generic[T]):
     def reload(self, *, again: bool = False) -> bool:
         """Read the files again; returns whether the content has changed. Unusable files change nothing and are logged.
 
-        Args:
-            again: whether this is an automatic retry, which does not log the same error twice.
+        `again` marks an automatic retry, which does not log the same error twice.
         """
         try:
             self._refuse_pipes()
@@ -79,13 +75,10 @@ class FileWatch:
     """
 
     def __init__(self, paths: Sequence[Path], interval_s: float, changed: Callable[[bool], bool]) -> None:
-        """Take the files' present state as known: make the watch before the files are read.
+        """Take the files' present state as known: make the watch before the files are read. Links are followed.
 
-        Args:
-            paths: the files to watch; links are followed.
-            interval_s: seconds between two polls.
-            changed: called on the event loop after a change that was stable over two polls, with False. If it returns False,
-                it is called again after each poll, with True: the cause of a failure may lie outside the files.
+        `changed` is called on the event loop after a change that was stable over two polls, with False. If it returns False, it
+        is called again after each poll, with True: the cause of a failure may lie outside the files.
         """
         self._paths = paths
         self._interval_s = interval_s

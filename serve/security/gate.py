@@ -41,13 +41,9 @@ class Gate:
     ) -> None:
         """Make the gate of one port.
 
-        Args:
-            tokens: the accepted tokens; None admits every caller.
-            shares: the clients' allowances; None sets no limits.
-            admin_elsewhere: whether to refuse RPCs that change the server, because they are served on another port.
-            count: called with each refusal.
-            shared_memory: whether the server has any; without it, requests need not be searched for its parameters.
-            restricted: the calls that require a header.
+        Without `tokens` every caller is admitted, without `shares` none is limited. `admin_elsewhere` refuses RPCs that change
+        the server. `count` is called with each refusal. Without `shared_memory` on the server, requests need not be searched
+        for its parameters.
         """
         self._restricted = restricted
         self._shared_memory = shared_memory
@@ -69,11 +65,7 @@ class Gate:
             listener()
 
     def admit_method(self, path: str, headers: Sequence[Header]) -> AccessGrant:
-        """Admit a call of an RPC.
-
-        Args:
-            path: path of the RPC.
-            headers: headers of the call, names in lower case.
+        """Admit a call of an RPC, by its path and its headers, whose names are in lower case.
 
         Raises:
             UnauthenticatedError: there is no valid token, or there are several `authorization` headers.
@@ -128,22 +120,13 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bearer:
-    """A caller with an accepted token.
+    """A caller with an accepted token."""
 
-    Attributes:
-        holder: the token's holder.
-        tokens: the current tokens, which must still contain the holder's.
-    """
-
-    holder: TokenHolder
-    tokens: Tokens
+    holder: TokenHolder  # the token's holder
+    tokens: Tokens  # the current tokens, which must still contain the holder's
 
     def check(self) -> None:
-        """Check that the token is still valid.
-
-        Raises:
-            UnauthenticatedError: the token has been revoked or changed, or has expired.
-        """
+        """Raise UnauthenticatedError if the token has been revoked or changed, or has expired."""
         self.tokens.check(self.holder)
 
 
@@ -171,15 +154,9 @@ class AccessGrant:
     ) -> None:
         """Make the grant of one caller.
 
-        Args:
-            bearer: the caller's accepted token; None for a call that requires none.
-            rights: the models that may be used; None stands for all.
-            rights_now: returns the present rights of a caller that needs no token but may have sent one; None without tokens.
-            views: makes the services restricted to some models.
-            shares: allowances that calls are charged to; None charges nothing.
-            may_share: whether requests may name shared memory.
-            requires_token: whether calls that are not open to all require a token.
-            count: called with each refusal.
+        `bearer` is None for a call that requires no token. `rights` None stands for all models; `rights_now` returns the
+        present rights of a caller that needs no token but may have sent one. `views` makes the services restricted to some
+        models. `requires_token` tells whether calls that are not open to all require one. `count` is called with each refusal.
         """
         self._bearer = bearer
         self._rights = rights
@@ -225,10 +202,9 @@ class AccessGrant:
         return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
 
     def charge(self, peer: str) -> None:
-        """Charge one call before any work is done for it; gRPC inference is charged per request instead (see `inference`).
+        """Charge one call of a client's address before any work is done for it.
 
-        Args:
-            peer: the client's address, with its port.
+        gRPC inference is charged per request instead (see `inference`).
 
         Raises:
             UnauthenticatedError: the token is no longer valid.
@@ -245,12 +221,9 @@ class AccessGrant:
             raise
 
     def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
-        """Return the entry for inference requests: the given one if there is nothing to check.
+        """Return the entry for the inference requests of a client's address: the given one if there is nothing to check.
 
-        Args:
-            inference: answers requests.
-            peer: the client's address, with its port.
-            is_charged: whether the requests have been charged already.
+        `is_charged` tells whether the requests have been charged already.
         """
         share, bearer = self._share(peer), self._bearer
         if bearer is None and share is None:

@@ -41,10 +41,8 @@ class MemoryBudget:
     def __init__(self, limit_bytes: int, *, patience_s: float = 2.0, soon: Soon = _call_soon) -> None:
         """Make an unused budget.
 
-        Args:
-            limit_bytes: most bytes that all clients together may hold.
-            patience_s: seconds in which the share with priority must make progress while others wait.
-            soon: calls a function at the end of this turn of the event loop.
+        `patience_s`: seconds in which the share with priority must make progress while others wait. `soon` calls a function at
+        the end of this turn of the event loop.
         """
         strangers = limit_bytes // STRANGERS_PART
         self._known = _Pool(limit_bytes - strangers, patience_s, soon)
@@ -63,12 +61,10 @@ class MemoryBudget:
     def share(
         self, *, is_known: bool, press: Callable[[], None] = _nothing, go_on: Callable[[], None] = _nothing
     ) -> MemoryShare:
-        """Make an empty share.
+        """Make an empty share; `is_known`: no token is required, or one was accepted.
 
-        Args:
-            is_known: whether no token is required, or one was accepted.
-            press: called while memory is short and the share is above the level; frees what it can.
-            go_on: called once, when a waiting share may continue.
+        `press` is called while memory is short and the share is above the level; it frees what it can. `go_on` is called once,
+        when a waiting share may continue.
         """
         return MemoryShare(self._known if is_known else self._strangers, self._known, press, go_on)
 

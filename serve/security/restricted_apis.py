@@ -54,11 +54,7 @@ APIS: Mapping[str, Api] = {
 
 
 def restricted_group(text: str, prefix: str = "") -> RestrictedGroup:
-    """Parse "API,API:KEY=VALUE".
-
-    Args:
-        text: the group.
-        prefix: prefix of the header's name, before the key.
+    """Parse "API,API:KEY=VALUE"; `prefix` comes before the key in the header's name.
 
     Raises:
         ValueError: the text has another form, or names an unknown API; the message does not repeat the value.

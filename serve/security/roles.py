@@ -89,13 +89,9 @@ def path_role(path: str) -> Role | None:
 
 @dataclass(frozen=True)
 class ModelRights:
-    """A set of models, by patterns of their names.
+    """A set of models, by patterns of their names."""
 
-    Attributes:
-        patterns: names, or case-sensitive shell patterns with *, ? and [...]; the empty tuple matches no model.
-    """
-
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...]  # names, or case-sensitive shell patterns with *, ? and [...]; the empty tuple matches no model
 
     def allow(self, name: str) -> bool:
         return name in self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)

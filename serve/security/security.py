@@ -27,19 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PortSecurity:
-    """The gate, TLS and address of one listening port.
+    """The gate, TLS and address of one listening port."""
 
-    Attributes:
-        gate: admits calls; None admits every call.
-        tls: encrypts connections; None leaves the port unencrypted.
-        socket: the path of a Unix socket to listen on, in place of a host and a port.
-        option: names the port in the text of a BindError.
-    """
-
-    gate: Gate | None = None
-    tls: ServerTls | None = None
-    socket: Path | None = None
-    option: str = "--grpc-port"
+    gate: Gate | None = None  # admits calls; None admits every call
+    tls: ServerTls | None = None  # encrypts connections; None leaves the port unencrypted
+    socket: Path | None = None  # the path of a Unix socket to listen on, in place of a host and a port
+    option: str = "--grpc-port"  # names the port in the text of a BindError
 
 
 class Security:
@@ -61,11 +54,7 @@ class Security:
     ) -> None:
         """Read the files.
 
-        Args:
-            options: the security options of the server.
-            count: called with each refusal.
-            shared_memory: whether the server reads tensors from shared memory.
-            clock: seconds since the epoch, by which tokens expire.
+        `count` is called with each refusal; `clock` returns the seconds since the epoch, by which tokens expire.
 
         Raises:
             SecurityError: a file or a setting cannot be used.
@@ -113,8 +102,7 @@ class Security:
     def reload(self, *, again: bool = False) -> bool:
         """Read all files again; returns whether all could be used. Files that could not be used are logged, and change nothing.
 
-        Args:
-            again: whether this is an automatic retry, which does not log the same error twice.
+        `again` marks an automatic retry, which does not log the same error twice.
         """
         if self._tls is not None:
             self._tls.reload(again=again)

@@ -53,17 +53,11 @@ class ClientLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RestrictedGroup:
-    """APIs that require a header with a certain value.
+    """APIs that require a header with a certain value."""
 
-    Attributes:
-        apis: Triton's names of the APIs; see `restricted_apis`.
-        header: name of the header, in lower case.
-        value: the value that the header must have.
-    """
-
-    apis: tuple[str, ...]
-    header: str
-    value: str
+    apis: tuple[str, ...]  # Triton's names of the APIs; see `restricted_apis`
+    header: str  # name of the header, in lower case
+    value: str  # the value that the header must have
 
 
 @dataclass(frozen=True, kw_only=True)

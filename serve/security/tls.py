@@ -151,21 +151,13 @@ def _warn_of_removed_authorities(before: ssl.SSLContext, after: ssl.SSLContext) 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTlsFiles:
-    """The content of the TLS files.
+    """The content of the TLS files."""
 
-    Attributes:
-        certificate: PEM text, the server's own certificate first.
-        key: PEM text of the private key.
-        client_authorities: PEM text; None if clients need no certificate.
-        peer_authorities: PEM text; None for the authorities that the system trusts.
-        ends_s: expiry of the server's certificate, in seconds since the epoch.
-    """
-
-    certificate: bytes
-    key: bytes
-    client_authorities: bytes | None
-    peer_authorities: bytes | None
-    ends_s: float
+    certificate: bytes  # PEM text, the server's own certificate first
+    key: bytes  # PEM text of the private key
+    client_authorities: bytes | None  # PEM text; None if clients need no certificate
+    peer_authorities: bytes | None  # PEM text; None for the authorities that the system trusts
+    ends_s: float  # expiry of the server's certificate, in seconds since the epoch
 
     def load_into(self, context: ssl.SSLContext) -> None:
         """Load the certificate and key into a context. Both are in one file, so that they cannot change in between."""
@@ -202,10 +194,8 @@ def read_tls_files(options: TlsOptions) -> ServerTlsFiles:
 def end_of(server: ssl.SSLContext, certificate: str, name: str) -> float:
     """Try a server's certificate in a TLS handshake in memory; returns when it expires, in seconds since the epoch.
 
-    Args:
-        server: context with certificate and key loaded; requires no client certificate.
-        certificate: PEM text; the first certificate is the server's.
-        name: path of the certificate's file, for error texts.
+    The context, which requires no client certificate, has it loaded; `certificate` is PEM text, the server's own first; `name`
+    is its file's path, for error texts.
 
     Raises:
         SecurityError: no client could accept the certificate.

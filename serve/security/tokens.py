@@ -56,21 +56,13 @@ EXPIRED_TOKEN = "the token has expired; ask the server's administrator for anoth
 
 @dataclass(frozen=True)
 class TokenHolder:
-    """The holder of a token.
+    """The holder of a token."""
 
-    Attributes:
-        name: shown in metrics and used for limits; never sent to clients.
-        digest: SHA-256 of the token.
-        roles: roles that the token carries.
-        expires_s: expiry in seconds since the epoch; None never expires.
-        rights: the models that the holder may use; None stands for all.
-    """
-
-    name: str
-    digest: bytes
-    roles: frozenset[Role]
-    expires_s: float | None = None
-    rights: ModelRights | None = None
+    name: str  # shown in metrics and used for limits; never sent to clients
+    digest: bytes  # SHA-256 of the token
+    roles: frozenset[Role]  # roles that the token carries
+    expires_s: float | None = None  # expiry in seconds since the epoch; None never expires
+    rights: ModelRights | None = None  # the models that the holder may use; None stands for all
 
     def may(self, role: Role) -> bool:
         return role in self.roles or Role.ADMIN in self.roles
@@ -81,11 +73,7 @@ def new_token(
 ) -> tuple[str, str]:
     """Make a token, and its line for the token file.
 
-    Args:
-        name: name of the holder.
-        roles: roles that the token carries.
-        expires_s: expiry in seconds since the epoch; None never expires.
-        models: names, or patterns of names, that the holder may use; none stands for all.
+    `expires_s` is in seconds since the epoch, None never; no `models`, which are names or patterns of names, stands for all.
 
     Raises:
         SecurityError: the name, the time or a model cannot stand in the file, or there is no role.
@@ -104,10 +92,8 @@ def new_token(
 def read_tokens(path: Path, known: dict[str, TokenHolder] | None = None) -> list[TokenHolder]:
     """Read the holders from a file, in its order.
 
-    Args:
-        path: path of the token file.
-        known: the lines of the previous read, replaced by those of this one. They are not parsed again: a line takes 10 us, and
-            a file of thousands of lines may be read each second.
+    The lines in `known`, of the previous read, are replaced by those of this one. They are not parsed again: a line takes 10
+    us, and a file of thousands of lines may be read each second.
 
     Raises:
         SecurityError: the file cannot be read, a line is invalid, a name or a token comes twice, or there is no token.
@@ -215,11 +201,8 @@ def parse_time(text: str) -> float:
 
 
 def parse_end(text: str, now_s: float) -> float:
-    """Return the whole seconds since the epoch of a date, a time, or a duration from now: a whole number with m, h, d or w.
-
-    Args:
-        text: a time, a date or a duration, such as "90d" or "2027-01-31".
-        now_s: the present time, in seconds since the epoch.
+    """Return the whole seconds since the epoch of a date, a time, or a duration from now such as "90d": a number with m, h, d
+    or w.
 
     Raises:
         SecurityError: the text is none of these, or the time has passed or is after the year 9999.
@@ -252,11 +235,7 @@ class Tokens:
     """The tokens of one file, as of its last read. Expiry is checked at each request."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Read the file.
-
-        Args:
-            path: path of the token file.
-            clock: returns the time in seconds since the epoch.
+        """Read the file; `clock` returns the time in seconds since the epoch.
 
         Raises:
             SecurityError: the file cannot be used.
@@ -358,12 +337,7 @@ class TokenExpiry:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """Begin without tokens.
-
-        Args:
-            path: path of the token file, for warnings.
-            clock: returns the time in seconds since the epoch.
-        """
+        """Begin without tokens; `path`, of the token file, is for warnings, and `clock` returns the seconds since the epoch."""
         self._path = path
         self._clock = clock
         self._reminder = Reminder()

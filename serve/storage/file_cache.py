@@ -92,15 +92,9 @@ class FileCache:
             path.unlink(missing_ok=True)
 
     def fetch(self, store: ObjectStore, wanted: Sequence[StoredObject], name: str) -> list[StoredObject]:
-        """Copy objects to this disk. Objects or parts that any server has copied before are not copied again.
+        """Copy objects of a model to this disk; returns those that were copied.
 
-        Args:
-            store: store with the objects.
-            wanted: objects to copy.
-            name: name of their model, for messages.
-
-        Returns:
-            The objects that were copied.
+        Objects or parts that any server has copied before are not copied again. `name` is the model's, for messages.
 
         Raises:
             StorageError: an object cannot be read.

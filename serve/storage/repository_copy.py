@@ -31,15 +31,10 @@ Files = dict[str, StoredObject]  # objects by path in their folder
 
 @dataclass
 class StoredModel:
-    """A model's objects.
+    """A model's objects."""
 
-    Attributes:
-        beside: all objects outside of the versions: configuration, labels, states.
-        versions: objects of each version, by the name of the version's folder.
-    """
-
-    beside: Files = field(default_factory=dict)
-    versions: dict[str, Files] = field(default_factory=dict)
+    beside: Files = field(default_factory=dict)  # all objects outside of the versions: configuration, labels, states
+    versions: dict[str, Files] = field(default_factory=dict)  # objects of each version, by the name of the version's folder
 
     def objects(self) -> list[StoredObject]:
         """All objects of the model."""
@@ -84,11 +79,9 @@ class RepositoryCopy:
     ) -> dict[str, str]:
         """Update the folder to the store's content. Changes of a model appear together, if its objects were stable meanwhile.
 
-        Args:
-            names: models to copy, with a configuration that replaces the stored one, or None for the stored one; None copies
-                all models. Other models appear in the folder as empty folders.
-            serving: model versions that are served; superseded ones are removed once they no longer are.
-            arriving: models that are being loaded, which are not changed.
+        Models in `names`, or all, are copied, by a configuration that replaces the stored one where one is given; the others
+        appear as empty folders. Superseded versions are removed once they are not among those that are `serving`; models that
+        are `arriving`, which are being loaded, are not changed.
 
         Returns:
             Reasons why models could not be copied, by name; their files stay as they are.

@@ -25,14 +25,8 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectStorage:
-    """A repository in object storage, used instead of a path.
+    """A repository in object storage, used instead of a path."""
 
-    Attributes:
-        url: URL of a repository, or of one .onnx or .pt2 file; may contain credentials.
-        folder: folder of the local copies, shared by all servers of this user.
-        max_bytes: size limit of this folder.
-    """
-
-    url: str
-    folder: Path
-    max_bytes: int = int(DEFAULT_GIB * 2**30)
+    url: str  # URL of a repository, or of one .onnx or .pt2 file; may contain credentials
+    folder: Path  # folder of the local copies, shared by all servers of this user
+    max_bytes: int = int(DEFAULT_GIB * 2**30)  # size limit of this folder

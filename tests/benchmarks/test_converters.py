@@ -8,11 +8,10 @@ import onnx
 import pytest
 
 from benchmarks.converters import peers
-from benchmarks.converters.float_share import Share, share_of
 from benchmarks.converters.real import evaluate
 from benchmarks.converters.speed_models import SPEED_MODELS, convolutions
+from benchmarks.converters.suite import Share, share_of, timings
 from benchmarks.converters.synthetic_inputs import trials
-from benchmarks.converters.timing import timings
 from benchmarks.converters.wheels import packaged_models
 
 pytestmark = pytest.mark.long

@@ -46,7 +46,7 @@ def case(text: str) -> Case:
 def test_rounded_constants_are_predicted_within_twice(text: str) -> None:
     outcome = compared(case(text), "bfloat16")
     assert outcome.errors is not None, outcome.reason
-    assert 0 < outcome.errors.ratio <= 2, outcome.cause
+    assert 0 < outcome.errors.ratio <= 2
 
 
 def test_float16_is_compared_where_nothing_computes_in_it() -> None:
@@ -89,7 +89,7 @@ def test_an_instruction_set_that_the_environment_forbids_is_named(monkeypatch: p
 
 @with_bfloat16
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_onnxs_models_are_predicted_within_twice(capsys: pytest.CaptureFixture[str]) -> None:
     half_hardware.main(sets="pytorch-operator", as_json=True)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["precisions"]["bfloat16"]["pytorch-operator"]

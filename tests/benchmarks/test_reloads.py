@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import reloads
-from benchmarks.reload_windows import Windows, compare, measure, median_of
-from benchmarks.reloads import NAME, Versions
+from benchmarks.reloads import NAME, Versions, Windows, compare, measure, median_of
 from benchmarks.serving_models import mlp
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadResult, LoadSpec, LoadStatistics
 
@@ -113,8 +111,3 @@ def test_a_run_tells_what_it_measured(capsys: pytest.CaptureFixture[str], monkey
     assert figures["requests"] > 40
     assert figures["difference_percent"].keys() == {"p50", "p90", "p99"}
     assert figures["reload_ms"]["p99_of_a_window"]["value"] > 0
-
-
-def test_an_unknown_model_is_named() -> None:
-    with pytest.raises(typer.BadParameter, match="'vast' is not known; take one of mlp, wide, deep"):
-        reloads.main(model="vast")

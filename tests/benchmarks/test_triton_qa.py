@@ -8,8 +8,8 @@ import pytest
 from benchmarks.triton_qa.__main__ import OURS
 from benchmarks.triton_qa.onnx_models import add_sub
 from benchmarks.triton_qa.report import SuiteReport
+from benchmarks.triton_qa.repository import SQUARE
 from benchmarks.triton_qa.runner import Method, SuiteRun
-from benchmarks.triton_qa.stand_in_models import SQUARE
 from benchmarks.triton_qa.suite import Suite
 
 METHODS = """

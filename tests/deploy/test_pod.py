@@ -23,7 +23,7 @@ from tests.serve.faults.server_process import under_load
 from tests.serve.security.guarded import tokens_in
 
 pytestmark = [pytest.mark.long, can_start_pods]
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from halfserve.serve.backends.openvino.fitness import computed_halves
 pytest.importorskip("openvino")
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif("bf16" not in computed_halves(), reason="the processor has no bf16 arithmetic"),
 ]
 HALFSERVE = [sys.executable, "-m", "halfserve"]
@@ -78,7 +78,7 @@ def test_a_model_proved_in_bfloat16_is_served_as_asked(repository: Path, written
             about = client.model_config("net").parameters
             properties = client.model_metadata("net").properties
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         log.seek(0)
         said = log.read()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 Array = np.ndarray[Any, Any]
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 HALFSERVE = [sys.executable, "-m", "halfserve"]
 
 
@@ -46,7 +46,7 @@ def address(demo: tuple[Path, dict[str, Any]]) -> Iterator[str]:
         ready = json.loads(process.stdout.readline())
         yield f"127.0.0.1:{ready['grpc_port']}"
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_grpcio_gets_the_fp32_models_answers(address: str, held_out: tuple[Array
     with grpc.insecure_channel(address) as channel:
         path = "/inference.GRPCInferenceService/ModelInfer"
         rpc = channel.unary_unary(path, pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString)
-        response = rpc(request, timeout=20)
+        response = rpc(request, timeout=60)
     assert (response.model_name, response.model_version, response.id) == ("digits", "1", "e2e")
     answer = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(response.outputs[0].shape)
     check(answer, logits)

@@ -14,4 +14,4 @@ def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedP
     """Run `python -m halfserve.examples.NAME` there, and wait for it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", f"halfserve.examples.{name}", *options]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from halfserve.export.weight_ledger import FP16_MAX, FP16_OVERFLOW, WeightLedger, ledger_of
+from halfserve.export.half_types import FP16_MAX, FP16_OVERFLOW, WeightLedger, ledger_of
 
 finite = hnp.arrays(np.float32, st.integers(0, 30), elements=st.floats(-(2.0**20), 2.0**20, width=32))
 

@@ -75,7 +75,7 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
         read = threads.submit(pipe.read_bytes)
         with atomic_file(checked_output(pipe, "--output")) as file:
             file.write(b"text")
-        assert read.result(20) == b"text"
+        assert read.result(60) == b"text"
     assert pipe.is_fifo()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +27,7 @@ except ModuleNotFoundError:  # no wheel for Windows
     from asyncio import new_event_loop  # type: ignore[assignment]  # (the same thing of another class)
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 60.0
 MakeTransport = Callable[[Service, str, int], Transport]
 TRANSPORTS: dict[str, MakeTransport] = {"nghttp2": Nghttp2Server, "grpcio": GrpcioServer}
 
@@ -72,6 +75,12 @@ class RunningServer:
             return function()
 
         return self.run(work())
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until something holds; each look at it is a turn of the event loop."""
+        ends_s = time.monotonic() + WAIT_S
+        while not self.call(reached):
+            assert time.monotonic() < ends_s, "it never came about"
 
     async def start(self) -> None:
         self.core = InferenceCore(self._make_models())
@@ -130,3 +139,16 @@ def running_server(
         loop.call_soon_threadsafe(loop.stop)
         thread.join(WAIT_S)
         loop.close()
+
+
+@contextmanager
+def few_files(spare: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))

@@ -189,7 +189,7 @@ def test_statistics_of_the_whole_and_of_each_step(client: triton.InferenceServer
 def test_the_page_and_the_metrics_have_the_ensemble(server: RunningServer) -> None:
     with (
         running_http(server, HttpOptions(port=0)) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as http,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as http,
     ):
         body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0, 1, 2, 3]}]}
         assert http.post("/v2/models/chain/infer", json=body).json()["outputs"][0]["data"] == [11, 12, 13, 14]

@@ -21,9 +21,9 @@ import pytest
 from halfserve import Client
 from halfserve.serve.log_handler import JsonFormatter, NonBlockingHandler, TextFormatter
 from tests.models import FLOAT32, save_mlp
+from tests.serve.running_server import WAIT_S
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 30.0
 MUCH = 2**20
 TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 

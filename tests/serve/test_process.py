@@ -18,7 +18,14 @@ from onnx import TensorProto, helper
 from halfserve.serve import process
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
-from halfserve.serve.process import DUE_COLLECTIONS, NEW_OBJECTS, collect_when_idle, infrequent_collection
+from halfserve.serve.process import (
+    DUE_COLLECTIONS,
+    NEW_OBJECTS,
+    SWITCH_S,
+    collect_when_idle,
+    infrequent_collection,
+    short_switch_interval,
+)
 from halfserve.serve.server import ServerOptions, serve
 from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.transports.transport import TransportName
@@ -48,7 +55,7 @@ thread.join()
 def test_a_thread_inside_a_runtime_does_not_make_the_end_a_crash(tmp_path: Path, steps: int, code: int) -> None:
     model = save_counter(tmp_path / "model.onnx")
     command = [sys.executable, "-c", PROGRAM, str(model), str(steps)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "served", "")
 
 
@@ -82,7 +89,7 @@ def test_a_model_that_is_being_loaded_leaves_no_files_behind(tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", LOADING, str(model)]
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=500, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, str(4 << 18), "")
     assert list(temporary.iterdir()) == []
 
@@ -146,6 +153,18 @@ def test_old_circles_are_found_in_an_idle_moment(monkeypatch: pytest.MonkeyPatch
         assert asyncio.run(gone(old))
 
 
+def test_threads_give_way_soon_until_the_server_ends() -> None:
+    before_s = sys.getswitchinterval()
+    try:
+        for usual_s, expected_s in ((0.005, SWITCH_S), (SWITCH_S / 2, SWITCH_S / 2)):
+            sys.setswitchinterval(usual_s)
+            with short_switch_interval():
+                assert sys.getswitchinterval() == pytest.approx(expected_s, abs=2e-6)
+            assert sys.getswitchinterval() == pytest.approx(usual_s, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before_s)
+
+
 def test_an_error_leaves_the_collector_as_it_was() -> None:
     before = gc.get_threshold()
     with pytest.raises(KeyError), infrequent_collection():
@@ -154,18 +173,19 @@ def test_an_error_leaves_the_collector_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("transport", "is_seldom"), [(TransportName.NGHTTP2, True), (TransportName.GRPCIO, False)])
-def test_only_the_transport_that_leaves_no_circles_has_it_look_seldom(
-    tmp_path: Path, transport: TransportName, is_seldom: bool
-) -> None:
+def test_serving_has_its_collection_and_switch_interval(tmp_path: Path, transport: TransportName, is_seldom: bool) -> None:
     placement = DevicePlacement(use_gpu=False, threads=1)
     options = ServerOptions(
         path=save_mlp(tmp_path / "mlp.onnx"), grpc_port=0, placement=placement, http=None, transport=transport
     )
     seen: list[int] = []
+    before_s = sys.getswitchinterval()
 
     def end(_: StartupReport) -> None:
         seen.append(gc.get_threshold()[0])
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S, abs=2e-6)
         os.kill(os.getpid(), signal.SIGTERM)
 
     asyncio.run(serve(options, OnnxRuntime(), end))
     assert [threshold == NEW_OBJECTS for threshold in seen] == [is_seldom]
+    assert sys.getswitchinterval() == before_s

@@ -22,10 +22,9 @@ from tests.serve.conftest import load_repository
 from tests.serve.engine.sequences.scene import SUM, save_sum, sum_model
 from tests.serve.http.running_http import running_http
 from tests.serve.model_control.controlled import controlled_server
-from tests.serve.running_server import TRANSPORTS, RunningServer, running_server
+from tests.serve.running_server import TRANSPORTS, WAIT_S, RunningServer, running_server
 from tests.serve.runtimes import RUNTIMES
 
-WAIT_S = 20.0
 MANY = SUM.replace("oldest { }", "oldest { max_candidate_sequences: 100 }")
 
 

@@ -146,11 +146,11 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
             assert script.stdout is not None
             ready = next(line for line in script.stdout if "http://" in line)
             address = ready[ready.index("http://") :].split()[0].rstrip("/,;")
-            answer = httpx.get(f"{address}/v2/health/ready", timeout=20)
+            answer = httpx.get(f"{address}/v2/health/ready", timeout=60)
             assert (answer.status_code, answer.content) == (200, b"")  # curl -w "%{http_code}" prints the status alone
             for model in ("mlp", "other"):
-                assert httpx.get(f"{address}/v2/models/{model}/ready", timeout=20).status_code == 200
+                assert httpx.get(f"{address}/v2/models/{model}/ready", timeout=60).status_code == 200
             script.send_signal(signal.SIGINT)
-            assert script.wait(20) == 0
+            assert script.wait(60) == 0
         finally:
             script.kill()

@@ -1,11 +1,10 @@
 """The suites: what the scripts of Triton's QA do, as data."""
 
 from benchmarks.triton_qa.suite import Suite
-from benchmarks.triton_qa.suites.frontends import FRONTENDS
 from benchmarks.triton_qa.suites.inference import INFERENCE
 from benchmarks.triton_qa.suites.lifecycle import LIFECYCLE
 from benchmarks.triton_qa.suites.operations import OPERATIONS
 from benchmarks.triton_qa.suites.python_backend import PYTHON_BACKEND
 from benchmarks.triton_qa.suites.sequences import SEQUENCES
 
-SUITES: tuple[Suite, ...] = (*FRONTENDS, *PYTHON_BACKEND, *INFERENCE, *SEQUENCES, *LIFECYCLE, *OPERATIONS)
+SUITES: tuple[Suite, ...] = (*PYTHON_BACKEND, *INFERENCE, *SEQUENCES, *LIFECYCLE, *OPERATIONS)

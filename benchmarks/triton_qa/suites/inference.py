@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.triton_qa.onnx_models import add_sub, add_sub_ensembles, nop, scalar
-from benchmarks.triton_qa.repository import copied, folder
-from benchmarks.triton_qa.reshape_models import Shapes, reshape_ensembles, reshaping
-from benchmarks.triton_qa.stand_in_models import NOT_DECOUPLED_REPEAT, REPEAT, SQUARE
+from benchmarks.triton_qa.onnx_models import Shapes, add_sub, add_sub_ensembles, nop, reshape_ensembles, reshaping, scalar
+from benchmarks.triton_qa.repository import NOT_DECOUPLED_REPEAT, REPEAT, SQUARE, copied, folder
 from benchmarks.triton_qa.suite import Builder, Suite
 
 POLICIES = {

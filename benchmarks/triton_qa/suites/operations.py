@@ -1,10 +1,9 @@
-"""Suites of what surrounds inference: APIs, shared memory, state of requests, logging, traces, metrics, the response cache."""
+"""Suites of what surrounds inference: generate, headers, shared memory, state, logging, traces, metrics, the response cache."""
 
 from __future__ import annotations
 
 from benchmarks.triton_qa.onnx_models import add_sub, add_sub_ensembles, identity
-from benchmarks.triton_qa.repository import copied, folder
-from benchmarks.triton_qa.stand_in_models import REPEAT, repeat
+from benchmarks.triton_qa.repository import REPEAT, copied, folder, repeat
 from benchmarks.triton_qa.suite import Suite
 
 SIMPLE = add_sub("int32", "int32", "int32", name="simple")
@@ -37,6 +36,7 @@ CLEANUP_MODELS = (
     repeat("repeat_int32_non_decoupled"),
 )
 ONE_AND_THREE = "specific { versions: [1, 3] }"
+HEADERS = "my_header.*"
 METRICS = "L0_metrics/metrics_config_test.py"
 EXPLICIT = "--model-control-mode=explicit"
 SUMMARIES = ("--metrics-config", "summary_latencies=true")
@@ -66,6 +66,35 @@ def _metrics(name: str, flags: tuple[str, ...], *methods: str, **environment: st
 
 
 OPERATIONS = (
+    Suite(name="generate", tests="L0_http/generate_endpoint_test.py", models=(folder("L0_http/generate_models"),)),
+    *(
+        Suite(
+            name=f"parameters_{number}",
+            tests="L0_parameters/parameters_test.py",
+            models=(folder("L0_parameters/model_repository"),),
+            flags=("--exit-timeout-secs=120", *flags),
+            environment={"TEST_HEADER": header},
+        )
+        for number, (header, flags) in enumerate(
+            {
+                "test_params": (),
+                "test_headers": ("--grpc-header-forward-pattern", HEADERS, "--http-header-forward-pattern", HEADERS),
+                "test_header_forward_pattern_case_insensitive": (
+                    "--grpc-header-forward-pattern",
+                    HEADERS.upper(),
+                    "--http-header-forward-pattern",
+                    HEADERS.upper(),
+                ),
+                "test_grpc_header_forward_pattern_case_sensitive": ("--grpc-header-forward-pattern", "(?-i)MY_HEADER.*"),
+            }.items()
+        )
+    ),
+    Suite(
+        name="optional_input",
+        tests="L0_optional_input/optional_input_test.py",
+        models=(folder("L0_optional_input/models"),),
+        has_fresh_servers=True,
+    ),
     Suite(
         name="http_restricted",
         tests="L0_http/http_restricted_api_test.py",

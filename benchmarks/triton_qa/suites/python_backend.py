@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.triton_qa.onnx_models import add_sub
-from benchmarks.triton_qa.repository import copied, folder
+from benchmarks.triton_qa.repository import DECOUPLED, SQUARE, copied, folder
 from benchmarks.triton_qa.sequence_models import summing_sequence
-from benchmarks.triton_qa.stand_in_models import DECOUPLED, SQUARE
 from benchmarks.triton_qa.suite import Builder, Suite
 
 ROOM = "L0_backend_python"

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import onnx_ir
 
-from halfserve.export.half_types import HalfType
+from halfserve.export.half_types import FP16_MAX, FP16_SMALLEST_NORMAL, HalfType
 from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies, constant_of, is_float, operators
-from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 CONCAT_REASON = "between quantized tensors: ONNX Runtime joins those as integers, with scales in float32 alone"
 BIAS_REASON = "ONNX Runtime quantizes the layer's bias with the product of both scales, which float16 cannot hold"

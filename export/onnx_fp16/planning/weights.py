@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
-from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.half_types import FP16, HalfType, WeightLedger, ledger_of
 from halfserve.export.onnx_fp16.graph import (
     ELEMENTWISE,
     FLOAT,
@@ -23,7 +23,6 @@ from halfserve.export.onnx_fp16.graph import (
     slots_of,
 )
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan
-from halfserve.export.weight_ledger import WeightLedger, ledger_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _CHUNK_ELEMENTS = 1 << 19  # 2 MB of float32
@@ -81,13 +80,10 @@ def scan(tensor: onnx_ir.TensorProtocol, half: HalfType = FP16) -> WeightScan:
 
 
 def halved(tensor: onnx_ir.TensorProtocol, half: HalfType, *, saturate: bool) -> onnx_ir.TensorProtocol:
-    """The tensor in half precision; one that lies in a file is read and rounded at each access, and never held.
+    """The float32 tensor in half precision; one that lies in a file is read and rounded at each access, and never held.
 
-    Args:
-        tensor: A float32 tensor.
-        half: The type.
-        saturate: Whether finite values beyond its range become its largest number, instead of infinity. They always do in a
-            type of float32's range, where they are within a rounding of that number.
+    With `saturate`, finite values beyond the type's range become its largest number, instead of infinity. They always do in a
+    type of float32's range, where they are within a rounding of that number.
     """
     change = partial(half.narrowed, saturate=saturate or half.has_float32_range)
     return _changed(tensor, change, onnx_ir.DataType(half.elem_type))

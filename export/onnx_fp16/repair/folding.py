@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir
 
+from halfserve.export.half_types import FP16_MAX, FP16_SMALLEST_NORMAL
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import all_nodes
 from halfserve.export.onnx_fp16.repair.edits import (
@@ -24,7 +25,6 @@ from halfserve.export.onnx_fp16.repair.edits import (
     repair,
     take_place,
 )
-from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 DEFAULT_EPSILON = 1e-5

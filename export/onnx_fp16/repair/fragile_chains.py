@@ -14,10 +14,10 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir
 
+from halfserve.export.half_types import FP16_MAX, FP16_SMALLEST_NORMAL
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import MOVERS, PERIODIC, all_nodes, constant_of, is_float, operators
 from halfserve.export.onnx_fp16.repair.edits import RepairPass, is_kept, is_op, keep, number_of, other_input, readers
-from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 # Their results are their inputs, scaled or summed.
 CARRIERS = MOVERS | operators(
@@ -138,6 +138,11 @@ def squares(node: onnx_ir.Node) -> bool:
         return node.inputs[0] is node.inputs[1]
     exponent = power_of(node)
     return exponent is not None and exponent >= 2
+
+
+def is_square(node: onnx_ir.Node) -> bool:
+    """Whether a node multiplies a number with itself, or raises it to the power of 2."""
+    return node.inputs[0] is node.inputs[1] if is_op(node, "Mul") else power_of(node) == 2
 
 
 def power_of(node: onnx_ir.Node) -> float | None:

@@ -7,13 +7,19 @@ import logging
 from time import monotonic_ns
 from typing import Final
 
-from halfserve.serve.engine.caching.request_keys import RequestKeys, key_of, settled, takes_long
-from halfserve.serve.engine.caching.response_cache import CachedAnswer, RequestKey, ResponseCache
+from halfserve.serve.engine.caching.response_cache import (
+    CachedAnswer,
+    RequestKey,
+    RequestKeys,
+    ResponseCache,
+    key_of,
+    settled,
+    takes_long,
+)
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
-from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -56,19 +62,10 @@ class _Computation:
         self.waiting = [first]
         self.spent_ns = spent_ns
         first.line = self
-        own = first.derived(
-            first.inputs,
-            first.outputs,
-            first.rows,
-            first.bucket,
-            self,
-            first.priority,
-            first.patience,
-            first.leave_by,
-            first.size,
-        )
-        own.arrived_ns = first.arrived_ns
-        self.own = own
+        inputs, outputs, rows, bucket = first.inputs, first.outputs, first.rows, first.bucket
+        priority, patience, leave_by, size = first.priority, first.patience, first.leave_by, first.size
+        self.own = first.derived(inputs, outputs, rows, bucket, self, priority, patience, leave_by, size)
+        self.own.arrived_ns = first.arrived_ns
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         """Take the model's answer or error."""
@@ -173,7 +170,6 @@ class CachingScheduler:
         self._statistics.cache_miss(computation.spent_ns + monotonic_ns() - began)
 
     def _share(self, requests: list[InferRequest], answer: Tensors) -> None:
-        """Give an answer to the requests that have waited for it."""
         statistics = self._statistics
         latest, latest_rows, now, count = statistics.latest, statistics.latest_rows, monotonic_ns(), len(requests)
         arrived_ns = sum([request.arrived_ns for request in requests])
@@ -185,11 +181,7 @@ class CachingScheduler:
     def _look_up(self, request: InferRequest, key: RequestKey, began: int, read_ns: int) -> None:
         """Answer or compute a request.
 
-        Args:
-            request: a client's request.
-            key: its cache key.
-            began: time at which the look-up began, in nanoseconds.
-            read_ns: nanoseconds for which its inputs were read before.
+        `began`: time at which the look-up began; `read_ns`: time for which its inputs were read before. Both in nanoseconds.
         """
         cached = self._answers.get(key)
         if cached is not None:
@@ -208,7 +200,6 @@ class CachingScheduler:
             self._compute(key, request, [], monotonic_ns() - began + read_ns)
 
     def _answer_hits(self) -> None:
-        """Answer the requests whose answers were found since the last turn of the loop."""
         requests, answers, asked_at = self._hits, self._given, self._asked_at
         looked_ns, self._looked_ns = self._looked_ns, 0
         self._hits, self._given, self._asked_at = [], [], []
@@ -226,11 +217,7 @@ class CachingScheduler:
             request.finish(answer)
 
     def _compute(self, key: RequestKey, first: InferRequest, others: list[InferRequest], spent_ns: int) -> None:
-        """Submit a request to the model.
-
-        Raises:
-            InferenceError: the model refuses the request; none of the requests has been answered.
-        """
+        """Submit a request to the model."""
         computation = _Computation(self, key, first, spent_ns)
         try:
             self._model.submit(computation.own)

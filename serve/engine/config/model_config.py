@@ -23,12 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 A_NUMBER: Final = (1,)  # dims of a tensor without dimensions: Triton has no empty ones, nor a reshape to them
-# Settings that are not supported and that a model cannot do without, with advice.
-UNSERVED = {
-    "ensemble_scheduling": "set platform: 'ensemble', or use dynamic_batching",
-}
-
-
 MAX_COPIES = 1000  # most copies of one model; each has a thread
 # Parts of the keys of CUDA and TensorRT provider options whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
@@ -165,9 +159,10 @@ def _names(kind: ModelKind) -> str:
 
 def _require_served_scheduling(declared: DeclaredConfig) -> None:
     _require_cacheable(declared)
-    for field, _ in declared.message.ListFields():
-        if field.name in UNSERVED:
-            raise ModelLoadError(f"{declared.source}: {field.name} is not supported; {UNSERVED[field.name]}")
+    if declared.message.HasField("ensemble_scheduling"):
+        raise ModelLoadError(
+            f"{declared.source}: ensemble_scheduling is not supported; set platform: 'ensemble', or use dynamic_batching"
+        )
 
 
 def _require_cacheable(declared: DeclaredConfig) -> None:

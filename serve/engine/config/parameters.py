@@ -149,7 +149,7 @@ def dimensions(value: str) -> frozenset[int] | None:
     return frozenset(map(int, parts))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OwnParameter:
     """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is generated from these.
 
@@ -166,165 +166,103 @@ class OwnParameter:
     meaning: str
 
 
-# The keys are in alphabetical order.
+# In alphabetical order, each with its parser, default, values and meaning (the fields of OwnParameter).
 OWN_PARAMETERS: dict[str, OwnParameter] = {
     "halfserve.compute_weight": OwnParameter(
-        parse=number(0, above=True),
-        default="1",
-        values="a number above 0",
-        meaning="The model's share of `--compute-slots`.",
+        number(0, above=True), "1", "a number above 0",
+        "The model's share of `--compute-slots`.",
     ),
     "halfserve.constant_inputs": OwnParameter(
-        parse=named_numbers,
-        default="none",
-        values="`name=number`, with commas between",
-        meaning="Inputs of a fixed size that the server fills with a number, and clients do not send.",
+        named_numbers, "none", "`name=number`, with commas between",
+        "Inputs of a fixed size that the server fills with a number, and clients do not send.",
     ),
     "halfserve.cpu_precision": OwnParameter(
-        parse=one_of(*map(str, CpuPrecision)),
-        default="`--cpu-precision`",
-        values="`auto`, `float32`, `bfloat16`, `float16`",
-        meaning="In which precision the CPU computes an ONNX model: see [OpenVINO](../guides/openvino.md).",
+        one_of(*map(str, CpuPrecision)), "`--cpu-precision`", "`auto`, `float32`, `bfloat16`, `float16`",
+        "In which precision the CPU computes an ONNX model: see [OpenVINO](../guides/openvino.md).",
     ),
     "halfserve.cuda_graphs": OwnParameter(
-        parse=switch,
-        default="off",
-        values="`on`, `off`",
-        meaning=(
-            "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
-            "outputs on the CPU, sizes that depend on values, random numbers); they run without."
-        ),
+        switch, "off", "`on`, `off`",
+        "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
+        "outputs on the CPU, sizes that depend on values, random numbers); they run without.",
     ),
-    "halfserve.degraded_not_ready": OwnParameter(
-        parse=switch, default="off", values="`on`, `off`", meaning="Whether a degraded model is not ready."
-    ),
+    "halfserve.degraded_not_ready": OwnParameter(switch, "off", "`on`, `off`", "Whether a degraded model is not ready."),
     "halfserve.drift_threshold": OwnParameter(
-        parse=number(0.0, above=True),
-        default="the certificate's budget",
-        values="a number above 0",
-        meaning="Scaled error above which a comparison with the twin is bad. Over 5 % bad ones, the model is degraded.",
+        number(0.0, above=True), "the certificate's budget", "a number above 0",
+        "Scaled error above which a comparison with the twin is bad. Over 5 % bad ones, the model is degraded.",
     ),
     "halfserve.embedding_dimensions": OwnParameter(
-        parse=dimensions,
-        default="none",
-        values="`any`, or sizes with commas between them",
-        meaning=(
-            "Sizes to which `/v1/embeddings` may cut a vector (`dimensions`): of a model trained for that (Matryoshka). "
-            "`halfserve export` writes them where the model's config.json does."
-        ),
+        dimensions, "none", "`any`, or sizes with commas between them",
+        "Sizes to which `/v1/embeddings` may cut a vector (`dimensions`): of a model trained for that (Matryoshka). "
+        "`halfserve export` writes them where the model's config.json does.",
     ),
     "halfserve.fp32_twin": OwnParameter(
-        parse=path,
-        default="none",
-        values="a file's name",
-        meaning="The fp32 twin, below the version's folder. `--fp32-twin` of `halfserve export` and `convert` writes it.",
+        path, "none", "a file's name",
+        "The fp32 twin, below the version's folder. `--fp32-twin` of `halfserve export` and `convert` writes it.",
     ),
     "halfserve.label_scores": OwnParameter(
-        parse=one_of("softmax", "sigmoid"),
-        default="softmax",
-        values="`softmax`, `sigmoid`",
-        meaning=(
-            "How `/predict` and `/classify` make scores of logits: of one class among all, or of each class by itself. "
-            "`halfserve export` writes `sigmoid` for models of several labels."
-        ),
+        one_of("softmax", "sigmoid"), "softmax", "`softmax`, `sigmoid`",
+        "How `/predict` and `/classify` make scores of logits: of one class among all, or of each class by itself. "
+        "`halfserve export` writes `sigmoid` for models of several labels.",
     ),
     "halfserve.latency_target_ms": OwnParameter(
-        parse=number(0, above=True),
-        default="none",
-        values="a number above 0",
-        meaning="Answer within so many milliseconds or refuse the request.",
+        number(0, above=True), "none", "a number above 0",
+        "Answer within so many milliseconds or refuse the request.",
     ),
     "halfserve.max_batch_tokens": OwnParameter(
-        parse=whole,
-        default="none",
-        values="a whole number of 1 or more",
-        meaning="Rows times padded length of a batch, at most, where `halfserve.padding` is set.",
+        whole, "none", "a whole number of 1 or more",
+        "Rows times padded length of a batch, at most, where `halfserve.padding` is set.",
     ),
     "halfserve.max_compute_s": OwnParameter(
-        parse=number(0.0, above=True),
-        default="none",
-        values="a number above 0",
-        meaning="An instance that computes for longer is abandoned, loaded again and reported.",
+        number(0.0, above=True), "none", "a number above 0",
+        "An instance that computes for longer is abandoned, loaded again and reported.",
     ),
     "halfserve.optimization_level": OwnParameter(
-        parse=one_of("all", "extended", "basic", "disabled"),
-        default="chosen by the crash probe",
-        values="`all`, `extended`, `basic`, `disabled`",
-        meaning="ONNX Runtime's optimisation level. With this key, the model is not tried in a child process first.",
+        one_of("all", "extended", "basic", "disabled"), "chosen by the crash probe", "`all`, `extended`, `basic`, `disabled`",
+        "ONNX Runtime's optimisation level. With this key, the model is not tried in a child process first.",
     ),
-    "halfserve.pad_to_preferred": OwnParameter(
-        parse=switch, default="off", values="`on`, `off`", meaning="Pad a batch to the next preferred size."
-    ),
+    "halfserve.pad_to_preferred": OwnParameter(switch, "off", "`on`, `off`", "Pad a batch to the next preferred size."),
     "halfserve.padding": OwnParameter(
-        parse=parse_padding_rule,
-        default="none",
-        values="`INPUT[AXIS]=VALUE ... -> OUTPUT[AXIS] ...`",
-        meaning=(
-            "Requests of different lengths share batches: these axes of inputs are padded with these values, and these axes of "
-            "outputs are cut back. The input that varies most, such as the tokens, comes first. `halfserve export` writes it."
-        ),
+        parse_padding_rule, "none", "`INPUT[AXIS]=VALUE ... -> OUTPUT[AXIS] ...`",
+        "Requests of different lengths share batches: these axes of inputs are padded with these values, and these axes of "
+        "outputs are cut back. The input that varies most, such as the tokens, comes first. `halfserve export` writes it.",
     ),
     "halfserve.padding_buckets": OwnParameter(
-        parse=rising_lengths,
-        default="learned",
-        values="lengths, such as `16,32,64`",
-        meaning="Pad every request to one of these lengths, as CUDA graphs need it; longer ones are not padded.",
+        rising_lengths, "learned", "lengths, such as `16,32,64`",
+        "Pad every request to one of these lengths, as CUDA graphs need it; longer ones are not padded.",
     ),
     "halfserve.precision_guard": OwnParameter(
-        parse=one_of("off", "count", "reject", "fallback"),
-        default="count",
-        values="`off`, `count`, `reject`, `fallback`",
-        meaning=(
-            "What to do with non-finite answers to finite requests: count them, refuse them, or answer from the fp32 twin "
-            '(the response parameter `halfserve.precision` is then "fp32").'
-        ),
+        one_of("off", "count", "reject", "fallback"), "count", "`off`, `count`, `reject`, `fallback`",
+        "What to do with non-finite answers to finite requests: count them, refuse them, or answer from the fp32 twin "
+        '(the response parameter `halfserve.precision` is then "fp32").',
     ),
     "halfserve.python_isolation": OwnParameter(
-        parse=one_of("process", "thread"),
-        default="process",
-        values="`process`, `thread`",
-        meaning="Where a Python model runs: each copy in a process of its own, or on a thread of the server, for light steps.",
+        one_of("process", "thread"), "process", "`process`, `thread`",
+        "Where a Python model runs: each copy in a process of its own, or on a thread of the server, for light steps.",
     ),
     "halfserve.shadow_rate": OwnParameter(
-        parse=number(0.0, 1.0),
-        default="0.001",
-        values="0 to 1",
-        meaning="Share of batches that are compared with the twin, beside the traffic.",
+        number(0.0, 1.0), "0.001", "0 to 1",
+        "Share of batches that are compared with the twin, beside the traffic.",
     ),
     "halfserve.shadow_share": OwnParameter(
-        parse=number(0.0, 1.0, above=True),
-        default="0.0005",
-        values="above 0, at most 1",
-        meaning="Share of one thread's time for these comparisons.",
+        number(0.0, 1.0, above=True), "0.0005", "above 0, at most 1",
+        "Share of one thread's time for these comparisons.",
     ),
     "halfserve.strict_outputs": OwnParameter(
-        parse=switch,
-        default="off",
-        values="`on`, `off`",
-        meaning=(
-            "Whether an output of a Python model in another shape than its configuration has, or with other rows than its "
-            "request, is an error. Otherwise a warning names it once."
-        ),
+        switch, "off", "`on`, `off`",
+        "Whether an output of a Python model in another shape than its configuration has, or with other rows than its "
+        "request, is an error. Otherwise a warning names it once.",
     ),
     "halfserve.task": OwnParameter(
-        parse=str,
-        default="none",
-        values="a task's name",
-        meaning="What the model is for, such as `embeddings`, for clients to read. `halfserve export` writes it.",
+        str, "none", "a task's name",
+        "What the model is for, such as `embeddings`, for clients to read. `halfserve export` writes it.",
     ),
     "halfserve.token_ids": OwnParameter(
-        parse=one_of("refused", "own"),
-        default="refused",
-        values="`refused`, `own`",
-        meaning=(
-            "Whether `/v1/embeddings` takes token ids in place of texts. With `own` it computes them as ids of the model's own "
-            "vocabulary. Clients such as LangChain send ids of OpenAI's vocabulary by default, which mean other tokens."
-        ),
+        one_of("refused", "own"), "refused", "`refused`, `own`",
+        "Whether `/v1/embeddings` takes token ids in place of texts. With `own` it computes them as ids of the model's own "
+        "vocabulary. Clients such as LangChain send ids of OpenAI's vocabulary by default, which mean other tokens.",
     ),
-    "halfserve.warm_up": OwnParameter(
-        parse=switch, default="on", values="`on`, `off`", meaning="Run the model before it serves."
-    ),
-}
+    "halfserve.warm_up": OwnParameter(switch, "on", "`on`, `off`", "Run the model before it serves."),
+}  # fmt: skip
 
 
 def check_own_parameters(config: ModelConfig, source: Path) -> None:

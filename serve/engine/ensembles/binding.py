@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from halfserve.serve.engine.ensembles.bound_step import OUTSIDE, BoundStep, StepInput
-from halfserve.serve.engine.ensembles.fit import TensorSource, sources_of
+from halfserve.serve.engine.ensembles.bound_step import OUTSIDE, BoundStep, StepInput, TensorSource, sources_of
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model
@@ -211,7 +210,6 @@ class Binding:
         return WantedOutput(writer, self._output_of(writer, name), self._sources[name], spec)
 
     def _output_of(self, writer: int, tensor: str) -> str:
-        """Return the name of a tensor in its writer's answer."""
         if writer == OUTSIDE:
             return tensor
         return next(output for output, written in self._graph.steps[writer].outputs.items() if written == tensor)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Final, TypeAlias
 
 from halfserve.serve.engine.config.batching import Turn
-from halfserve.serve.engine.ensembles.fit import TensorSource
-from halfserve.serve.engine.ensembles.graph import EnsembleStep
+from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, reworded
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Answer, Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
@@ -18,6 +18,38 @@ from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 MAX_SHAPES: Final = 1024  # most combinations of shapes whose check is kept
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
 OUTSIDE: Final = -1  # in place of a step's index, for a tensor that is an input of the ensemble
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSource:
+    """The source of a tensor of an ensemble.
+
+    Attributes:
+        spec: the tensor as clients of its writer see it.
+        batched: whether it begins with a batch dimension.
+        what: description of the source in error texts.
+    """
+
+    spec: TensorSpec
+    batched: bool
+    what: str
+
+
+def sources_of(graph: EnsembleGraph, models: Sequence[Model], *, batched: bool) -> dict[str, TensorSource]:
+    """Return the sources of the ensemble's tensors by name; a tensor that its step's model does not have is left out.
+
+    `models`: models of the steps, in their order; `batched`: whether the ensemble has a batch dimension.
+    """
+    found = {
+        spec.name: TensorSource(spec=spec, batched=batched, what=f"input {spec.name!r} of the ensemble")
+        for spec in graph.inputs
+    }
+    for step, model in zip(graph.steps, models, strict=True):
+        for output, tensor in step.outputs.items():
+            if output in model.outputs:
+                what = f"output {output!r} of {step.label}"
+                found[tensor] = TensorSource(spec=model.outputs[output], batched=model.max_batch_size > 0, what=what)
+    return found
 
 
 class StepInput:
@@ -194,11 +226,7 @@ class BoundStep:
         return (LateInputs({**arrays, **late}) if late else arrays), tuple(shapes)
 
     def _require_optional(self, link: StepInput) -> None:
-        """Check that an input whose tensor is absent may be left out.
-
-        Raises:
-            InferenceError: the model needs the input; the message names the step.
-        """
+        """Check that an input whose tensor is absent may be left out."""
         if link.optional:
             return
         if link.step == OUTSIDE:
@@ -210,16 +238,7 @@ class BoundStep:
         given = [(link, shape) for link, shape in zip(self._links, shapes, strict=True) if shape is not None]
         for link, shape in given:
             link.check(shape)
-        most, rows = self.model.max_batch_size, 1
-        if most and given:
-            rows = given[0][1][0]
-            if any(shape[0] != rows for _, shape in given):
-                sizes = {link.name: shape[0] for link, shape in given}
-                raise InvalidArgumentError(
-                    f"{self.label}: inputs have different batch sizes {sizes}, expected the same for all"
-                )
-            if not 1 <= rows <= most:
-                raise InvalidArgumentError(f"{self.label}: the batch size is {rows}, expected 1 to {most}")
+        rows = self.model.rows_of({link.name: shape for link, shape in given}, f"{self.label}: ") if given else 1
         specs = [(self.model.inputs[link.name], shape) for link, shape in given]
         own = {spec.name: spec.shape_for_model(shape) for spec, shape in specs}
         size = 0
@@ -246,7 +265,6 @@ def _whole(parameter: Parameter) -> int:
 
 
 def _is_left_out(link: StepInput, given: Tensors, answers: Sequence[Tensors]) -> bool:
-    """Return whether the tensor of an input is absent."""
     if link.step == OUTSIDE:
         return link.from_optional and link.tensor not in given
     answer = answers[link.step]

@@ -5,26 +5,31 @@ Each response of a decoupled step begins a branch of its own, through the steps 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
+from halfserve.serve.engine.batcher import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
-from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
+from halfserve.serve.engine.errors import BackendError, InferenceError, UnavailableError
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.step_memory import RunMemory, RunSizes, bytes_of
-from halfserve.serve.engine.queueing.waiting_line import is_late
+from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, RemarkedAnswer
 from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.whole_requests import require_many
 
 logger = logging.getLogger(__name__)
 
 NOTHING: Final[Tensors] = MappingProxyType({})  # in place of the answer of a step that has not been computed
+RETRY_S: Final = 1.0  # about the time in which a model is reloaded
 
 
 class Branch:
@@ -79,7 +84,6 @@ class StepCall:
         self._run.answered(self, result)
 
     def respond(self, result: Tensors | InferenceError, final: bool) -> None:
-        """See `InferRequest.respond`."""
         self._run.responded(self, result, final=final)
 
     def count(self, request: InferRequest | None) -> None:
@@ -110,11 +114,6 @@ class EnsembleRun:
         self._calls: dict[StepCall, None] = {}  # calls that may get further answers
         self._first_ns: int | None = None  # time at which the first of many responses was there
 
-    @property
-    def expected_bytes(self) -> int:
-        """See `WaitingRun`."""
-        return self._memory.expected_bytes
-
     def start(self) -> None:
         """Send the requests of the steps that wait for no other, now or once there is memory for the tensors between the steps.
 
@@ -127,14 +126,14 @@ class EnsembleRun:
             self._start()
             return
         try:
-            self._memory.wait(self)
+            self._memory.wait(self._begin)
         except InferenceError as error:
             self._end()
             self._statistics.failed(self._request.arrived_ns, error)
             raise
 
-    def begin(self) -> None:
-        """See `WaitingRun`."""
+    def _begin(self) -> None:
+        """Start a run that has waited for memory."""
         now = monotonic()
         if is_late(self._request, now, now):
             self._fail(late_error(self._request, now))
@@ -151,15 +150,13 @@ class EnsembleRun:
         try:
             for index in plan.starts:
                 self._call(index, branch, None)
-        except InferenceError as error:
-            self._end()
-            self._statistics.failed(self._request.arrived_ns, error)
-            raise
         except Exception as error:
             self._end()
-            unknown = self._unknown(error)
-            self._statistics.failed(self._request.arrived_ns, unknown)
-            raise unknown from error
+            refusal = error if isinstance(error, InferenceError) else self._unknown(error)
+            self._statistics.failed(self._request.arrived_ns, refusal)
+            if refusal is error:
+                raise
+            raise refusal from error
 
     def cancel(self) -> None:
         """Cancel the steps in progress, because the client has gone."""
@@ -181,13 +178,8 @@ class EnsembleRun:
             if not self._calls:
                 self._finish_many()
             return
-        try:
-            call.count(request)
-            self._advance(call, call.branch, result, 1 if request is None else request.rows)
-        except InferenceError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
-            self._fail(self._unknown(error))
+        call.count(request)
+        self._continue(call, call.branch, result, 1 if request is None else request.rows)
 
     def responded(self, call: StepCall, result: Tensors | InferenceError, *, final: bool) -> None:
         """Take one of the responses of a decoupled step."""
@@ -201,19 +193,19 @@ class EnsembleRun:
             del self._calls[call]
             call.request = None
             self._release(call.branch)
+        self._continue(call, call.branch.fork(), result, request.rows)
+
+    def _continue(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
+        """Continue a branch with the answer of a step, or fail the request."""
         try:
-            self._advance(call, call.branch.fork(), result, request.rows)
+            self._advance(call, branch, answer, rows)
         except InferenceError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001  (see `answered`)
+        except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
             self._fail(self._unknown(error))
 
     def _advance(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
-        """Continue a branch with the answer of a step.
-
-        Raises:
-            InferenceError: a further step is refused, or the outputs differ from the ensemble's declaration.
-        """
+        """Continue a branch with the answer of a step."""
         plan, index = self._plan, call.step.index
         branch.answers[index] = answer
         branch.left -= 1
@@ -243,7 +235,6 @@ class EnsembleRun:
         return RemarkedAnswer(outputs, sequence | {**own})
 
     def _respond(self, outputs: Tensors, branch: Branch) -> None:
-        """Send one of many responses."""
         request = self._request
         self._release(branch)
         if self._first_ns is None:
@@ -255,7 +246,6 @@ class EnsembleRun:
             self._finish_many()
 
     def _release(self, branch: Branch) -> None:
-        """Count the answers of a branch as no longer held."""
         self._memory.release(branch.held)
         branch.held = 0
 
@@ -286,7 +276,6 @@ class EnsembleRun:
         self._succeed(BatchTimes(started=started, assembled=assembled, computed=computed, split=split), outputs)
 
     def _finish_many(self) -> None:
-        """Finish a request whose responses have all been sent."""
         now, arrived = monotonic_ns(), self._request.arrived_ns
         self._succeed(BatchTimes(started=arrived, assembled=arrived, computed=self._first_ns or now, split=now), NOTHING)
 
@@ -312,10 +301,63 @@ class EnsembleRun:
                 call.step.model.scheduler.cancel(call.request)
                 call.request = None
         self._request.line = None
-        self._memory.leave(self)
+        self._memory.leave()
         self._binding.end()
         self._ended()
 
     def _unknown(self, error: Exception) -> BackendError:
         logger.error("a step of an ensemble answered what its model does not declare", exc_info=error)
         return BackendError(f"a step answered what its model does not declare: {type(error).__name__}")
+
+
+class EnsembleScheduler:
+    """Takes the requests of an ensemble. Lives on the event loop."""
+
+    def __init__(self, composition: EnsembleComposition, statistics: Statistics) -> None:
+        self._composition = composition
+        self._statistics = statistics
+        self._in_flight = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+
+    def submit(self, request: InferRequest) -> None:
+        """Begin a request; see `Scheduler.submit`.
+
+        Raises:
+            UnavailableError: the ensemble is draining, or a step's model is not served or does not fit.
+            UnsupportedError: a step is decoupled, and the request takes one response.
+            QueueFullError: too many requests wait for memory for their tensors between the steps.
+            InferenceError: the model of a first step refuses its request.
+        """
+        composition, binding = self._composition, self._composition.binding
+        if self._is_draining or binding is None:
+            away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
+            self._statistics.failed(request.arrived_ns, away)
+            raise away
+        if composition.is_decoupled:
+            require_many(request, composition.graph.name)
+        run = EnsembleRun(request, binding, composition.sizes, self._statistics, self._ended)
+        self._in_flight += 1
+        run.start()
+
+    def cancel(self, request: InferRequest) -> None:
+        """Drop a request whose client has gone: steps in progress are cancelled, further ones are not computed."""
+        request.cancelled = True
+        if isinstance(request.line, EnsembleRun):
+            request.line.cancel()
+
+    async def drain(self) -> None:
+        """Refuse new requests, finish the accepted ones, and release the steps' models."""
+        self._is_draining = True
+        while self._in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+        self._composition.disconnect()
+
+    def _ended(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight and self._is_draining:
+            self._idle.set()
+
+    def _unbound(self) -> UnavailableError:
+        return UnavailableError(f"the ensemble cannot be computed now: {self._composition.own_fault}", retry_after_s=RETRY_S)

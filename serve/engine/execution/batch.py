@@ -10,20 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfserve.serve.engine.backend import Backend
-from halfserve.serve.engine.errors import (
-    BackendError,
-    InferenceError,
-    InstanceLostError,
-    is_device_lost,
-)
+from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, is_device_lost
 from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.queueing.pace import padded_rows
-from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
 from halfserve.serve.engine.errors import BackendError
-from halfserve.serve.engine.padding.padding_rule import PaddedInput
-from halfserve.serve.engine.padding.padding_settings import PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import PaddedInput, PaddingSettings
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
 

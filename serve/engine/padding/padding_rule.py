@@ -1,13 +1,24 @@
-"""The rule of a model's padding: which axes of its inputs may be padded, with which values, and where its outputs are cut."""
+"""The padding of a model's requests: which axes may be padded, with which values, and whether that fits its interface."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from halfserve.serve.engine.backend import ModelInterface
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 EXPECTED = "expected inputs with axis and value, then outputs, such as 'input_ids[1]=0 attention_mask[1]=0 -> hidden[1]'"
 _INPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]=(?P<value>\S+)")
 _OUTPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]")
+KEY = "halfserve.padding"
+BUCKETS_KEY = "halfserve.padding_buckets"
+TOKENS_KEY = "halfserve.max_batch_tokens"
+PROVED_KEY = "halfserve.padding_proved"  # reported to clients: the longest length that requests are padded to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +116,64 @@ def whole(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not int(text):
         raise ValueError("expected a whole number of 1 or more")
     return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingSettings:
+    """The padding of a model's requests.
+
+    Attributes:
+        rule: names the axes and values.
+        buckets: lengths that requests are padded to, in rising order; if empty, they are padded to the longest of their batch.
+        max_tokens: most rows times padded length in a batch; None for any.
+        longest: greatest length that requests are padded to; longer requests keep theirs. None for any.
+    """
+
+    rule: PaddingRule
+    buckets: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    longest: int | None = None
+
+
+def require_fit(rule: PaddingRule, interface: ModelInterface, where: str) -> None:
+    """Check that a model has the inputs, outputs and axes that a rule names; `interface`: the one that clients see.
+
+    Raises:
+        ModelLoadError: the rule does not fit the model.
+    """
+    inputs = {spec.name: spec for spec in interface.inputs}
+    outputs = {spec.name: spec for spec in interface.outputs}
+    for padded in rule.inputs:
+        spec = _known(where, "input", padded.name, inputs)
+        _require_open(where, spec, padded.axes)
+        _require_value(where, spec, padded.value)
+    for name, axis in rule.cut:
+        _require_open(where, _known(where, "output", name, outputs), (axis,))
+
+
+def _known(where: str, kind: str, name: str, specs: dict[str, TensorSpec]) -> TensorSpec:
+    if name not in specs:
+        raise ModelLoadError(f"{where}: {KEY} names the {kind} {name!r}, the model's are {', '.join(map(repr, specs))}")
+    spec = specs[name]
+    if spec.model_shape is not None:
+        raise ModelLoadError(f"{where}: {KEY} names the {kind} {name!r}, which has a reshape and cannot be padded; remove one")
+    return spec
+
+
+def _require_open(where: str, spec: TensorSpec, axes: Sequence[int]) -> None:
+    for axis in axes:
+        if axis >= len(spec.shape) or spec.shape[axis] != ANY_SIZE:
+            raise ModelLoadError(
+                f"{where}: {KEY} names axis {axis} of {spec.name!r}, whose shape is {list(spec.shape)}; expected an axis "
+                "of any size (-1)"
+            )
+
+
+def _require_value(where: str, spec: TensorSpec, value: float) -> None:
+    dtype = spec.datatype.array_dtype
+    if dtype.hasobject:
+        raise ModelLoadError(f"{where}: {KEY} names {spec.name!r}, which is text and cannot be padded")
+    with np.errstate(all="ignore"):
+        fits = np.isfinite(value) and (dtype.kind not in "iub" or float(np.array(value).astype(dtype)) == value)
+    if not fits:
+        raise ModelLoadError(f"{where}: {KEY} pads {spec.name!r} with {value:g}, which is no value of {spec.datatype.wire}")

@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class DriftHistogram:
     total: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class OutputCounters:
     """Counts of one output of a model.
 
@@ -100,7 +100,7 @@ class OutputCounters:
     rows_agreeing: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class GuardCounters:
     """Totals since the model was loaded.
 
@@ -209,13 +209,9 @@ def _agreement(answer: Array, reference: Array, narrow_like: Array) -> tuple[int
 
 @dataclass(slots=True)
 class OutputTally:
-    """Counts of one output (see `OutputCounters`), and the scaled errors of its shadow runs."""
+    """Counts of one output, and the scaled errors of its shadow runs."""
 
-    values: int = 0
-    requests: int = 0
-    from_inputs: int = 0
-    rows: int = 0
-    agreeing: int = 0
+    counts: OutputCounters = field(default_factory=OutputCounters)
     _errors: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     _total: float = 0.0
     _scale: float = 0.0
@@ -232,20 +228,13 @@ class OutputTally:
         self._errors[bisect_left(BOUNDS, scaled)] += 1
         if math.isfinite(scaled):
             self._total += scaled
-        self.rows += distance.rows
-        self.agreeing += distance.agreeing
+        self.counts.rows_compared += distance.rows
+        self.counts.rows_agreeing += distance.agreeing
         return scaled
 
     def counters(self) -> OutputCounters:
         drift = DriftHistogram(bounds=BOUNDS, counts=tuple(self._errors), total=self._total)
-        return OutputCounters(
-            non_finite_values=self.values,
-            non_finite_requests=self.requests,
-            from_inputs=self.from_inputs,
-            drift=drift if any(self._errors) else None,
-            rows_compared=self.rows,
-            rows_agreeing=self.agreeing,
-        )
+        return replace(self.counts, drift=drift if any(self._errors) else None)
 
 
 class Tally:
@@ -253,13 +242,13 @@ class Tally:
 
     def __init__(self, model: str, policy: str, outputs: Iterable[str], degradation: Degradation | None) -> None:
         self._model = model
-        self._policy = policy
         self._degradation = degradation
         self._lock = threading.Lock()
+        self._counts = GuardCounters(policy=policy, outputs={})
+        if degradation is not None:
+            self._counts.drift_threshold = degradation.threshold
         self._outputs = {name: OutputTally() for name in outputs}
         self._events: deque[GuardEvent] = deque(maxlen=KEPT_EVENTS)
-        self._rejected = self._fallbacks = 0
-        self._shadow_runs = self._shadow_dropped = self._shadow_failed = 0
         self._logged_at: float | None = None
         self._not_logged = 0
 
@@ -275,10 +264,10 @@ class Tally:
         """
         with self._lock:
             for name, count in values.items():
-                self._outputs[name].values += count
-                self._outputs[name].requests += 1
-            self._rejected += outcome == "rejected"
-            self._fallbacks += outcome == "fallback"
+                self._outputs[name].counts.non_finite_values += count
+                self._outputs[name].counts.non_finite_requests += 1
+            self._counts.rejected += outcome == "rejected"
+            self._counts.fallbacks += outcome == "fallback"
             self._remember(outcome, text)
             now = time.monotonic()
             if self._logged_at is not None and now < self._logged_at + LOG_EVERY_S:
@@ -292,17 +281,17 @@ class Tally:
         """Count requests, by output, whose outputs and own inputs hold non-finite values."""
         with self._lock:
             for name, count in requests.items():
-                self._outputs[name].from_inputs += count
+                self._outputs[name].counts.from_inputs += count
 
     def shadow_dropped(self) -> None:
         """Count a sampled request that was not run."""
         with self._lock:
-            self._shadow_dropped += 1
+            self._counts.shadow_dropped += 1
 
     def shadow_failed(self, reason: str) -> None:
         with self._lock:
-            self._shadow_failed += 1
-            first = self._shadow_failed == 1
+            self._counts.shadow_failed += 1
+            first = self._counts.shadow_failed == 1
             self._remember("shadow", f"a shadow run failed: {reason}")
         if first:
             said = "%s: a shadow run failed, and later ones are only counted: %s"
@@ -311,7 +300,7 @@ class Tally:
     def shadow_run(self, distances: Mapping[str, Distance]) -> None:
         """Record the comparison of a shadow run, output by output."""
         with self._lock:
-            self._shadow_runs += 1
+            self._counts.shadow_runs += 1
             worst, where = 0.0, ""
             for name, distance in distances.items():
                 scaled = self._outputs[name].add(distance)
@@ -324,17 +313,8 @@ class Tally:
 
     def counters(self) -> GuardCounters:
         with self._lock:
-            return GuardCounters(
-                policy=self._policy,
-                outputs={name: output.counters() for name, output in self._outputs.items()},
-                rejected=self._rejected,
-                fallbacks=self._fallbacks,
-                shadow_runs=self._shadow_runs,
-                shadow_dropped=self._shadow_dropped,
-                shadow_failed=self._shadow_failed,
-                degraded=self.degraded,
-                drift_threshold=None if self._degradation is None else self._degradation.threshold,
-            )
+            outputs = {name: output.counters() for name, output in self._outputs.items()}
+            return replace(self._counts, outputs=outputs, degraded=self.degraded)
 
     def recent_events(self) -> list[GuardEvent]:
         """Return the latest KEPT_EVENTS events, newest first."""

@@ -231,17 +231,14 @@ class Pace:
         self._known.move_to_end(bucket)
 
     def likely_s(self, bucket: Hashable, rows: int) -> float:
-        """See `LatencyModel.likely_s`."""
         known = self._known.get(bucket)
         return known[0].likely_s(self._padded(rows)) if known else 0.0
 
     def at_most_s(self, bucket: Hashable, rows: int) -> float:
-        """See `LatencyModel.at_most_s`."""
         known = self._known.get(bucket)
         return known[0].at_most_s(self._padded(rows)) if known else 0.0
 
     def mostly_s(self, bucket: Hashable, rows: int) -> float:
-        """See `LatencyModel.mostly_s`."""
         known = self._known.get(bucket)
         return known[0].mostly_s(self._padded(rows)) if known else 0.0
 

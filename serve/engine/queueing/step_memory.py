@@ -6,6 +6,7 @@ that the latest runs of its ensemble have held, and waits before its first step 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from halfserve.serve.engine.errors import QueueFullError, UnavailableError
@@ -35,17 +36,6 @@ class BudgetShare(Protocol):
         """Set the number of bytes that it holds."""
 
 
-class WaitingRun(Protocol):
-    """A run that waits for memory before its first step."""
-
-    @property
-    def expected_bytes(self) -> int:
-        """Bytes that the run will claim."""
-
-    def begin(self) -> None:
-        """Claim these bytes and send the first steps' requests. Must not raise."""
-
-
 class StepMemory:
     """The claims of all runs, and the runs that wait for room. On the event loop only.
 
@@ -59,7 +49,7 @@ class StepMemory:
         self._limit: int | None = None
         self._share: BudgetShare | None = None
         self._reported = 0
-        self._line: dict[WaitingRun, None] = {}
+        self._line: dict[RunMemory, Callable[[], None]] = {}  # the runs that wait, and the functions that begin them
         self._is_filling = False
 
     def bound(self, limit_bytes: int, share: BudgetShare) -> None:
@@ -80,17 +70,17 @@ class StepMemory:
             return False
         return self.claimed + claim <= self._limit and (self._share is None or not self._share.is_short)
 
-    def wait(self, run: WaitingRun) -> None:
-        """Let a run begin once there is room.
+    def wait(self, run: RunMemory, begin: Callable[[], None]) -> None:
+        """Call `begin`, which must not raise, once there is room for a run.
 
         Raises:
             QueueFullError: too many runs wait.
         """
         if len(self._line) >= MOST_WAITING:
             raise QueueFullError(f"{MOST_WAITING} requests wait for memory: {FULL}", retry_after_s=RETRY_S)
-        self._line[run] = None
+        self._line[run] = begin
 
-    def leave(self, run: WaitingRun, claim: int) -> None:
+    def leave(self, run: RunMemory, claim: int) -> None:
         """Remove a run with this claim, which has ended: it neither waits nor holds anything."""
         self._line.pop(run, None)
         self.change(-claim)
@@ -120,11 +110,11 @@ class StepMemory:
         self._is_filling = True
         try:
             while self._line:
-                run = next(iter(self._line))
+                run, begin = next(iter(self._line.items()))
                 if not self.has_room(run.expected_bytes):
                     break
                 del self._line[run]
-                run.begin()
+                begin()
         finally:
             self._is_filling = False
 
@@ -171,7 +161,7 @@ class RunMemory:
 
     @property
     def expected_bytes(self) -> int:
-        """See `WaitingRun`."""
+        """Bytes that the run will claim when it begins."""
         return self._sizes.claim
 
     def has_room(self) -> bool:
@@ -179,9 +169,9 @@ class RunMemory:
         sizes = self._sizes
         return not sizes.expected or sizes.memory.has_room(sizes.claim) or self._is_within
 
-    def wait(self, run: WaitingRun) -> None:
+    def wait(self, begin: Callable[[], None]) -> None:
         """See `StepMemory.wait`."""
-        self._sizes.memory.wait(run)
+        self._sizes.memory.wait(self, begin)
 
     def claim_expected(self) -> None:
         """Claim the bytes that the run is expected to hold."""
@@ -212,10 +202,10 @@ class RunMemory:
         if self._sizes.expected or most >= COUNTED_BYTES:
             self._sizes.ended(most)
 
-    def leave(self, run: WaitingRun) -> None:
+    def leave(self) -> None:
         """Give up the claim of the run, which has ended, or its place in the line."""
         if self._sizes.expected or self._claim:
-            self._sizes.memory.leave(run, self._claim)
+            self._sizes.memory.leave(self, self._claim)
             self._claim = 0
 
     def _change_claim(self) -> None:

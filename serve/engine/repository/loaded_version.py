@@ -2,89 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.protos.pictures import PicturePreparation
-from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, BackendView, DevicePlacement, ModelInterface, Runtime
+from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
+from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
-from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
-from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
-from halfserve.serve.engine.config.ragged import ragged_interface, read_ragged
-from halfserve.serve.engine.config.sequence_batching import SequencePlan, state_outputs
+from halfserve.serve.engine.config.model_config import (
+    DeclaredConfig,
+    Defaults,
+    client_interface,
+    complete_config,
+    instances,
+    read_config,
+)
+from halfserve.serve.engine.config.parameters import TASK, check_own_parameters, drop_reported
+from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular, read_regular_text
-from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.ensembles.composition import EnsembleComposition
+from halfserve.serve.engine.ensembles.graph import dependency_order, ensemble_specs, read_graph, step_models
+from halfserve.serve.engine.ensembles.run import EnsembleScheduler
+from halfserve.serve.engine.errors import ModelLoadError, UnmetStepsError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.ragged import Ragged, ragged_interface, read_ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.queueing.ragged import Ragged
-from halfserve.serve.engine.repository.constant_inputs import with_constants
-from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
-from halfserve.serve.engine.repository.picture_inputs import read_pictures
+from halfserve.serve.engine.repository.model_repository import (
+    CONFIG_FILE,
+    ModelFiles,
+    ModelRepository,
+    named_file,
+    require_inside,
+)
+from halfserve.serve.engine.repository.runtime_views import batch_first, declared_outputs, with_constants
 from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
-from halfserve.serve.engine.sequences.state_layout import batch_first
-from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
 STATE_FOLDER = "initial_state"  # folder in the model's folder with the files that sequence_batching names
+logger = logging.getLogger(__name__)
 
-
-def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:
-    """Return a runtime that hides outputs which this configuration does not list, as in Triton; without a list, all outputs are
-    kept.
-    """
-    names = frozenset(entry.name for entry in config.output)
-    names |= state_outputs(config) if names else names
-    return DeclaredOutputs(runtime, names, says_batch_size=config.max_batch_size > 0) if names else runtime
-
-
-class DeclaredOutputs:
-    """A runtime that hides outputs from clients."""
-
-    def __init__(self, runtime: Runtime, names: frozenset[str], *, says_batch_size: bool) -> None:
-        """`says_batch_size`: whether the configuration declares a batch size, so that the kept tensors may be batched if not
-        all are.
-        """
-        self._runtime = runtime
-        self._names = names
-        self._says_batch_size = says_batch_size
-        self._whole: dict[Path, ModelInterface] = {}
-
-    def describe(self, path: Path) -> ModelInterface:
-        """Return the interface with the kept outputs; the whole one if a listed output is missing, which is then refused."""
-        whole = self._whole[path] = self._runtime.describe(path)
-        left = tuple(spec for spec in whole.outputs if spec.name in self._names)
-        if len(left) < len(self._names):
-            return whole
-        firsts = [spec.shape[:1] for spec in (*whole.inputs, *left)]
-        # Only ONNX models are treated so: a torch program declares its batch dimension.
-        is_batch = self._says_batch_size and whole.kind is ONNX and all(first == (ANY_SIZE,) for first in firsts)
-        return replace(whole, outputs=left, batched=whole.batched or is_batch)
-
-    def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
-        whole = self._whole[path]
-        backend = self._runtime.load(path, whole, placement, config)
-        if len(interface.outputs) == len(whole.outputs):
-            return backend
-        return _SomeOutputs(backend, tuple(spec.name for spec in interface.outputs))
-
-
-@dataclass(frozen=True)
-class _SomeOutputs(BackendView):
-    """A backend that returns only some of its outputs."""
-
-    _names: tuple[str, ...]
-
-    def run(self, inputs: Tensors) -> Tensors:
-        outputs = self._backend.run(inputs)
-        return {name: outputs[name] for name in self._names}
+# Of other models, a file of this name is something else.
+PICTURE_TASKS: Final = frozenset({"image-classification", "image-embeddings"})
+LACKING: Final = "the server lacks the package pillow; in a checkout of halfserve, run: pip install '.[pictures]'"
 
 
 @dataclass(frozen=True)
@@ -118,19 +86,10 @@ class LoadedVersion:
 
     Attributes:
         files: its files on disk.
-        interface: the interface that clients see.
-        config: the completed configuration.
-        backends: the loaded copies.
-        limits: the batching policy.
-        labels: class names of an output, by the output's name.
-        pictures: preparation of encoded pictures, by the name of the input that takes them.
-        guard: checks the model's outputs; None checks nothing.
-        reload: loads the copy of a number again.
-        short_s: seconds that short batches take, by their rows, as far as measured; see `ShortBatches`.
-        invariance: decides whether requests may share batches; None if there are no rows to share.
         sequences: controls, states and slots of its sequences; None for a model without sequences.
-        mixed: chooses requests of different lengths for one batch; None if padding is not configured or not proved yet.
-        ragged: joins requests of different shapes, if the model takes them so; None for ordinary batches.
+        mixed: see `Model`; None also if padding has not been proved yet.
+
+    The other attributes are those of the `Model`.
     """
 
     files: ModelFiles
@@ -287,3 +246,101 @@ def _take_whole_requests(model: Model) -> None:
     one_by_one = not model.config.HasField("dynamic_batching")
     scheduler = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=one_by_one)
     model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler
+
+
+def read_pictures(files: ModelFiles, interface: ModelInterface) -> dict[str, PicturePreparation]:
+    """How encoded pictures are prepared, by the name of the input that takes them; empty where none does.
+
+    Raises:
+        ModelLoadError: the file is unreadable, a link out of the repository, or does not fit the model.
+    """
+    path = files.model.parent / PREPROCESSING
+    if files.config.message.parameters[TASK].string_value not in PICTURE_TASKS or not path.exists():
+        return {}
+    require_inside(files.model.parent.parent.parent, path)
+    try:
+        preparation = PicturePreparation.from_bytes(read_regular(path))
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: {error}; export the model again") from None
+    rows = (preparation.height, preparation.width, 3)
+    taking = [spec.name for spec in interface.inputs if spec.datatype.wire == "UINT8" and spec.shape == (-1, *rows)]
+    if len(taking) != 1:
+        raise ModelLoadError(f"{path}: makes pixels of shape {list(rows)}, which {len(taking)} inputs take, expected 1")
+    if find_spec("PIL") is None:
+        label = f"{files.name}/{files.version}"
+        logger.warning("%s: takes no encoded pictures: %s", label, LACKING, extra={"model": label})
+    return {taking[0]: preparation}
+
+
+def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
+    """Make the model of an ensemble, which is not yet connected to the models of its steps (`EnsembleComposition.connect`).
+
+    May be called on any thread.
+
+    Raises:
+        ModelLoadError: the configuration is not an ensemble that can be computed; the message names step and tensor.
+    """
+    source = files.config.source
+    check_own_parameters(files.config.message, source)
+    config = ModelConfig()
+    config.CopyFrom(files.config.message)
+    if config.name not in {"", files.name}:
+        raise ModelLoadError(
+            f"{source}: name is {config.name!r}, expected the folder's name {files.name!r}; change it or leave it out"
+        )
+    config.name, config.platform = files.name, ENSEMBLE.platform
+    drop_reported(config)
+    graph = read_graph(config, source)
+    inputs, outputs = ensemble_specs(config, source)
+    model = Model(
+        name=files.name,
+        version=files.version,
+        interface=ModelInterface(inputs=inputs, outputs=outputs, batched=config.max_batch_size > 0, kind=ENSEMBLE),
+        config=config,
+        backends=(),
+        limits=batch_limits(config, defaults),
+        labels=read_labels(files.config),
+        path=files.model,
+    )
+    composition = EnsembleComposition(graph, config, source, files.version)
+    model.composition = composition
+    model.scheduler = EnsembleScheduler(composition, model.statistics)
+    return model
+
+
+def models_below(repository: ModelRepository, name: str, declared: DeclaredConfig | None = None) -> list[str]:
+    """Return the models in a repository that an ensemble needs, each after its own dependencies; none for another model.
+
+    `declared`: configuration of the ensemble `name`, in place of the one in the repository.
+
+    Raises:
+        UnmetStepsError: an ensemble needs itself.
+        ModelLoadError: a configuration cannot be read.
+    """
+    known = {name: step_models(declared.message if declared is not None else _config(repository, name))}
+    if not known[name]:
+        return []
+    present = frozenset(repository.names())
+
+    def steps(of: str) -> list[str]:
+        if of not in known:
+            known[of] = step_models(_config(repository, of)) if of in present else []
+        return known[of]
+
+    order, cycle = dependency_order([name], steps)
+    if cycle:
+        way = " -> ".join(map(repr, cycle))
+        raise UnmetStepsError(f"{_config_file(repository, name)}: ensembles need each other: {way}; remove one of the steps")
+    return [model for model in order if model != name and model in present]
+
+
+def _config(repository: ModelRepository, name: str) -> ModelConfig:
+    """Return a model's configuration; an empty one for a bare model file."""
+    bare = repository.path_of(name).is_file()
+    return ModelConfig() if bare else read_config(_config_file(repository, name)).message
+
+
+def _config_file(repository: ModelRepository, name: str) -> Path:
+    return repository.path_of(name) / name / CONFIG_FILE

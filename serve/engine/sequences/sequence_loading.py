@@ -13,10 +13,8 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.config.sequence_batching import ReadState, SequencePlan, sequence_plan, state_outputs
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.scheduler import Scheduler
-from halfserve.serve.engine.sequences.iterative_requests import IterativeRequests
-from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
+from halfserve.serve.engine.model import Model, Scheduler
+from halfserve.serve.engine.sequences.sequence_scheduler import IterativeRequests, SequenceScheduler
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
@@ -40,14 +38,7 @@ def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterf
 def read_plan(
     declared: DeclaredConfig, config: ModelConfig, interface: ModelInterface, copies: int, read: ReadState
 ) -> SequencePlan:
-    """Read how the sequences of a model run; see `sequence_plan`.
-
-    Args:
-        declared: the configuration before it was completed.
-        config: the completed configuration.
-        interface: the interface of the model file.
-        copies: number of copies of the model.
-        read: reads a file with an initial state.
+    """Read how the sequences of a model run, from its completed configuration; see `sequence_plan`.
 
     Raises:
         ModelLoadError: the configuration contradicts the model, or asks for something unsupported.
@@ -89,11 +80,8 @@ def first_step(plan: SequencePlan, inputs: Mapping[str, Array], rows: int) -> Te
 
 
 def hand_over(before: Mapping[int, Model], models: Sequence[Model]) -> None:
-    """Link the sequences of new versions to those of the version that clients used before, if both have the same interface.
-
-    Args:
-        before: the versions served so far.
-        models: the versions served from now on.
+    """Link the sequences of the versions that are served from now on to those of the version that clients used before, if both
+    have the same interface.
     """
     for model in models:
         scheduler = model.scheduler

@@ -1,4 +1,4 @@
-"""The scheduler of a model with sequences: checks a request's place in its sequence, and hands sequences to a newer version."""
+"""The schedulers of models with sequences, whose requests belong together, or of which each request is a sequence."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import asyncio
 import logging
 import math
 import time
+from itertools import count
 from typing import Final
 
-from halfserve.serve.engine.batcher import SHUTTING_DOWN
+from halfserve.serve.engine.batcher import SHUTTING_DOWN, Batcher
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
+from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import full_error
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence import Sequence, SequenceId, Step
 from halfserve.serve.engine.sequences.sequence_runner import SequenceRunner
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
-from halfserve.serve.engine.sequences.step_inputs import sequence_of
+from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_ID, SEQUENCE_START, ControlTensors, StepInputs, sequence_of
+from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ WARN_S: Final = 10.0  # least seconds between two warnings of one model
 
 
 class SequenceScheduler:
-    """Takes the requests of a model with sequences. Lives on the event loop.
+    """Checks each request's place in its sequence, and hands sequences to a newer version. Lives on the event loop.
 
     Attributes:
         plan: controls, states, slots and times of the sequences.
@@ -148,11 +150,7 @@ class SequenceScheduler:
             self._runner.end_idle()
 
     def _before(self, key: SequenceId, sequence: Sequence | None) -> SequenceScheduler | None:
-        """Return the predecessor, if a request continues a sequence that runs there; None if it runs here.
-
-        Raises:
-            InvalidArgumentError: the sequence runs nowhere.
-        """
+        """Return the predecessor, if a request continues a sequence that runs there; None if it runs here."""
         if sequence is not None and sequence.is_open:
             return None
         if self.predecessor is not None and self.predecessor.continues(key):
@@ -163,11 +161,7 @@ class SequenceScheduler:
         )
 
     def _require_taken(self, request: InferRequest, key: SequenceId, sequence: Sequence | None, *, starts: bool) -> None:
-        """Check that a request may run or wait here.
-
-        Raises:
-            InferenceError: the request may neither run nor wait.
-        """
+        """Check that a request may run or wait here."""
         if self._drained is not None and (starts or self.successor is None):
             raise UnavailableError(SHUTTING_DOWN)
         self._runner.controls.require_fitting(key, self._label)
@@ -189,3 +183,69 @@ class SequenceScheduler:
     def _notice_empty(self) -> None:
         if self._drained is not None:
             self._drained.set()
+
+
+class _Iteration(StepInputs):
+    """The inputs of one execution of a request.
+
+    Attributes:
+        given: the client's inputs.
+        key: the sequence's id.
+    """
+
+    __slots__ = ("given", "key")
+
+    def __init__(self, given: Tensors, controls: Tensors, key: SequenceId) -> None:
+        super().__init__(given, controls)
+        self.given = given
+        self.key = key
+
+
+class IterativeRequests:
+    """The scheduler of a model with `iterative_sequence`: each of its requests is a sequence, which lasts as long as the model
+    asks for the request again, and whose start is the first execution.
+
+    The model sees the start in the controls, if it has any, and in the request's correlation id and flags.
+    """
+
+    def __init__(self, scheduler: Scheduler, batcher: Batcher, plan: SequencePlan) -> None:
+        """`scheduler`: takes the requests, which `batcher` queues again."""
+        self._scheduler = scheduler
+        self._controls = ControlTensors(plan) if plan.controls else None
+        self._ids = count(1)
+        batcher.on_reschedule(self._prepare_next_execution)
+
+    def submit(self, request: InferRequest) -> None:
+        """See `Scheduler`.
+
+        Raises:
+            InvalidArgumentError: the request has several rows, which the controls of one sequence do not fit.
+        """
+        controls = self._controls
+        if controls is not None and request.rows != 1:
+            raise InvalidArgumentError(f"the batch size is {request.rows}, expected 1: each request is a sequence")
+        key = self._key(request)
+        request.parameters = {**request.parameters, SEQUENCE_ID: key, SEQUENCE_START: True}
+        if controls is not None:
+            request.inputs = _Iteration(request.inputs, controls.of(key, starts=True, ends=False), key)
+        self._scheduler.submit(request)
+
+    def cancel(self, request: InferRequest) -> None:
+        self._scheduler.cancel(request)
+
+    async def drain(self) -> None:
+        await self._scheduler.drain()
+
+    def _key(self, request: InferRequest) -> SequenceId:
+        """Return the client's sequence id if the model's control takes its type, else a new one."""
+        takes_text = self._controls is not None and self._controls.takes_text
+        given = request.parameters.get(SEQUENCE_ID, 0)
+        if given and isinstance(given, (int, str)) and (self._controls is None or isinstance(given, str) == takes_text):
+            return given
+        return str(next(self._ids)) if takes_text else next(self._ids)
+
+    def _prepare_next_execution(self, request: InferRequest) -> None:
+        request.parameters = {**request.parameters, SEQUENCE_START: False}
+        inputs = request.inputs
+        if self._controls is not None and isinstance(inputs, _Iteration):
+            request.inputs = _Iteration(inputs.given, self._controls.of(inputs.key, starts=False, ends=False), inputs.key)

@@ -14,11 +14,11 @@ import numpy as np
 
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
-from halfserve.serve.engine.queueing.waiting_line import is_late
+from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence import Step
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
 from halfserve.serve.engine.tensors import Array, Tensors

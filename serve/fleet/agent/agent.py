@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from halfserve.protos.agent_pb2 import Answer, Question
-from halfserve.serve.engine.errors import InferenceError, UnavailableError
+import grpc
+
+from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.fleet.agent.member_folders import MemberFolders
-from halfserve.serve.fleet.agent.reporting import AGAIN_S, Reporting, first_of
-from halfserve.serve.fleet.agent.server_link import ServerLink
+from halfserve.serve.fleet.agent.reporting import Reporting, first_of
 from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions, Ports, ServerProcess
 from halfserve.serve.fleet.control.autoscaling import MemberLoad
 from halfserve.serve.fleet.control.reports import ControllerLink
-from halfserve.serve.fleet.member.agent_questions import METRICS as METRICS_QUESTION
+from halfserve.serve.fleet.member.cluster_member import AGENT, SOCKET
 from halfserve.serve.fleet.member.handover import GRPC, HTTP, METRICS
-from halfserve.serve.protocol.status import Code, status_of
+from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, SUFFIX, MemberChannel
+from halfserve.serve.protocol.status import Code, Status, status_of
 from halfserve.serve.transports.listening import address_of
-
-__all__ = ["Agent", "AgentError", "AgentOptions"]
 
 logger = logging.getLogger(__name__)
 
 STUCK_S = 30.0  # a server whose agent gets no answer for this long is considered stuck
+STATUSES = {code.value[0]: code for code in grpc.StatusCode}
 NO_CONTROLLER = (
     "the cluster's controller cannot be reached now, so what concerns all members is not known; inference goes on, ask again "
     "in a moment"
@@ -53,10 +53,10 @@ class Agent:
         self._link = link
         self._folders: MemberFolders | None = None
         self._process: ServerProcess | None = None
-        self._server: ServerLink | None = None
+        self._server: MemberChannel | None = None
+        self._socket: AgentSocket | None = None
         self._reporting: Reporting | None = None
         self._reports: asyncio.Task[None] | None = None
-        self._answering: set[asyncio.Task[None]] = set()
 
     @property
     def pid(self) -> int:
@@ -78,7 +78,6 @@ class Agent:
             AgentError: the server cannot be started, or ended during the start.
         """
         options = self._options
-        options.check()
         self._folders = folders = MemberFolders(options.folder, options.cluster, self.member)
         names = (GRPC,) if "--no-http" in options.arguments else (GRPC, HTTP, METRICS)
         ports = Ports(options.host, options.first_port, names)
@@ -86,9 +85,11 @@ class Agent:
         self.address, self.http_address, self.metrics_address = (
             address_of(host, ports[name]) if name in names else "" for name in (GRPC, HTTP, METRICS)
         )
+        self._socket = AgentSocket(folders.own, self._link)
+        await self._socket.start()
         self._process = process = ServerProcess()
         await process.start(options.path, options.arguments, options.host, ports, folders.own, self.member)
-        self._server = server = ServerLink(folders.own)
+        self._server = server = MemberChannel(folders.own, SOCKET)
         report = {
             "member": self.member,
             "machine": options.machine or socket.gethostname(),
@@ -98,7 +99,6 @@ class Agent:
         self._reporting = reporting = Reporting(report, self._link, server, process, folders)
         self._reports = asyncio.create_task(reporting.run())
         self._reports.add_done_callback(_log_failure)
-        self._answer_soon(self._answer_questions(server, process))
         await first_of(reporting.settled, process.ended)
         self.check()
 
@@ -133,42 +133,42 @@ class Agent:
             if self._folders is not None:
                 self._folders.close(keep_own=False)
                 self._folders = None
-        for task in self._answering:
-            task.cancel()
+        if self._socket is not None:
+            await self._socket.stop()
         if self._server is not None:
             await self._server.close()
 
-    async def _answer_questions(self, server: ServerLink, process: ServerProcess) -> None:
-        """Answer the server's questions about the whole cluster, until the server ends."""
-        while process.code is None:
-            try:
-                async for question in server.questions():
-                    self._answer_soon(self._answer(server, question))
-            except InferenceError as error:
-                logger.debug("the server asks no more: %s", error)
-            await first_of(process.ended, timeout_s=AGAIN_S)
 
-    async def _answer(self, server: ServerLink, question: Question) -> None:
-        answer = Answer(number=question.number)
+class AgentSocket(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types
+    """Unix socket at which a server asks what concerns the whole cluster. Lives on the event loop."""
+
+    def __init__(self, folder: Path, link: ControllerLink) -> None:
+        """Prepare a socket in the folder that the agent shares with its server; the controller gives the answers."""
+        self._link = link
+        self._server = grpc.aio.server(handlers=[self], options=CHANNEL_OPTIONS)
+        self._server.add_insecure_port(f"unix:{folder / AGENT}{SUFFIX}")
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    def service(self, call: Any) -> Any:
+        """The handler of a call, as grpc asks for it."""
+        return grpc.unary_unary_rpc_method_handler(partial(self._answer, call.method))
+
+    async def _answer(self, path: str, request: bytes, context: Any) -> bytes:
         try:
-            if question.path == METRICS_QUESTION:
-                answer.answer, answer.text = await self._link.metrics()
-            else:
-                answer.answer = await self._link.call(question.path, question.request)
+            return await self._link.call(path, request)
         except ConnectionError:
-            answer.code, answer.text = Code.UNAVAILABLE, NO_CONTROLLER
+            status = Status(Code.UNAVAILABLE, NO_CONTROLLER)
         except Exception as error:
             if not isinstance(error, InferenceError):
-                logger.exception("%s cannot be answered for the cluster", question.path)
+                logger.exception("%s cannot be answered for the cluster", path)
             status = status_of(error)
-            answer.code, answer.text = status.code, status.details
-        with contextlib.suppress(UnavailableError):  # the server is gone
-            await server.answer(answer)
-
-    def _answer_soon(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        await context.abort(STATUSES[status.code], status.details, status.trailers)
+        raise AssertionError("abort has raised an error")
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

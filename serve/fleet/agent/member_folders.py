@@ -14,11 +14,13 @@ import tempfile
 from pathlib import Path
 
 from halfserve.serve.fleet.agent.server_process import AgentError
-from halfserve.serve.fleet.member.lasting_counters import left_counters
+from halfserve.serve.fleet.member.cluster_member import SOCKET
+from halfserve.serve.fleet.member.kept_counters import left_counters
+from halfserve.serve.fleet.member.member_socket import SUFFIX
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 107 - len("/server.sock")  # most bytes of a folder's path: the path of a Unix socket in it may have 107
+LONGEST = 107 - len(f"/{SOCKET}{SUFFIX}")  # most bytes of a folder's path: the path of a Unix socket in it may have 107
 
 
 class MemberFolders:
@@ -29,12 +31,7 @@ class MemberFolders:
     """
 
     def __init__(self, folder: Path | None, cluster: str, member: str) -> None:
-        """Make the member's folder, and lock it.
-
-        Args:
-            folder: root folder of all clusters of this user; None for a folder in the system's temporary folder.
-            cluster: name of the cluster.
-            member: id of the member.
+        """Make the member's folder, and lock it; `folder` is the root of all clusters of this user, by default a temporary one.
 
         Raises:
             AgentError: the folder cannot be made, or belongs to another user.
@@ -72,7 +69,7 @@ class MemberFolders:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(descriptor).st_ino != path.stat().st_ino:  # another agent has removed it
                     raise FileNotFoundError(path)
-                found[path.name] = left_counters(path).to_bytes()
+                found[path.name] = left_counters(path, SOCKET).to_bytes()
             except BlockingIOError:  # its server or its agent lives
                 os.close(descriptor)
             except (OSError, ValueError) as error:
@@ -90,7 +87,7 @@ class MemberFolders:
 
     def own_counters(self) -> bytes:
         """Serialized counters that the own server, which has ended, left behind."""
-        return left_counters(self.own).to_bytes()
+        return left_counters(self.own, SOCKET).to_bytes()
 
     def close(self, *, keep_own: bool) -> None:
         """Unlock all folders; `keep_own` leaves the own one for another agent, as the controller does not have its counters."""

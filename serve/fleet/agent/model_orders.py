@@ -11,8 +11,8 @@ from functools import partial
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, NotFoundError, UnavailableError
-from halfserve.serve.fleet.agent.server_link import ServerLink
 from halfserve.serve.fleet.control.reports import ModelOrder
+from halfserve.serve.fleet.member.member_socket import MemberChannel
 from halfserve.serve.fleet.member.shared_rpcs import LOAD, UNLOAD
 from halfserve.serve.protocol.status import status_name
 
@@ -45,7 +45,7 @@ class ModelOrders:
         done: result of the last order of each ordered model that is not unloaded.
     """
 
-    def __init__(self, server: ServerLink, changed: Callable[[], None]) -> None:
+    def __init__(self, server: MemberChannel, changed: Callable[[], None]) -> None:
         """Start without orders; `changed` is called after each change of `done`."""
         self.done: dict[str, CarriedOut] = {}
         self._server = server

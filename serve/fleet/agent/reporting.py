@@ -9,14 +9,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf import empty_pb2, wrappers_pb2
+
 from halfserve.protos.agent_pb2 import MemberState
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.fleet.agent.member_folders import MemberFolders
 from halfserve.serve.fleet.agent.model_orders import ModelOrders
-from halfserve.serve.fleet.agent.server_link import ServerLink
 from halfserve.serve.fleet.agent.server_process import ServerProcess
 from halfserve.serve.fleet.control.autoscaling import LoadMeter
 from halfserve.serve.fleet.control.reports import REPORT_S, ControllerLink, ModelReport, Orders, Report, SettingsChanges
+from halfserve.serve.fleet.member.cluster_member import PUBLISH, STATE
+from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, MemberChannel
 from halfserve.serve.transports.listener import LogThrottle
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ EXCHANGE_S = 5.0  # time limit for the controller's answer; it normally comes wi
 AGAIN_S = 0.2  # delay before the controller or the server is asked again after it did not answer
 SOON_S = 0.01  # shortest time between two reports
 LEFT_S = 2.0  # interval of checks for counters that dead servers left behind
+QUERY_S = 2.0  # time limit of calls that take the server milliseconds
+COUNTERS_S = 10.0  # time limit of a call that takes the server some milliseconds per model
 FAREWELL_S = 5.0  # time limit for the last report; after it, the next agent on this machine reports the counters
 
 
@@ -38,17 +43,14 @@ class Reporting:
     """
 
     def __init__(
-        self, names: Mapping[str, str], link: ControllerLink, server: ServerLink, process: ServerProcess, folders: MemberFolders
+        self,
+        names: Mapping[str, str],
+        link: ControllerLink,
+        server: MemberChannel,
+        process: ServerProcess,
+        folders: MemberFolders,
     ) -> None:
-        """Prepare the reports; `run` sends them.
-
-        Args:
-            names: fields of each report that identify the server.
-            link: connection to the controller.
-            server: connection to the server.
-            process: process of the server.
-            folders: folders of this member and of dead ones.
-        """
+        """Prepare the reports, which `run` sends; `names` are the fields of each report that identify the server."""
         self.meter = LoadMeter()
         self.heard_s = time.monotonic()
         self.settled = asyncio.Event()
@@ -114,7 +116,7 @@ class Reporting:
 
     async def _look_at_server(self) -> None:
         try:
-            self._state = await self._server.state()
+            self._state = await self._server.ask(STATE, empty_pb2.Empty(), MemberState, QUERY_S)
         except InferenceError as error:
             logger.debug("the server does not answer: %s", error)
             self._answers = False
@@ -191,7 +193,7 @@ class Reporting:
             return
         try:
             if orders.directory is not None and self._answers:
-                await self._server.publish(orders.directory)
+                await self._server.call(PUBLISH, orders.directory, QUERY_S)
             if orders.settings is not None and self._answers:
                 await self._take_over(orders.settings)
         except InferenceError as error:
@@ -216,7 +218,7 @@ class Reporting:
         """
         for path, request in settings.changes:
             try:
-                await self._server.change_setting(path, request)
+                await self._server.call(path, request, QUERY_S)
             except UnavailableError:
                 raise
             except InferenceError as error:  # its start options may differ from those of the member that accepted the setting
@@ -229,7 +231,8 @@ class Reporting:
             while self._counters_number < self._wanted_number:
                 number = self._wanted_number
                 if self._answers:
-                    counters = await self._server.counters()
+                    answer = await self._server.ask(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue, COUNTERS_S)
+                    counters = bytes(answer.value)
                 else:  # the server is about to end, and has written its counters to the folder
                     counters = await asyncio.to_thread(self._folders.own_counters)
                 self._counters, self._counters_number = counters, number

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from google.protobuf import empty_pb2, wrappers_pb2
 from google.protobuf.message import DecodeError, Message
 
 from halfserve.protos import inference_pb2 as pb
@@ -22,26 +23,25 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from halfserve.serve.fleet.control.autoscaling import MemberLoad
 from halfserve.serve.fleet.control.cluster_index import cluster_index, cluster_status
 from halfserve.serve.fleet.control.cluster_memory import ClusterMemory, added
-from halfserve.serve.fleet.control.member_record import MemberRecord
-from halfserve.serve.fleet.control.member_table import MemberTable
+from halfserve.serve.fleet.control.member_table import MemberRecord, MemberTable
 from halfserve.serve.fleet.control.model_rollout import ModelRollout, carried_out
 from halfserve.serve.fleet.control.placement import PlacedModels
 from halfserve.serve.fleet.control.reports import LEASE_S, REPORT_S, Orders, Report
 from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.shared_rpcs import (
+    COMMANDS,
     INDEX,
     LOAD,
     LOG_SETTINGS,
-    OTHER_COMMANDS,
+    METRICS,
     READY,
     STATISTICS,
     TRACE_SETTING,
     UNLOAD,
 )
-from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
+from halfserve.serve.observability.metrics import MetricTexts
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Controller:
             UNLOAD: (pb.RepositoryModelUnloadRequest, self._unload_request),
             STATISTICS: (pb.ModelStatisticsRequest, self._statistics),
             READY: (pb.ModelReadyRequest, self._model_ready),
+            METRICS: (empty_pb2.Empty, self._metrics),
             TRACE_SETTING: (pb.TraceSettingRequest, partial(self._change_settings, TRACE_SETTING)),
             LOG_SETTINGS: (pb.LogSettingsRequest, partial(self._change_settings, LOG_SETTINGS)),
         }
@@ -116,15 +117,7 @@ class Controller:
         return orders
 
     async def call(self, path: str, request: bytes) -> bytes:
-        """Answer a management RPC for the whole cluster.
-
-        Args:
-            path: method path of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics, ModelReady,
-                TraceSetting or LogSettings.
-            request: serialized request of that method.
-
-        Returns:
-            The serialized answer.
+        """Answer a management RPC for the whole cluster; `path` is that of its method, or METRICS, and messages are serialized.
 
         Raises:
             InferenceError: the request is invalid, or the cluster could not carry it out.
@@ -143,18 +136,6 @@ class Controller:
         await self._table.until(lambda: self._recovered_at is None)
         return (await answer(message)).SerializeToString()
 
-    async def metrics(self) -> tuple[bytes, str]:
-        """The Prometheus metrics of all members together, and their content type.
-
-        Raises:
-            UnavailableError: a member did not answer in time.
-        """
-        await self._table.until(lambda: self._recovered_at is None)
-        total = await self._counters()
-        texts = MetricTexts()
-        texts.add(total.metrics)
-        return texts.joined(), CONTENT_TYPE
-
     def status(self) -> dict[str, Any]:
         """Members, machines and models with their loads, as plain JSON values."""
         members = list(self._members.values())
@@ -164,10 +145,6 @@ class Controller:
             "directory_version": self._table.version,
             **cluster_status(members, self._memory.loaded, self._placed.has, self._clock()),
         }
-
-    def loads(self) -> dict[str, MemberLoad]:
-        """Load of each member that is not leaving, by id; the input of autoscaling."""
-        return {record.id: record.meter.load for record in self._members.values() if not record.is_leaving}
 
     def drain(self, member: str) -> None:
         """Have a member refuse new requests, answer the accepted ones, and leave, once other members serve its models.
@@ -301,7 +278,7 @@ class Controller:
             }
             return Orders(controller=self.id, models=kept)
         memory, version = self._memory, self._table.version
-        keeps = record.given.memory != memory.number and record.id in self._keepers()
+        keeps = record.sent_memory != memory.number and record.id in self._keepers()
         return Orders(
             controller=self.id,
             models=self._rollout.orders(record),
@@ -338,7 +315,7 @@ class Controller:
 
     async def _change_settings(self, path: str, request: Any) -> Message:
         """Apply settings that one member accepted to all members, present and future."""
-        command = OTHER_COMMANDS[path]
+        command = COMMANDS[path]
         self._memory.set({f"{kind} {name}": one.SerializeToString() for kind, name, one in command.targets(request)}, path)
         number, asked = self._memory.settings_number, set(self._members)
         self._table.wake_all()
@@ -368,6 +345,12 @@ class Controller:
             what = f"model {request.name!r}" + (f" version {request.version!r}" if request.version else "")
             raise NotFoundError(f"{what} is not served; RepositoryIndex lists what is")
         return pb.ModelStatisticsResponse(model_stats=found)
+
+    async def _metrics(self, _: Message) -> Message:
+        """The Prometheus metrics of all members together."""
+        texts = MetricTexts()
+        texts.add((await self._counters()).metrics)
+        return wrappers_pb2.BytesValue(value=texts.joined())
 
     async def _counters(self) -> MemberCounters:
         """Sum the counters of all members, read after this call; concurrent calls share one sum.

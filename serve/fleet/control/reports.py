@@ -146,9 +146,6 @@ class ControllerLink(Protocol):
             InferenceError: the cluster refused the request, or could not carry it out.
         """
 
-    async def metrics(self) -> tuple[bytes, str]:
-        """Prometheus metrics of the whole cluster, and their content type."""
-
 
 REPORT_S = 0.5  # an agent reports at least this often; with more than 100 members less often, as the controller answers later
 LEASE_S = 2.0  # a member that has not reported for this long is removed from the directory

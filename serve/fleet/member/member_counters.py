@@ -5,15 +5,10 @@ In each sum the first counters are those of the member that received the request
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import fcntl
 import json
-import logging
 import math
-import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,18 +17,9 @@ from prometheus_client.samples import Sample
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.fleet.member.counter_file import SUFFIX as FILE_SUFFIX
-from halfserve.serve.fleet.member.counter_file import read_counter_file
 from halfserve.serve.observability.exposition import collect
 from halfserve.serve.protocol.rpcs import model_statistics
-from halfserve.serve.transports.listener import LogThrottle
 
-logger = logging.getLogger(__name__)
-
-SUFFIX = ".counters"
-LOCK = "figures.lock"
-DEPARTED = "departed"
-KEEP_S = 5.0  # interval between two writes of a member's counters, which take some ms; exact statistics are in counter files
 COUNTERS = {"counter", "histogram"}
 # Gauges are summed, except for these and for quantiles, of which the slowest member's are reported.
 OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # prefixes of gauges that every member reports alike
@@ -84,27 +70,16 @@ class MemberCounters:
 
     def add(self, other: MemberCounters) -> None:
         """Add the counters of another member, for all of its models."""
-        known = {(model.name, model.version) for model in self.statistics.model_stats}
-        add_statistics(self.statistics, [other.statistics])
-        self.statistics.model_stats.extend(
-            model for model in other.statistics.model_stats if (model.name, model.version) not in known
-        )
+        add_statistics(self.statistics, [other.statistics], everything=True)
         self.metrics = merge_metrics(self.metrics, [other.metrics], everything=True)
 
-    @classmethod
-    def left(cls, file: Path, statistics: pb.ModelStatisticsResponse | None) -> MemberCounters:
-        """Read the counters of a server that has ended.
-
-        Args:
-            file: the counters that it wrote last; the file need not exist.
-            statistics: its statistics if they are newer than the file; None if those in the file are the last.
-        """
-        counters = cls.from_bytes(file.read_bytes()) if file.exists() else cls()
-        if statistics is not None:
-            counters.statistics = statistics
-            counters.metrics = with_statistics(counters.metrics, statistics)
-        counters.metrics = counters_of(counters.metrics)
-        return counters
+    def forget_model(self, model: str, version: str) -> None:
+        """Remove the counters of one version."""
+        kept = [one for one in self.statistics.model_stats if (one.name, one.version) != (model, version)]
+        del self.statistics.model_stats[:]
+        self.statistics.model_stats.extend(kept)
+        for metric in self.metrics:
+            metric.samples = [one for one in metric.samples if model_of(one.labels) != (model, version)]
 
     def write(self, file: Path) -> None:
         """Write the counters to a file, replacing earlier ones.
@@ -138,114 +113,19 @@ class MemberCounters:
         return counters
 
 
-class CounterFolder:
-    """Counters in the members' shared folder: those of living members, some seconds old, and those of members that ended.
-
-    The statistics of ended members are exact, because of their counter files; other counters may lack the last seconds.
-    """
-
-    def __init__(self, folder: Path, own: str) -> None:
-        """Access the counters in a folder; `own` is the name of this member."""
-        self._folder = folder
-        self._own = own
-
-    def write(self, counters: MemberCounters) -> None:
-        """Write this member's counters, replacing earlier ones."""
-        counters.write(self._folder / f"{self._own}{SUFFIX}")
-
-    def mark(self) -> object:
-        """Marker that changes when `fold` merges ended members; if it is equal, none was merged in between."""
-        try:
-            return (self._folder / f"{DEPARTED}{SUFFIX}").stat().st_ino
-        except FileNotFoundError:
-            return None
-
-    def of_ended(self, living: Collection[str]) -> list[MemberCounters]:
-        """Counters of all members that have ended: those named neither in `living` nor like this member."""
-        with self._locked(fcntl.LOCK_SH):
-            return [self._read(name) for name in self._ended(living)]
-
-    def fold(self, living: Collection[str]) -> None:
-        """Merge the counters of all ended members into one file."""
-        with self._locked(fcntl.LOCK_EX):
-            ended = self._ended(living)
-            if ended in ([], [DEPARTED]):
-                return
-            total = MemberCounters()
-            for name in ended:
-                total.add(self._read(name))
-            total.write(self._folder / f"{DEPARTED}{SUFFIX}")
-            for name in ended:
-                self._remove(
-                    self._counter_files(name)
-                    if name == DEPARTED
-                    else [*self._counter_files(name), self._folder / f"{name}{SUFFIX}"]
-                )
-
-    def forget_model(self, model: str, version: int, living: Collection[str]) -> None:
-        """Remove a version's counters from those of ended members, because it was reloaded or is no longer served."""
-        labels = (model, str(version))
-        with self._locked(fcntl.LOCK_EX):
-            for name in self._ended(living):
-                counters = self._read(name)
-                kept = [one for one in counters.statistics.model_stats if (one.name, one.version) != labels]
-                del counters.statistics.model_stats[:]
-                counters.statistics.model_stats.extend(kept)
-                for metric in counters.metrics:
-                    metric.samples = [one for one in metric.samples if model_of(one.labels) != labels]
-                counters.write(self._folder / f"{name}{SUFFIX}")
-                self._remove(self._counter_files(name))
-
-    def _ended(self, living: Collection[str]) -> list[str]:
-        files = [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{FILE_SUFFIX}")]
-        return sorted({path.name.partition(".")[0] for path in files} - {*living, self._own})
-
-    def _read(self, name: str) -> MemberCounters:
-        found = [statistics for file in self._counter_files(name) if (statistics := read_counter_file(file)) is not None]
-        return MemberCounters.left(
-            self._folder / f"{name}{SUFFIX}", pb.ModelStatisticsResponse(model_stats=found) if found else None
-        )
-
-    def _counter_files(self, name: str) -> list[Path]:
-        return sorted(self._folder.glob(f"{name}.*{FILE_SUFFIX}"))
-
-    @staticmethod
-    def _remove(paths: Iterable[Path]) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, how)  # held for some milliseconds
-            yield
-        finally:
-            os.close(file)
-
-
-async def keep_written(state: Callable[[], object], write: Callable[[], Awaitable[None]]) -> None:
-    """Write a member's counters every KEEP_S seconds if their `state` has changed, until this is cancelled."""
-    throttle = LogThrottle(logger.warning)
-    before: object = None
-    while True:
-        await asyncio.sleep(KEEP_S)
-        now = state()
-        if now != before:
-            before = now
-            try:
-                await write()
-            except OSError as error:
-                throttle.say("the counters cannot be kept for the other members: %s", error)
-
-
-def add_statistics(own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse]) -> None:
-    """Add the counters of other members to a member's own, for the models that it serves."""
+def add_statistics(
+    own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse], *, everything: bool = False
+) -> None:
+    """Add the statistics of other members to a member's own; of models that it does not serve only with `everything`."""
     found = {(one.name, one.version): one for one in own.model_stats}
     for other in others:
         for one in other.model_stats:
-            if (one.name, one.version) in found:
-                _add_model(found[one.name, one.version], one)
+            key = one.name, one.version
+            if key in found:
+                _add_model(found[key], one)
+            elif everything:
+                found[key] = own.model_stats.add()
+                found[key].CopyFrom(one)
 
 
 def _add_model(total: pb.ModelStatistics, one: pb.ModelStatistics) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
@@ -16,15 +15,14 @@ from halfserve.serve.engine.errors import FailedPreconditionError, InferenceErro
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.resource_limits import available_bytes
-from halfserve.serve.fleet.member.command_journal import Journal, JournalEntry
-from halfserve.serve.fleet.member.counter_file import CounterFile, CounterFiles
+from halfserve.serve.fleet.member.counter_file import CounterFile
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
-from halfserve.serve.fleet.member.member_counters import CounterFolder, MemberCounters, keep_written
-from halfserve.serve.fleet.member.member_socket import MemberSocket
-from halfserve.serve.fleet.member.process_service import ProcessService
-from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, local_method, request_class
-from halfserve.serve.fleet.member.siblings import Siblings
-from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
+from halfserve.serve.fleet.member.kept_counters import CounterFolder, CounterKeeper
+from halfserve.serve.fleet.member.member_counters import MemberCounters
+from halfserve.serve.fleet.member.member_socket import MemberSocket, Siblings
+from halfserve.serve.fleet.member.process_service import Journal, JournalEntry, ProcessService
+from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, MODELS_TURN, SETTINGS_TURN, local_method, request_class
+from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.listener import ConnectionLimit
 
@@ -35,7 +33,7 @@ STATM = Path("/proc/self/statm")  # sizes in pages: total, resident, shared
 SLACK_PART = 16  # a member may have up to 1/16 more connections than another, so that bursts are accepted fast
 
 
-class ProcessMember:
+class ProcessMember(Membership):
     """One of several servers that answer as one. Lives on the event loop."""
 
     def __init__(self, link: SupervisorLink, core: InferenceCore) -> None:
@@ -50,12 +48,9 @@ class ProcessMember:
         self._socket = MemberSocket(self._folder, name)
         self._siblings = Siblings(self._folder, name)
         self._left = CounterFolder(self._folder, name)
-        self._files = CounterFiles(self._folder, name, core, self._forget)
-        self._service = ProcessService(
-            self._siblings, self._left, Journal(self._folder / "models"), Journal(self._folder / "others")
-        )
+        self._counters = CounterKeeper(self._folder, name, core, self._forget, partial(MemberCounters.of, core))
+        self._service = ProcessService(self._siblings, self._left, Journal(self._folder / "commands"))
         self._connections: SharedConnectionLimit | None = None
-        self._keeping: asyncio.Task[None] | None = None
         core.figures.readings["processes"] = lambda: 1  # summed over the members
 
     def connections(self, most: float, reason: str) -> SharedConnectionLimit:
@@ -68,21 +63,16 @@ class ProcessMember:
         if self._speaks:
             check_room_for_models(self._given.places)
         own = Service(self._core, server_version=service.server_version, beside=service)
-        journals = (self._service.models, self._service.others)
-        done = set[str]()
-        for journal in journals:  # without the lock, as this may take long and nothing depends on it
+        journal, done = self._service.journal, set[str]()
+        await self._repeat(own, journal, done)  # without the locks, as this may take long and nothing depends on it
+        async with journal.turn(MODELS_TURN), journal.turn(SETTINGS_TURN):
             await self._repeat(own, journal, done)
-        async with self._service.models.turn(), self._service.others.turn():
-            for journal in journals:
-                await self._repeat(own, journal, done)
-                await self._complete(own, journal)
+            await self._complete(own, journal)
             self._left.fold(self._siblings.names())
             await self._socket.listen(own, partial(MemberCounters.of, self._core))
-        self._files.follow()
-        self._core.on_change(self._files.follow)
+        self._counters.begin(self._counted)
         service.spread = self._service.spread
         service.spread(service)
-        self._keeping = asyncio.create_task(keep_written(self._counted, self._write))
 
     async def all_here(self) -> None:
         """Start accepting connections; in the member that reports for all, wait until all members accept."""
@@ -98,12 +88,7 @@ class ProcessMember:
 
     async def leave(self) -> None:
         """Leave the counters behind, and the members."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeping
-            with contextlib.suppress(OSError):  # the folder may be gone together with the supervisor
-                await self._write()
+        await self._counters.end()
         await self._siblings.close()
         await self._socket.close()
         if self._link.has_ended:  # otherwise the supervisor removes the folder
@@ -140,9 +125,6 @@ class ProcessMember:
     def _counted(self) -> object:
         totals = [model.statistics.totals for model in self._core.models()]
         return sum(one.success.count for one in totals), sum(one.fail.count for one in totals), len(totals)
-
-    async def _write(self) -> None:
-        self._left.write(await MemberCounters.of(self._core))
 
 
 class SharedConnectionLimit(ConnectionLimit):

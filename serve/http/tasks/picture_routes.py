@@ -28,7 +28,7 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.picture_inputs import LACKING
+from halfserve.serve.engine.repository.loaded_version import LACKING
 from halfserve.serve.http.error_forms import InputError
 from halfserve.serve.http.infer_route import inference_entry, joined, named, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held

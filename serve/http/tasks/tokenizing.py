@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,9 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.request_body import memory_held
+from halfserve.serve.transports.task_turns import ClientQueue
 
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
-PIECE_CHARACTERS: Final = 16_384  # tokenized at once, which takes 3 to 25 ms; at least one text
+PIECE_CHARACTERS: Final = 4096  # tokenized at once, which takes 1 to 6 ms; at least one text
+LONG_CHARACTERS: Final = 16_384  # of a text that takes longer than others may have to wait, 3 to 25 ms
 CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, besides its own
 BYTES_PER_CHARACTER: Final = 640  # most memory while a text is tokenized; 50 to 600 were measured
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
@@ -66,7 +67,7 @@ class TokenizerThreads:
         tokens: list[R] = []
         for piece in pieces(work.characters):
             characters = sum(work.characters[piece.start : piece.stop])
-            is_long = characters > PIECE_CHARACTERS
+            is_long = characters > LONG_CHARACTERS
             some = await self.done(request, BYTES_PER_CHARACTER * characters, partial(work.tokens_of, piece), is_long=is_long)
             memory_held(request).grow(sum(one.nbytes for one in some))
             tokens += some
@@ -79,7 +80,7 @@ class TokenizerThreads:
             request: request that the work belongs to.
             size: bytes of memory that the work takes meanwhile.
             work: releases the interpreter lock most of the time.
-            is_long: whether it takes longer than PIECE_CHARACTERS do.
+            is_long: whether it takes longer than LONG_CHARACTERS do.
 
         Raises:
             UnavailableError: the memory budget is spent.
@@ -105,7 +106,7 @@ class ClientTurns:
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client first
+        self._waiting: ClientQueue[asyncio.Future[None]] = ClientQueue()
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
@@ -121,7 +122,7 @@ class ClientTurns:
 
     async def _wait(self, client: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.append(client, turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -131,10 +132,7 @@ class ClientTurns:
 
     def _next(self) -> None:
         while self._waiting:
-            client, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns
+            turn = self._waiting.take()
             if not turn.done():
                 turn.set_result(None)
                 return

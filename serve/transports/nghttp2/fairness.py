@@ -34,7 +34,7 @@ class TransportLimits:
     max_message_bytes: int = 2**31 - 1  # limit of a request with tensors or model files, decompressed
     max_inflated_bytes: int = 64 * MIB  # limit of such a request if it is compressed; inflating blocks the event loop
     max_small_message_bytes: int = 4 * MIB  # limit of a request of any other method, decompressed
-    max_connections: int = 10_000  # open at the same time; `serve/protocol/open_files.py` may allow fewer
+    max_connections: int = 10_000  # open at the same time; `serve/engine/resource_limits.py` may allow fewer
     max_streams: int = 1024  # calls in flight on one connection
     # Of one call's headers, decompressed; a larger call is refused. Twice as many end the connection
     max_header_bytes: int = 16 * 1024

@@ -27,10 +27,10 @@ X = torch.ones(2, 4)
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def compiled(function: Any, *, fullgraph: bool) -> Any:
@@ -55,9 +55,10 @@ def test_a_region_without_a_policy_compiles_in_one_graph(policy: Any) -> None:
     assert dtypes(compiled(block, fullgraph=True)(X)) == dtypes(block(X)) == [HALF, HALF]
 
 
-def test_a_decorated_function_compiles_in_one_graph() -> None:
-    decorated = autocast("cpu", HALF)(product_and_softmax)
-    assert dtypes(compiled(decorated, fullgraph=True)(X)) == [HALF, HALF]
+@pytest.mark.parametrize(("policy", "softmax"), [(None, HALF), ("cuda", FULL)])
+def test_a_decorated_function_compiles_in_one_graph(policy: str | None, softmax: torch.dtype) -> None:
+    decorated = autocast("cpu", HALF, policy=policy)(product_and_softmax)
+    assert dtypes(compiled(decorated, fullgraph=True)(X)) == [HALF, softmax]
 
 
 def test_more_policies_than_there_are_dtypes_are_told_apart() -> None:
@@ -142,11 +143,6 @@ def test_values_and_gradients_of_a_compiled_policy_equal_the_eager_ones() -> Non
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
-def test_a_decorator_with_a_policy_compiles_in_one_graph() -> None:
-    decorated = autocast("cpu", HALF, policy="cuda")(product_and_softmax)
-    assert dtypes(compiled(decorated, fullgraph=True)(X)) == [HALF, FULL]
-
-
 @pytest.mark.parametrize("order", [*itertools.permutations(["native", "cuda", "native+fp32:softmax,matmul"])])
 def test_a_compiled_function_answers_in_the_policy_that_is_in_force_when_it_is_called(order: tuple[str, ...]) -> None:
     function = compiled(product_and_softmax, fullgraph=True)
@@ -201,7 +197,7 @@ for policy in sys.argv[1:]:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch's own compiler calls on the CPU")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_cache_on_disk_never_hands_one_policys_code_to_another(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -253,11 +249,7 @@ FULLGRAPH = "torch.compile(promote, backend='aot_eager', fullgraph=True)"
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "policy"),
-    [
-        (FULLGRAPH, "None"),
-        (FULLGRAPH, "'cuda'"),
-        ("export(promote)", "None"),
-    ],
+    [(FULLGRAPH, "None"), (FULLGRAPH, "'cuda'"), ("export(promote)", "None")],
 )
 def test_the_first_region_of_a_process_may_be_in_a_traced_function(run: str, policy: str) -> None:
     """What torch's autocast lacks is repaired for it, too: in a process that has entered no region yet."""
@@ -274,20 +266,13 @@ halves = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
 export = lambda _: torch.export.export(Promoting(), halves).module()
 print(({run})(*halves).dtype)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=500)
     assert done.stdout == "torch.float32\n", done.stderr
 
 
-LOW, FULL = torch.bfloat16, torch.float32
+LOW = torch.bfloat16
 SQUARE = torch.rand(4, 4)
 policies = pytest.mark.parametrize(("policy", "exponential"), [(None, LOW), ("cuda", FULL), ("native+fp32:exp", FULL)])
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def branch(x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def test_recursion_through_other_regions() -> None:
 
 
 def test_many_threads_in_one_decorated_function() -> None:
-    start = threading.Barrier(8, timeout=20)
+    start = threading.Barrier(8, timeout=60)
     region = autocast("cpu", HALF, policy="cuda")
 
     @region

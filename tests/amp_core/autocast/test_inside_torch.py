@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(("policy", "dtype"), [(None, HALF), ("cuda", FULL)])
 def test_replicas_in_threads_as_data_parallel_runs_them(policy: Any, dtype: torch.dtype) -> None:
-    module, start = Block(policy), threading.Barrier(4, timeout=20)
+    module, start = Block(policy), threading.Barrier(4, timeout=60)
     alone = module(X)
 
     def run(_: int) -> Tensor:

@@ -210,7 +210,7 @@ def run(program: str, **environment: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=500,
     )
     return done.stdout.splitlines()
 

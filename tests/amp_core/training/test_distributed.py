@@ -220,7 +220,7 @@ def fresh_pair(port: int, program: str, *words: str) -> list[subprocess.Complete
         )
         for rank in (0, 1)
     ]
-    ended = [process.communicate(timeout=120) for process in pair]
+    ended = [process.communicate(timeout=500) for process in pair]
     return [subprocess.CompletedProcess([], run.returncode, *said) for run, said in zip(pair, ended, strict=True)]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from halfserve.export.cli.output import SHOWN, ProgressLines, conversion_table, progress_on
+from halfserve.export.half_types import WeightLedger
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport, KeptNode, Repair, TensorLedger
-from halfserve.export.weight_ledger import WeightLedger
 from tests.whole_words import broken_words
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfserve.export.dtype_check.constants import NOTABLE_ERROR
 from halfserve.export.dtype_check.finder import find_dtype_leaks
 from halfserve.export.dtype_check.findings import LeakReport
-from halfserve.export.weight_ledger import FP16_OVERFLOW
+from halfserve.export.half_types import FP16_OVERFLOW
 
 
 class Adding(nn.Module):

@@ -14,7 +14,7 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.half_report import TensorDecision
 from halfserve.export.half_module.module_tensors import ledger_of
 from halfserve.export.half_module.to_half import to_half
-from halfserve.export.weight_ledger import WeightLedger
+from halfserve.export.half_types import WeightLedger
 from tests.export import models
 
 

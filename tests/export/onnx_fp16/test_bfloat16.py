@@ -13,8 +13,7 @@ import pytest
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import BF16
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
-from halfserve.export.onnx_fp16.planning.decisions import BETWEEN_REASON
-from halfserve.export.onnx_fp16.planning.few_digits import GRID_REASON, NORM_REASON, SOFTMAX_REASON, SUM_REASON
+from halfserve.export.onnx_fp16.planning.decisions import BETWEEN_REASON, GRID_REASON, NORM_REASON, SOFTMAX_REASON, SUM_REASON
 from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, parse, reasons, types
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16

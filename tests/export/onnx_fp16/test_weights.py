@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from halfserve.export.half_types import FP16
+from halfserve.export.half_types import FP16, ledger_of
 from halfserve.export.onnx_fp16.planning.weights import scan
-from halfserve.export.weight_ledger import ledger_of
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, halve, judged, normal, parse, reasons, run, types
 
 

@@ -11,9 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
+from halfserve.export.cli.output import placement_lines, placement_table
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
-from halfserve.export.placement.audit import CPU, Placement, audit_placement, find_islands, placement_lines, placement_table
+from halfserve.export.placement.audit import CPU, Placement, audit_placement, find_islands
 from tests.export.placement.half_models import half_model
 from tests.export.stored_models import sums, with_a_body, with_data_files
 

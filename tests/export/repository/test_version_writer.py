@@ -306,7 +306,7 @@ def test_a_reader_in_another_process_never_sees_half_a_version(tmp_path: Path, c
         assert reader.stdout.readline() == "ready\n"
         for index in range(40):
             write_model_version(tmp_path, f"m{index % 4}", half, certificate, max_batch_size=0, fp32_twin=twin)
-        rest, _ = reader.communicate(timeout=60)
+        rest, _ = reader.communicate(timeout=500)
     assert (rest, reader.returncode) == ("", 0)
 
 

@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.search.result import search_table
+from halfserve.export.cli.output import search_table
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from tests.export.search.nets import planted, samples
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source
-from halfserve.export.sources.source_options import SourceOptions
 from tests.export.to_onnx.answers import session
 from tests.torchvision_on_cpu import imported
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from halfserve.cli import main
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.opening import open_source
-from halfserve.export.sources.source_options import SourceOptions
 from tests.export import models
 
 FACTORY = "tests.export.models:mlp"

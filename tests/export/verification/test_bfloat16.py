@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from onnx import numpy_helper, parser
 from torch import nn
 
-from halfserve.export.certificate.budget import Budget, usual_budget
+from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
 from halfserve.export.certificate.html import certificate_page
 from halfserve.export.export_errors import ExportError
@@ -165,7 +165,7 @@ def bfloat16_of(module: nn.Module, x: Array) -> tuple[onnx.ModelProto, onnx.Mode
 def test_a_sound_model_passes_with_a_certificate_that_says_bfloat16() -> None:
     x = np.random.default_rng(0).standard_normal((40, 1, 8, 8)).astype(np.float32)
     certificate = verify(*bfloat16_of(models.cnn(), x), x, cuda=False)
-    assert (certificate.passed, certificate.precision, certificate.budget) == (True, "bfloat16", usual_budget("bfloat16"))
+    assert (certificate.passed, certificate.precision, certificate.budget) == (True, "bfloat16", usual_budgets()["bfloat16"])
     rounded, runtime = (verdict.figures.max_scaled_error for verdict in certificate.outputs)
     assert 2.0**-11 < runtime < rounded < certificate.budget.max_scaled_error, "the weights alone lose less than all nodes"
     assert certificate.risks == ()
@@ -259,7 +259,7 @@ def test_one_certificate_holds_a_verdict_for_each_precision() -> None:
     assert (certificate.passed, certificate.precision, certificate.not_proved) == (True, "float16", {})
     assert certificate.outputs == alone.outputs, "the own verdict is the same as without others"
     (further,) = certificate.precisions.values()
-    assert (further.passed, further.budget) == (True, usual_budget("bfloat16"))
+    assert (further.passed, further.budget) == (True, usual_budgets()["bfloat16"])
     for own, other in zip(certificate.outputs, further.outputs, strict=True):
         assert own.figures.max_scaled_error * 3 < other.figures.max_scaled_error < 0.04, own.execution
     content = certificate.to_json()
@@ -312,5 +312,5 @@ def test_the_type_of_a_model_is_read_from_its_mark_or_its_types() -> None:
 
 
 def test_a_limit_of_ones_own_replaces_the_usual_one() -> None:
-    assert usual_budget("bfloat16", max_scaled_error=0.2) == Budget(max_scaled_error=0.2)
-    assert (usual_budget("float16"), usual_budget("bfloat16").max_scaled_error) == (Budget(), 0.04)
+    assert usual_budgets(max_scaled_error=0.2)["bfloat16"] == Budget(max_scaled_error=0.2)
+    assert (usual_budgets()["float16"], usual_budgets()["bfloat16"].max_scaled_error) == (Budget(), 0.04)

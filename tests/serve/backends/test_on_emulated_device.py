@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> str:
     make_device(folder)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA", *FILES]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     return ran.stdout + ran.stderr
 
 

@@ -50,7 +50,7 @@ def test_reductions_over_axes_of_an_attribute_are_right_or_unfit(operator: str) 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_what_is_given_to_openvino_is_answered_as_onnx_defines_it() -> None:
     wrong, right = [], 0
     for case in fit_cases():

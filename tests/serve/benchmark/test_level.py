@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,24 +45,28 @@ def test_a_range_stays_within_its_ends(low: int, more: int, factor: int) -> None
     assert levels[-1] <= low + more < levels[-1] * factor
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "-1", "1.5", "x", "1:3:1.5", "²", "1;2", "nan", "inf", "1e3"])
-def test_malformed_concurrencies_are_refused(text: str) -> None:
-    with pytest.raises(BenchmarkArgumentError, match=f"--concurrency {text}: expected numbers above 0 with commas between"):
-        parse_concurrencies(text)
-
-
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("parse", "texts", "said"),
     [
-        *((text, "expected LOW:HIGH:STEP or LOW:HIGH:xFACTOR") for text in ("0:4", "5:1", "1:9:0", "1:8:x1")),
-        *((text, "expected LOW:HIGH:STEP or LOW:HIGH:xFACTOR") for text in (f"1:{'9' * 400}", f"1:2:{'9' * 400}")),
-        ("9" * 400, "expected numbers above 0 with commas between"),
-        ("1:1000000000:1", "is 1000000000 levels, expected at most 1000"),
+        (
+            parse_concurrencies,
+            ["", "0", "1,,2", "-1", "1.5", "x", "1:3:1.5", "²", "1;2", "nan", "inf", "1e3"],
+            "--concurrency {}: expected numbers above 0 with commas between",
+        ),
+        (
+            parse_rates,
+            ["0:4", "5:1", "1:9:0", "1:8:x1", f"1:{'9' * 400}", f"1:2:{'9' * 400}"],
+            "--rate {}: expected LOW:HIGH:STEP or LOW:HIGH:xFACTOR",
+        ),
+        (parse_rates, ["9" * 400], "expected numbers above 0 with commas between"),
+        (parse_rates, ["1:1000000000:1"], "--rate {}: is 1000000000 levels, expected at most 1000"),
     ],
+    ids=["concurrencies", "ranges", "infinite", "too many"],
 )
-def test_malformed_rates_are_refused(text: str, reason: str) -> None:
-    with pytest.raises(BenchmarkArgumentError, match=f"--rate {text}: {reason}"):
-        parse_rates(text)
+def test_malformed_levels_are_refused(parse: Callable[[str], object], texts: list[str], said: str) -> None:
+    for text in texts:
+        with pytest.raises(BenchmarkArgumentError, match=said.format(text)):
+            parse(text)
 
 
 def test_the_text_of_a_load() -> None:

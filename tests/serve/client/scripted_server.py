@@ -87,7 +87,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
             yield self._answer("ModelStreamInfer", request, context)
         if self.endless:
             context.add_callback(self.cancelled.set)
-            self.release.wait(20)
+            self.release.wait(60)
 
     def _answer(self, method: str, request: bytes, context: Any) -> bytes:
         self.headers = dict(context.invocation_metadata())
@@ -95,7 +95,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         if method in self.held:
             context.add_callback(self.cancelled.set)
             self.arrived.set()
-            self.release.wait(20)
+            self.release.wait(60)
         script = self.answers[method]
         answer = script.pop(0) if len(script) > 1 else script[0]
         if isinstance(answer, Failure):

@@ -164,7 +164,7 @@ def test_the_systems_authorities_are_trusted(certificates: Callable[[str], Path]
     # Another process: gRPC reads its own variable once.
     program = f"""
 from halfserve import Client, Tls
-print(Client("{server.address}", tls=Tls(server_name="localhost"), timeout_s=20).server_metadata().name)
+print(Client("{server.address}", tls=Tls(server_name="localhost"), timeout_s=60).server_metadata().name)
 """
     environment = {name: value for name, value in os.environ.items() if name not in {"SSL_CERT_FILE", GRPC_ROOTS}}
     environment[variable] = str(certificates("authority.pem"))
@@ -272,13 +272,8 @@ def test_round_robin_asks_all_servers(scripted: ScriptedServer, connect: Connect
         for one in (scripted, other):
             one.answers |= LIVE
         client = connect([scripted.address, other.address], balancing="round_robin", keepalive_s=600)
-        # The second connection may take a moment longer than the first.
-        for _ in range(2000):
+        while not (scripted.count("ServerLive") and other.count("ServerLive")):  # one connection may take longer
             assert client.is_live()
-            if scripted.calls and other.calls:
-                break
-        assert scripted.count("ServerLive")
-        assert other.count("ServerLive")
     finally:
         other.stop()
 
@@ -299,7 +294,7 @@ def test_many_threads_share_a_client(server: RunningServer) -> None:
     with Client(server.address) as client, ThreadPoolExecutor(16) as threads:
 
         def ask(row: int) -> list[Any]:
-            together.wait(20)
+            together.wait(60)
             return [client.infer("mlp", {"x": x[row : row + 1]})["y"][0] for _ in range(10)]
 
         answers = list(threads.map(ask, range(16)))
@@ -314,10 +309,10 @@ def test_closing_while_others_ask(scripted: ScriptedServer) -> None:
     client = Client(scripted.address)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.infer_message, pb.ModelInferRequest())
-        assert scripted.arrived.wait(20)
+        assert scripted.arrived.wait(60)
         client.close()
         with pytest.raises(ClientError, match="was cancelled before .* answered") as closed:
-            asked.result(20)
+            asked.result(60)
     assert closed.value.code == "CANCELLED"
 
 
@@ -354,16 +349,16 @@ def test_calls_that_are_not_idempotent_are_not_repeated(scripted: ScriptedServer
 
 
 @pytest.mark.parametrize("balancing", ["pick_first", "round_robin"])
-def test_a_restarted_server_is_found(connect: Connect, balancing: str) -> None:
-    first = ScriptedServer()
+def test_a_restarted_server_is_found(connect: Connect, free_port: int, balancing: str) -> None:
+    first = ScriptedServer(port=free_port)
     first.answers |= NAME
     policy = RetryPolicy(retries=0, initial_backoff_s=0.01, max_backoff_s=0.01, wait_for_server=True)
     client = connect(first.address, retries=policy, balancing=balancing)
     assert client.server_metadata().name == "s"
     first.stop()
     with ThreadPoolExecutor(1) as threads:
-        starting = threads.submit(ScriptedServer, port=int(first.address.rpartition(":")[2]), answers=NAME)
+        starting = threads.submit(ScriptedServer, port=free_port, answers=NAME)
         try:
             assert client.server_metadata().name == "s"
         finally:
-            starting.result(20).stop()
+            starting.result(60).stop()

@@ -67,7 +67,7 @@ def test_a_closed_output_pipe_is_no_error(server: RunningServer, digits: Path, a
             stdout=gone,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=500,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 
-WAIT_S = 20
+WAIT_S = 60.0
 FULL = Failure("RESOURCE_EXHAUSTED", "full", (("grpc-retry-pushback-ms", "600000"),))
 X = np.random.default_rng(4).standard_normal((3, 64)).astype(np.float16)
 

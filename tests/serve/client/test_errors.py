@@ -16,7 +16,7 @@ from tests.serve.benchmark.load.scripted_peer import HEADERS, OK, Peer, peer
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import ScriptedServer
 
-WAIT_S = 20
+WAIT_S = 60.0
 ROW: dict[str, Any] = {"x": [[1.0, 2.0]]}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -10,14 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnxruntime as ort
 import pytest
 
-from halfserve.serve.engine.background_threads import PAUSE_S, TURN_S, ShortSwitchInterval, Worker, pause, pausing, sched_batch
-from halfserve.serve.model_control.version_loading import LoaderThread
+from halfserve.serve.engine.background_threads import PAUSE_S, Worker, pause, pausing, sched_batch
 from tests.models import save_mlp
 
 
@@ -28,7 +25,7 @@ def test_jobs_run_in_order_on_one_other_thread() -> None:
     for number in range(100):
         worker.submit(lambda n: ran.append((n, threading.current_thread().name)), number)
     worker.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
     assert ran == [(number, "tester") for number in range(100)]
     worker.stop()
 
@@ -43,7 +40,7 @@ def test_stop_ends_the_thread_after_its_jobs() -> None:
     release.set()
     for thread in threading.enumerate():
         if thread.name == "stopping":
-            thread.join(20)
+            thread.join(60)
     assert [thread.is_alive() for thread in seen] == [False]
 
 
@@ -55,7 +52,7 @@ def test_a_job_that_never_returns_does_not_keep_the_process() -> None:
         "worker.submit(lambda: (started.set(), threading.Event().wait()))\n"
         "started.wait(); print('leaving')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=True)
     assert done.stdout == "leaving\n"
 
 
@@ -93,63 +90,6 @@ def test_other_threads_do_not_pause(rests: list[tuple[threading.Thread, float]])
         thread.join()
         pause()
     assert [who for who, _ in rests] == [threading.current_thread()]
-
-
-LONG_S, SHORTER_S = 0.004, 0.00002
-
-
-@pytest.fixture
-def long_turns() -> Iterator[None]:
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(LONG_S)
-    yield
-    sys.setswitchinterval(before_s)
-
-
-def turn_s() -> float:
-    return round(sys.getswitchinterval(), 5)  # it is kept in whole microseconds, rounded down
-
-
-@pytest.mark.usefixtures("long_turns")
-def test_turns_stay_short_until_the_last_one_has_left() -> None:
-    turns = ShortSwitchInterval()
-    with turns.during():
-        with turns.during():
-            assert turn_s() == TURN_S
-        assert turn_s() == TURN_S
-    assert turn_s() == LONG_S
-    with turns.during():
-        assert turn_s() == TURN_S
-    assert turn_s() == LONG_S
-
-
-@pytest.mark.usefixtures("long_turns")
-def test_a_shorter_interval_is_kept() -> None:
-    sys.setswitchinterval(SHORTER_S)
-    with ShortSwitchInterval().during():
-        assert turn_s() == SHORTER_S
-    assert turn_s() == SHORTER_S
-
-
-@pytest.mark.usefixtures("long_turns")
-def test_the_loader_thread_shortens_the_interval_also_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfserve.serve.model_control.version_loading.SHORT_SWITCH_INTERVAL", ShortSwitchInterval())
-
-    def fail() -> None:
-        raise KeyError(turn_s())
-
-    async def main() -> float:
-        thread = LoaderThread()
-        try:
-            seen = await thread.run(turn_s)
-            with pytest.raises(KeyError, match=str(TURN_S)):
-                await thread.run(fail)
-            return seen
-        finally:
-            thread.stop()
-
-    assert asyncio.run(main()) == TURN_S
-    assert turn_s() == LONG_S
 
 
 if sys.platform != "linux":

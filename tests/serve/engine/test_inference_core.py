@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfserve.serve.engine.errors import (
-    InferenceError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots

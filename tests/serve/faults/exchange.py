@@ -12,12 +12,12 @@ from ngh2 import DataReceived, Event, ResponseReceived, StreamClosed, StreamRese
 
 from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, Http2Connection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint
+from tests.serve.running_server import WAIT_S
 
 T = TypeVar("T")
 Headers = Sequence[tuple[bytes, bytes]]
 INFER_PATH = "/inference.GRPCInferenceService/ModelInfer"
 PREFIX_BYTES = 5  # prefix of a gRPC message: a compression flag, then the length in four bytes, big-endian
-WAIT_S = 60.0
 READ_S = 0.5
 
 

@@ -27,30 +27,47 @@ from halfserve.serve.startup_report import StartupReport
 
 DAY_S = 86_400
 FRAGILE = "fragile"
+FAULT = "CUDA failure 700: an illegal memory access was encountered"
 DAYS = itertools.cycle((0, 9000, -9000, 1, -1, 365))
 
 
 class Fragile:
     """A backend whose device is lost from the first negative number on."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, runtime: FragileRuntime) -> None:
         self._backend = backend
+        self._runtime = runtime
         self._lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def run(self, inputs: Tensors) -> Tensors:
-        self._lost |= any(bool((array < 0).any()) for array in inputs.values())
+        if any(bool((array < 0).any()) for array in inputs.values()):
+            self._lost = self._runtime.has_lost_a_device = True
         if self._lost:
-            raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
+            raise RuntimeError(FAULT)
         return self._backend.run(inputs)
 
 
 class FragileRuntime(OnnxRuntime):
+    """The model "fragile" loses its device on a negative number, as CUDA does.
+
+    Attributes:
+        has_lost_a_device: whether it has.
+    """
+
+    def __init__(self, *, has_only_one: bool = False) -> None:
+        """`has_only_one`: whether no model can be loaded any more once the device is lost."""
+        super().__init__()
+        self._has_only_one = has_only_one
+        self.has_lost_a_device = False
+
     def load(self, path: Path, *rest: Any) -> Any:
+        if self._has_only_one and self.has_lost_a_device:
+            raise RuntimeError(FAULT)
         backend = super().load(path, *rest)
-        return Fragile(backend) if path.parent.parent.name == FRAGILE else backend
+        return Fragile(backend, self) if path.parent.parent.name == FRAGILE else backend
 
 
 def make_clock_jump() -> None:

@@ -13,7 +13,7 @@ CHOSEN = ("unread_rest_answers", "cache_keys", "cycles", "idle_connections")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240 * max(1.0, SCALE))
+@pytest.mark.timeout(600 * max(1.0, SCALE))
 @pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack.name in CHOSEN], ids=lambda attack: attack.name)
 def test_an_attack_without_a_token_is_held_off(attack: Attack) -> None:
     outcome = measure(attack, scaled(1))

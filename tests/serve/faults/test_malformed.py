@@ -24,11 +24,11 @@ from tests.serve.faults.malforming.interfaces import MAX_BATCH, save_interfaces
 from tests.serve.faults.malforming.oracle import due
 from tests.serve.faults.malforming.sending import send_all
 from tests.serve.faults.malforming.streams import REQUESTS, stream_case
+from tests.serve.running_server import WAIT_S
 
 Request = ModelInferRequest
 COUNT = scaled(3000)  # the run of docs/explanation/reliability.md has TEST_SCALE=33
 SPARE_DESCRIPTORS, SPARE_THREADS, MAX_GROWN_MB = 2, 4, 16.0
-WAIT_S = 60.0
 
 
 def affine(rows: int = 1) -> ModelInferRequest:
@@ -45,7 +45,7 @@ def answered(rows: int = 1, *, value: float = 3.0, request_id: str = "7") -> byt
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120 * max(1.0, SCALE))
+@pytest.mark.timeout(600 * max(1.0, SCALE))
 def test_every_kind_of_malformed_call_gets_its_status(tmp_path: Path) -> None:
     save_interfaces(tmp_path)
     counts, good, samples = Counts(), Counts(), list[Sample]()

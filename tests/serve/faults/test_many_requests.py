@@ -33,7 +33,7 @@ SAMPLES = 400
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120 * max(1.0, SCALE))
+@pytest.mark.timeout(600 * max(1.0, SCALE))
 def test_a_real_server_answers_all_of_them(tmp_path: Path) -> None:
     save_models(tmp_path)
     with server_process(tmp_path) as server:

@@ -102,10 +102,9 @@ def test_workers_that_are_killed_under_load_cost_patient_clients_nothing(reposit
     assert "Traceback" not in errors
 
 
-def test_the_supervisors_end_ends_its_worker_and_frees_the_ports(repository: Path) -> None:
-    with started(*HALFSERVE, str(repository), *SMALL, "--json", "--no-http") as (process, line):
-        port = json.loads(line)["grpc_port"]
-        with Client(f"127.0.0.1:{port}", timeout_s=WAIT_S, retries=0) as client:
+def test_the_supervisors_end_ends_its_worker_and_frees_the_ports(repository: Path, free_port: int) -> None:
+    with started(*HALFSERVE, str(repository), *SMALL, "--grpc-port", str(free_port), "--no-http") as (process, _):
+        with Client(f"127.0.0.1:{free_port}", timeout_s=WAIT_S, retries=0) as client:
             assert client.is_live()
             process.kill()
             process.wait(WAIT_S)
@@ -114,7 +113,7 @@ def test_the_supervisors_end_ends_its_worker_and_frees_the_ports(repository: Pat
             assert process.stderr.read().endswith(
                 "the supervisor has ended; what was taken is answered, and this server ends too\n"
             )
-        socket.create_server(("127.0.0.1", port)).close()
+        socket.create_server(("127.0.0.1", free_port)).close()
 
 
 def test_a_process_that_has_lost_its_device_is_replaced(repository: Path) -> None:

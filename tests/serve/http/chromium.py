@@ -134,7 +134,7 @@ def chromium(program: str, profile: Path) -> Iterator[Tab]:
     finally:
         os.close(to_browser)
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

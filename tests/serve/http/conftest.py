@@ -21,5 +21,5 @@ def rest(server: RunningServer) -> Iterator[RestServer]:
 @pytest.fixture(scope="session")
 def http(rest: RestServer) -> Iterator[httpx.Client]:
     """A client of `rest`."""
-    with httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client:
         yield client

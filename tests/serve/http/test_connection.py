@@ -194,9 +194,10 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """Has the limits of its parameter, or the default ones."""
     loop = StandingLoop()
-    options = HttpOptions(port=0, metrics_port=None, limits=HttpLimits())
+    options = HttpOptions(port=0, metrics_port=None, limits=getattr(request, "param", HttpLimits()))
     with (
         running_server(lambda: [held_model(HeldBackend())], make_loop=lambda: loop) as server,
         running_http(server, options) as rest,
@@ -212,6 +213,13 @@ def test_a_request_that_came_meanwhile_is_answered(scene: Scene, sent: int) -> N
     scene.peer.sendall(INDEX[:sent])
     scene.stand_still(lambda: scene.peer.sendall(INDEX[sent:]))
     assert scene.peer.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize("scene", [HttpLimits(keep_alive_s=10 * LONG_S)], indirect=True, ids=[""])
+def test_a_second_request_has_the_same_time_limit(scene: Scene) -> None:
+    scene.peer.sendall(LIVE[:9])
+    scene.stand_still(lambda: None)
+    assert ended(scene.peer)
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ def teller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with (
         serving(root) as server,
         running_http(server, OPTIONS) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/teller", timeout=20) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/teller", timeout=60) as client,
     ):
         yield client
 

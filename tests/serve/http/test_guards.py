@@ -68,15 +68,18 @@ def test_names_may_be_allowed(server: RunningServer) -> None:
     options = HttpOptions(port=0, metrics_port=None, allowed_hosts=("gpu-box.example",))
     with running_http(server, options) as rest:
         url = f"http://127.0.0.1:{rest.port}/v2/health/live"
-        assert httpx.get(url, headers={"host": "GPU-box.example.:8000"}).status_code == 200
-        assert httpx.get(url, headers={"host": "other.example"}).status_code == 403
+        assert httpx.get(url, headers={"host": "GPU-box.example.:8000"}, timeout=60).status_code == 200
+        assert httpx.get(url, headers={"host": "other.example"}, timeout=60).status_code == 403
 
 
 @pytest.fixture(scope="module")
 def exposed(server: RunningServer) -> Iterator[httpx.Client]:
     """A server that listens on every address, as in a container or behind a proxy, and knows none of its names."""
     options = HttpOptions(port=0, metrics_port=None)
-    with running_http(server, options, host=ALL) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as client:
+    with (
+        running_http(server, options, host=ALL) as rest,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client,
+    ):
         yield client
 
 
@@ -126,7 +129,7 @@ STATISTICS = "/v2/models/mlp/stats"
 def shared(server: RunningServer) -> Iterator[httpx.Client]:
     """A server that takes requests of one other origin's pages."""
     options = HttpOptions(port=0, metrics_port=None, allowed_origins=(APP,))
-    with running_http(server, options) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as client:
+    with running_http(server, options) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client:
         yield client
 
 
@@ -167,9 +170,11 @@ def test_all_origins_may_be_allowed(server: RunningServer) -> None:
     options = HttpOptions(port=0, metrics_port=None, allowed_origins=("*",))
     with running_http(server, options) as rest:
         url = f"http://127.0.0.1:{rest.port}"
-        answer = httpx.post(f"{url}/v2/repository/index", headers={"origin": "https://any.example"})
+        answer = httpx.post(f"{url}/v2/repository/index", headers={"origin": "https://any.example"}, timeout=60)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
-        rebound = httpx.get(f"{url}{STATISTICS}", headers={"origin": "https://any.example", "host": "rebound.example"})
+        rebound = httpx.get(
+            f"{url}{STATISTICS}", headers={"origin": "https://any.example", "host": "rebound.example"}, timeout=60
+        )
         assert rebound.status_code == 403
 
 
@@ -181,8 +186,8 @@ def test_a_preflight_needs_no_token_and_its_request_does(server: RunningServer, 
     server.run(rest.start())
     try:
         url = f"http://127.0.0.1:{rest.port}{STATISTICS}"
-        assert httpx.options(url, headers=PREFLIGHT).status_code == 200
-        refused = httpx.get(url, headers={"origin": APP})
+        assert httpx.options(url, headers=PREFLIGHT, timeout=60).status_code == 200
+        refused = httpx.get(url, headers={"origin": APP}, timeout=60)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, APP)
     finally:
         server.run(rest.stop(0.5))

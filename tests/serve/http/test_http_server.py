@@ -80,14 +80,6 @@ def test_a_client_that_dribbles_headers_is_cut_off(server: RunningServer, words:
         assert ended(peer)
 
 
-def test_a_second_request_has_the_same_time_limit(server: RunningServer) -> None:
-    with limited(server, HttpLimits(header_s=0.1)) as address, socket.create_connection(address) as peer:
-        peer.sendall(LIVE)
-        assert b"200" in read_answer(peer)
-        peer.sendall(LIVE[:9])
-        assert ended(peer)
-
-
 def test_an_idle_connection_is_closed(server: RunningServer) -> None:
     with limited(server, HttpLimits(keep_alive_s=0.05)) as address, socket.create_connection(address) as peer:
         peer.sendall(LIVE)
@@ -147,7 +139,7 @@ def test_an_unexpected_error_is_logged_and_not_sent(server: RunningServer, caplo
         raise KeyError("/secret/path")
 
     with listening(server, "/fail", fail) as (_, port):
-        answer = httpx.get(f"http://127.0.0.1:{port}/fail")
+        answer = httpx.get(f"http://127.0.0.1:{port}/fail", timeout=60)
     assert (answer.status_code, answer.json()) == (500, {"error": "the server failed on this request; its log says why"})
     assert answer.headers["connection"] == "close"  # which uvicorn does
     assert "/secret/path" in caplog.text
@@ -208,9 +200,9 @@ def test_draining_finishes_what_was_taken() -> None:
         draining = threads.submit(lambda: server.run(server.core.drain()))
         while server.call(lambda: server.core.is_ready):
             pass
-        ready = httpx.get(f"http://127.0.0.1:{rest.port}/v2/health/ready")
+        ready = httpx.get(f"http://127.0.0.1:{rest.port}/v2/health/ready", timeout=60)
         assert (ready.status_code, ready.json()["error"][:36]) == (503, "the server takes no requests now; se")
-        refused = httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/held/infer", json=held_body(2))
+        refused = httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/held/infer", json=held_body(2), timeout=60)
         assert refused.status_code == 503
         stopping = threads.submit(lambda: server.run(rest.stop(HOLD_S)))
         assert ended(idle)
@@ -220,7 +212,7 @@ def test_draining_finishes_what_was_taken() -> None:
         stopping.result(HOLD_S)
         draining.result(HOLD_S)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://127.0.0.1:{rest.port}/v2")
+            httpx.get(f"http://127.0.0.1:{rest.port}/v2", timeout=60)
 
 
 def test_connections_in_use_end_with_an_answer_that_says_so() -> None:
@@ -242,7 +234,7 @@ def test_connections_in_use_end_with_an_answer_that_says_so() -> None:
             assert b"connection: close" in answer or not is_given
         assert ended(busy)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://127.0.0.1:{rest.port}/v2")
+            httpx.get(f"http://127.0.0.1:{rest.port}/v2", timeout=60)
         noticing.result(HOLD_S)
 
 
@@ -378,7 +370,7 @@ def test_with_options_it_listens(server: RunningServer) -> None:
     rest = server.run(start_http(server.core, service, "localhost", HttpOptions(port=0, metrics_port=None)))
     assert rest is not None
     try:
-        assert httpx.get(f"http://localhost:{rest.port}/v2").json()["version"] == "0"
+        assert httpx.get(f"http://localhost:{rest.port}/v2", timeout=60).json()["version"] == "0"
         with pytest.raises(BindError, match="Address already in use; choose another --http-port"):
             server.run(start_http(server.core, service, "127.0.0.1", HttpOptions(port=rest.port, metrics_port=None)))
     finally:
@@ -387,7 +379,7 @@ def test_with_options_it_listens(server: RunningServer) -> None:
 
 def test_metrics_are_on_both_ports(rest: RestServer) -> None:
     for port in (rest.port, rest.metrics_port):
-        answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=20)
+        answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/plain")
         assert "halfserve_http_connections " in answer.text
@@ -396,11 +388,11 @@ def test_metrics_are_on_both_ports(rest: RestServer) -> None:
 
 def test_the_metrics_port_has_nothing_else(rest: RestServer) -> None:
     for path in ("/", "/v2", "/ui/state", "/openapi.json"):
-        assert httpx.get(f"http://127.0.0.1:{rest.metrics_port}{path}").status_code == 404
+        assert httpx.get(f"http://127.0.0.1:{rest.metrics_port}{path}", timeout=60).status_code == 404
 
 
 def test_there_may_be_no_metrics_port_and_no_page(server: RunningServer) -> None:
     with running_http(server, HttpOptions(port=0, metrics_port=None, page=False)) as rest:
         assert rest.metrics_port is None
-        assert httpx.get(f"http://127.0.0.1:{rest.port}/").status_code == 404
-        assert httpx.get(f"http://127.0.0.1:{rest.port}/v2").status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{rest.port}/", timeout=60).status_code == 404
+        assert httpx.get(f"http://127.0.0.1:{rest.port}/v2", timeout=60).status_code == 200

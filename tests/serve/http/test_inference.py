@@ -179,7 +179,7 @@ def test_requests_are_in_the_access_log(tmp_path: Path) -> None:
     with running_server(lambda: [held_model(HeldBackend())]) as server:
         with (
             running_http(server, options, observe=observe) as rest,
-            httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as http,
+            httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as http,
         ):
             path, headers = "/v2/models/held/infer", {"x-request-id": "from-proxy"}
             assert http.post(path, json=held_body(1), headers=headers).status_code == 200
@@ -210,7 +210,7 @@ def test_a_full_queue_and_a_spent_time_have_their_statuses() -> None:
             assert backend.entered.wait(HOLD_S)
             post(second, held_body(2))
             wait_until_waiting(rest, 1)
-            answer = httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/held/infer", json=held_body(3))
+            answer = httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/held/infer", json=held_body(3), timeout=60)
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"].startswith("the model's queue is full")
@@ -248,10 +248,10 @@ def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Clie
             ({}, bytes(2000), "split the request"),
             ({"content-encoding": "gzip"}, bomb, "send it uncompressed"),
         ):
-            answer = httpx.post(url, content=content, headers=headers)
+            answer = httpx.post(url, content=content, headers=headers, timeout=60)
             assert answer.status_code == 413
             assert f"is too large, expected at most 1000; {advice}" in answer.json()["error"]
-        chunks = httpx.post(url, content=iter([bytes(600), bytes(600)]))
+        chunks = httpx.post(url, content=iter([bytes(600), bytes(600)]), timeout=60)
         assert chunks.status_code == 413
         assert "a message of more than 1000 bytes is too large, expected at most 1000;" in chunks.json()["error"]
 
@@ -364,25 +364,32 @@ def post(peer: socket.socket, body: dict[str, Any], entry: str = "infer") -> Non
     peer.sendall(head.encode() + content)
 
 
+def received(peer: socket.socket) -> bytes:
+    data = peer.recv(65536)
+    assert data, "the server has closed the connection"
+    return data
+
+
 def read_answer(peer: socket.socket) -> bytes:
     peer.settimeout(HOLD_S)
     data = b""
     while b"\r\n\r\n" not in data:
-        data += peer.recv(65536)
+        data += received(peer)
     head, _, body = data.partition(b"\r\n\r\n")
     length = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
     while len(body) < length:
-        body += peer.recv(65536)
+        body += received(peer)
     return head + b"\r\n\r\n" + body
 
 
 def wait_until_waiting(rest: RestServer, count: int) -> None:
     """Ask the page's state until its queue holds `count` requests; each question is a turn of the event loop."""
-    for _ in range(2000):
-        (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state").json()["models"]
-        if model["waiting"] == count:
-            return
-    raise AssertionError(f"the queue never held {count} requests")
+
+    def waiting() -> int:
+        (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state", timeout=HOLD_S).json()["models"]
+        return int(model["waiting"])
+
+    wait_until(lambda: waiting() == count)
 
 
 def read(content: Any, behind: bytes = b"") -> RestRequest:
@@ -476,7 +483,7 @@ def answer_to(folder: Path, shape: list[int | str], body: bytes, kind: int = Ten
     """Of a model that gives back what it gets."""
     save_model(folder / "echo.onnx", [helper.make_node("Identity", ["x"], ["y"])], [("x", kind, shape)], [("y", kind, shape)])
     with running_server(lambda: [load(folder / "echo.onnx")]) as server, running_http(server) as rest:
-        return httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/echo/infer", content=body, headers={HEADER: "0"})
+        return httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/echo/infer", content=body, headers={HEADER: "0"}, timeout=60)
 
 
 @pytest.mark.parametrize("shape", [[1], ["batch", 1]])

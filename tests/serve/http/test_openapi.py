@@ -137,7 +137,7 @@ def test_refusals_of_a_body_are_as_described(server: RunningServer) -> None:
     limits = HttpLimits(max_body_bytes=100)
     with (
         running_http(server, limits=limits) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client,
     ):
         for path, method, operation in operations():
             if "requestBody" not in operation:

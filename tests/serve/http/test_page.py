@@ -78,7 +78,7 @@ def test_the_state_names_models_and_what_they_take(http: httpx.Client) -> None:
 
 def test_the_state_says_what_was_measured_when_a_model_was_loaded() -> None:
     with running_server(lambda: [measured_model()]) as server, running_http(server) as rest:
-        (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state", timeout=20).json()["models"]
+        (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state", timeout=60).json()["models"]
     assert (model["provider"], model["precision"], model["measured"]) == ("test", "fp32", MEASURED)
 
 
@@ -100,7 +100,7 @@ def test_a_certificate_that_the_load_did_not_accept_is_not_shown(tmp_path: Path)
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     path.with_name("certificate.json").write_text(json.dumps(CERTIFICATE))
     with running_server(lambda: load_repository(tmp_path)) as server, running_http(server) as rest:
-        assert httpx.get(f"http://127.0.0.1:{rest.port}/ui/certificates/mlp/1", timeout=20).status_code == 404
+        assert httpx.get(f"http://127.0.0.1:{rest.port}/ui/certificates/mlp/1", timeout=60).status_code == 404
 
 
 def test_the_state_shows_certificates_and_refused_versions(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_the_state_shows_certificates_and_refused_versions(tmp_path: Path) -> No
     with running_server(lambda: vouched(load_repository(tmp_path))) as server, running_http(server) as rest:
         server.call(lambda: server.core.states.set("mlp", 2, VersionState.UNAVAILABLE, "it is cut off"))
         url = f"http://127.0.0.1:{rest.port}/ui"
-        assert httpx.get(f"{url}/certificates/mlp/1", timeout=20).json() == certificate
-        served, refused = httpx.get(f"{url}/state", timeout=20).json()["models"]
+        assert httpx.get(f"{url}/certificates/mlp/1", timeout=60).json() == certificate
+        served, refused = httpx.get(f"{url}/state", timeout=60).json()["models"]
     assert (served["state"], served["certificate"]["passed"]) == ("READY", True)
     assert refused == {"name": "mlp", "version": "2", "state": "UNAVAILABLE", "reason": "it is cut off"}
 
@@ -160,7 +160,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def infer(url: str, value: float) -> httpx.Response:
     x = {"name": "x", "datatype": "FP16", "shape": [1, 4], "data": [value, 0, 0, 0]}
-    return httpx.post(f"{url}/v2/models/guarded/infer", json={"inputs": [x]})
+    return httpx.post(f"{url}/v2/models/guarded/infer", json={"inputs": [x]}, timeout=60)
 
 
 def test_what_the_guard_sees_is_shown(url: str) -> None:
@@ -168,7 +168,7 @@ def test_what_the_guard_sees_is_shown(url: str) -> None:
     answer = infer(url, 100)
     assert answer.status_code == 500
     assert "output 'y' holds 1 of 4 values that are NaN or infinite" in answer.json()["error"]
-    state = httpx.get(f"{url}/ui/state").json()
+    state = httpx.get(f"{url}/ui/state", timeout=60).json()
     guarded, plain = state["models"]
     assert plain["guard"] is None
     assert guarded["guard"]["policy"] == "fallback"

@@ -237,7 +237,7 @@ def own(text: str) -> str:
 
 
 def statistics(url: str, name: str) -> dict[str, int]:
-    models = httpx.get(f"{url}/ui/state").json()["models"]
+    models = httpx.get(f"{url}/ui/state", timeout=60).json()["models"]
     found: dict[str, int] = next(model for model in models if model["name"] == name)
     return found
 
@@ -253,7 +253,7 @@ def run(tmp_path: Path) -> Run:
     def ran(script: str) -> str:
         program = tmp_path / "script.mjs"
         program.write_text(f'import * as tensors from "./tensors.mjs";\n{script}')
-        return subprocess.run([node, program], capture_output=True, check=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run([node, program], capture_output=True, check=True, text=True, timeout=500).stdout.strip()
 
     return ran
 

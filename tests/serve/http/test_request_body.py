@@ -16,7 +16,7 @@ from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeE
 from halfserve.serve.http.request_body import RequestMemory, accepted_coding, compressed, decompressed
 from halfserve.serve.security.memory_budget import MemoryBudget
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 LARGE = json.dumps({"data": [1] * 40_000}).encode()
 

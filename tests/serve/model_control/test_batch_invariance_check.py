@@ -206,7 +206,7 @@ def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path, confi
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
     assert answers == [[[0.0] * 4]] * 2
 
 

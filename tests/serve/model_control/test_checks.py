@@ -95,30 +95,20 @@ def add_group(folder: Path, limit: str, used: str = "1000") -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "meminfo", "expected"),
+    ("limit", "meminfo", "available", "most"),
     [
-        ("max", "MemTotal: 9 kB\nMemAvailable:    7 kB\n", 7 * 1024),
-        ("5000", "MemAvailable: 7 kB", 5000 - 1000 + 300),
-        ("5000", "", 5000 - 1000 + 300),
-        ("none", "", None),
+        ("max", "MemTotal: 9 kB\nMemAvailable:    7 kB\n", 7 * 1024, 9 * 1024),
+        ("5000", "MemTotal: 9 kB\nMemAvailable: 7 kB", 5000 - 1000 + 300, 5000),
+        ("5000", "", 5000 - 1000 + 300, 5000),
+        ("none", "", None, None),
     ],
 )
-def test_the_machine_and_the_container_limit_memory(machine: Path, limit: str, meminfo: str, expected: int | None) -> None:
-    add_group(machine, limit)
-    (machine / "meminfo").write_text(meminfo)
-    assert available_bytes() == expected
-
-
-@pytest.mark.parametrize(
-    ("limit", "meminfo", "expected"),
-    [("max", "MemTotal: 9 kB\nMemAvailable: 7 kB\n", 9 * 1024), ("5000", "MemTotal: 9 kB", 5000), ("none", "", None)],
-)
-def test_the_memory_limit_is_the_machines_or_the_containers(
-    machine: Path, limit: str, meminfo: str, expected: int | None
+def test_the_machine_and_the_container_limit_memory(
+    machine: Path, limit: str, meminfo: str, available: int | None, most: int | None
 ) -> None:
     add_group(machine, limit)
     (machine / "meminfo").write_text(meminfo)
-    assert memory_limit_bytes() == expected
+    assert (available_bytes(), memory_limit_bytes()) == (available, most)
 
 
 def test_enclosing_control_groups_limit_memory(machine: Path) -> None:
@@ -178,30 +168,33 @@ def test_a_folder_that_may_not_be_looked_into_is_a_model_that_is_refused(
         find_model(tmp_path, "locked")
 
 
-def test_a_system_error_refuses_the_version_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("failure", "reason", "logged"),
+    [
+        (
+            OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/elsewhere/secret"),
+            "cannot be loaded: Too many open files",
+            "{}/mlp/1/model.onnx: cannot be loaded: Too many open files",
+        ),
+        (ZeroDivisionError(), "ZeroDivisionError while it was loaded; the server's log says more", "mlp/1: failed to load"),
+    ],
+    ids=["system", "unexpected"],
+)
+def test_an_error_refuses_the_version_in_one_line_and_is_logged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: Exception,
+    reason: str,
+    logged: str,
 ) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
 
-    def too_many(*_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/elsewhere/secret")
+    def fail(*_: object) -> None:
+        raise failure
 
-    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", too_many)
+    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", fail)
     with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
-        assert lines(server) == [("mlp", "1", "UNAVAILABLE", "mlp/1/model.onnx: cannot be loaded: Too many open files")]
-    assert caplog.messages == [f"{tmp_path}/mlp/1/model.onnx: cannot be loaded: Too many open files"]
-
-
-def test_an_unexpected_error_refuses_the_version_and_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
-
-    def break_down(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", break_down)
-    reason = "mlp/1/model.onnx: ZeroDivisionError while it was loaded; the server's log says more"
-    with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
-        assert lines(server) == [("mlp", "1", "UNAVAILABLE", reason)]
-    assert caplog.messages[0] == "mlp/1: failed to load"
+        assert lines(server) == [("mlp", "1", "UNAVAILABLE", f"mlp/1/model.onnx: {reason}")]
+    assert caplog.messages[0] == logged.format(tmp_path)
+    assert len(caplog.messages) == 1 or not isinstance(failure, OSError)

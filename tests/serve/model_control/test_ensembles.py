@@ -47,7 +47,7 @@ def ready(server: RunningServer) -> set[str]:
 
 def ask(client: triton.InferenceServerClient, name: str = "pipe") -> float:
     x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.zeros((1, 4), np.float32))
-    return float(client.infer(name, [x], client_timeout=20).as_numpy("out")[0, 0])
+    return float(client.infer(name, [x], client_timeout=60).as_numpy("out")[0, 0])
 
 
 def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_with_those_that_came_with_it(repository: Path) -> None:

@@ -89,9 +89,9 @@ def test_the_index_can_list_ready_models_only(server: RunningServer, client: tri
     client.load_model("mlp")
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/RepositoryIndex")
-        answer = call(pb.RepositoryIndexRequest(ready=True).SerializeToString(), timeout=20)
+        answer = call(pb.RepositoryIndexRequest(ready=True).SerializeToString(), timeout=60)
         with pytest.raises(grpc.RpcError, match="repository_name is 'x', expected ''"):
-            call(pb.RepositoryIndexRequest(repository_name="x").SerializeToString(), timeout=20)
+            call(pb.RepositoryIndexRequest(repository_name="x").SerializeToString(), timeout=60)
     assert [(m.name, m.state) for m in pb.RepositoryIndexResponse.FromString(answer).models] == [("mlp", "READY")]
 
 

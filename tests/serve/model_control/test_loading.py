@@ -6,11 +6,12 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
@@ -19,15 +20,14 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import Worker, pause
-from halfserve.serve.engine.config.model_config import Defaults
-from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control import switch
-from halfserve.serve.model_control.control_options import ControlMode, ControlOptions
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.version_loading import LoaderThread
 from tests.models import save_mlp
-from tests.serve.model_control.controlled import lines
-from tests.serve.running_server import running_server
+from tests.serve.model_control.controlled import ask, control, lines
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
+from tests.serve.standing_still import StandingLoop
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have scheduling policies on Linux")
@@ -108,7 +108,7 @@ def test_a_hung_function_is_abandoned_and_another_thread_goes_on() -> None:
     release, left = threading.Event(), threading.Event()
 
     def hang() -> str:
-        assert release.wait(20)
+        assert release.wait(60)
         left.set()
         return "too late"
 
@@ -145,11 +145,11 @@ def test_a_hung_load_is_given_up_even_without_a_new_thread(monkeypatch: pytest.M
         monkeypatch.setattr("halfserve.serve.model_control.version_loading.Worker", Scarce)
         monkeypatch.setattr("halfserve.serve.model_control.version_loading.AGAIN_S", 0.01)
         try:
-            hanging = asyncio.ensure_future(thread.run(lambda: release.wait(20), limit_s=0.05))
+            hanging = asyncio.ensure_future(thread.run(lambda: release.wait(60), limit_s=0.05))
             behind = asyncio.ensure_future(thread.run(lambda: 7))
             with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
-                await asyncio.wait_for(hanging, 10)
-            return await asyncio.wait_for(behind, 10)
+                await asyncio.wait_for(hanging, 60)
+            return await asyncio.wait_for(behind, 60)
         finally:
             release.set()
             thread.stop()
@@ -162,37 +162,65 @@ def test_the_limit_counts_from_its_beginning() -> None:
     async def main() -> list[str]:
         thread, first = LoaderThread(), threading.Event()
         try:
-            waiting = asyncio.ensure_future(thread.run(lambda: first.wait(20) and "first"))
-            limited = asyncio.ensure_future(thread.run(lambda: "second", limit_s=0.05))
-            _, pending = await asyncio.wait([waiting, limited], timeout=0.2)
-            assert len(pending) == 2
+            both = [
+                asyncio.ensure_future(thread.run(lambda: first.wait(WAIT_S) and "first")),
+                asyncio.ensure_future(thread.run(lambda: "second", limit_s=WAIT_S)),
+            ]
+            await asyncio.sleep(0)  # both are given to the thread
+            loop.stand_still(2 * WAIT_S, lambda: None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a time limit that is over has been looked at
+            assert not any(one.done() for one in both)
             first.set()
-            return [str(done) for done in await asyncio.gather(waiting, limited)]
+            return [str(done) for done in await asyncio.gather(*both)]
         finally:
             first.set()
             thread.stop()
 
-    assert asyncio.run(main()) == ["first", "second"]
+    loop = StandingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert runner.run(main()) == ["first", "second"]
 
 
-WAIT_S = 20.0
 LIMIT_S = 0.5
 
 
-class StuckRuntime(OnnxRuntime):
-    """Never comes back from loading "stuck" until `release` is set; `ended` is set when it has."""
+class HeldRuntime(OnnxRuntime):
+    """Loads models of some names not until `release` is set; `entered` is set when it is to, `ended` when it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.release, self.ended = threading.Event(), threading.Event()
+        self._names = names
+        self.entered, self.release, self.ended = threading.Event(), threading.Event(), threading.Event()
 
     def load(
         self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
     ) -> OnnxRuntimeBackend:
-        if config.name == "stuck":
+        if config.name in self._names:
+            self.entered.set()
             assert self.release.wait(WAIT_S)
             self.ended.set()
         return super().load(path, interface, placement, config)
+
+
+@contextmanager
+def controlling(
+    root: Path, runtime: OnnxRuntime, release: threading.Event, **options: Any
+) -> Iterator[tuple[RunningServer, ModelControl, triton.InferenceServerClient]]:
+    """A server without models, what controls its models, and a client; `release` is set at the end."""
+    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
+        made = server.call(lambda: control(server.core, root, ControlMode.EXPLICIT, runtime, **options))
+        try:
+            server.run(made.start())
+            yield server, made, client
+        finally:
+            release.set()
+            server.call(made.close)
+
+
+def save_models(root: Path, *names: str) -> None:
+    for name in names:
+        save_mlp(root / name / "1" / "model.onnx")
 
 
 @pytest.mark.parametrize("stuck", ["version_fingerprint", "models_below"])
@@ -200,8 +228,7 @@ def test_files_that_cannot_be_looked_at_in_time_are_not_in_the_others_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
     """As those of a file server that has gone."""
-    for name in ("stuck", "well"):
-        save_mlp(tmp_path / name / "1" / "model.onnx")
+    save_models(tmp_path, "stuck", "well")
     release, real = threading.Event(), getattr(switch, stuck)
 
     def look(*arguments: Any, **options: Any) -> Any:
@@ -209,90 +236,39 @@ def test_files_that_cannot_be_looked_at_in_time_are_not_in_the_others_way(
         return real(*arguments, **options)
 
     monkeypatch.setattr(switch, stuck, look)
-    placement = DevicePlacement(use_gpu=False, threads=1)
-    loader = VersionLoader(runtime=OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=5.0)
-    options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=LIMIT_S)
-    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
-        control = server.call(lambda: ModelControl(server.core, ModelRepository(tmp_path), loader, options))
-        try:
-            server.run(control.start())
-            with pytest.raises(InferenceServerException, match=r"stuck: its files were not looked at within 0\.5 s"):
-                client.load_model("stuck", client_timeout=WAIT_S)
-            control._switch._load_limit_s = WAIT_S  # on a busy machine a good load may take longer than LIMIT_S
-            client.load_model("well", client_timeout=WAIT_S)
-            assert client.is_model_ready("well")
-        finally:
-            release.set()
-            server.call(control.close)
+    with controlling(tmp_path, OnnxRuntime(), release, load_limit_s=LIMIT_S) as (_, made, client):
+        with pytest.raises(InferenceServerException, match=r"stuck: its files were not looked at within 0\.5 s"):
+            client.load_model("stuck", client_timeout=WAIT_S)
+        made._switch._load_limit_s = WAIT_S  # on a busy machine a good load may take longer than LIMIT_S
+        client.load_model("well", client_timeout=WAIT_S)
+        assert client.is_model_ready("well")
 
 
 def test_a_load_that_hangs_is_refused_and_others_go_on(tmp_path: Path) -> None:
-    for name in ("stuck", "well"):
-        save_mlp(tmp_path / name / "1" / "model.onnx")
-    runtime = StuckRuntime()
-    loader = VersionLoader(
-        runtime=runtime, placement=DevicePlacement(use_gpu=False, threads=1), defaults=Defaults(), warm_up_budget_s=5.0
-    )
-    options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=LIMIT_S)
-    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
-        control = server.call(lambda: ModelControl(server.core, ModelRepository(tmp_path), loader, options))
-        try:
-            server.run(control.start())
-            with pytest.raises(InferenceServerException, match=r"within 0\.5 s \(--load-seconds\), and is given up"):
-                client.load_model("stuck", client_timeout=WAIT_S)
-            control._switch._load_limit_s = WAIT_S  # on a busy machine a good load may take longer than LIMIT_S
-            client.load_model("well", client_timeout=WAIT_S)
-            assert client.is_model_ready("well")
-            runtime.release.set()
-            assert runtime.ended.wait(WAIT_S)
-            client.load_model("well", client_timeout=WAIT_S)
-            assert [line[:3] for line in lines(server)] == [("stuck", "1", "UNAVAILABLE"), ("well", "1", "READY")]
-            tensor = triton.InferInput("x", [1, 64], "FP16")
-            tensor.set_data_from_numpy(np.ones((1, 64), np.float16))
-            assert client.infer("well", [tensor]).as_numpy("y") is not None
-        finally:
-            runtime.release.set()
-            server.call(control.close)
-
-
-class HeldRuntime(OnnxRuntime):
-    """Loads nothing until `release` is set; `entered` is set when it is to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def load(
-        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
-    ) -> OnnxRuntimeBackend:
-        self.entered.set()
-        assert self.release.wait(WAIT_S)
-        return super().load(path, interface, placement, config)
+    save_models(tmp_path, "stuck", "well")
+    runtime = HeldRuntime("stuck")
+    with controlling(tmp_path, runtime, runtime.release, load_limit_s=LIMIT_S) as (server, made, client):
+        with pytest.raises(InferenceServerException, match=r"within 0\.5 s \(--load-seconds\), and is given up"):
+            client.load_model("stuck", client_timeout=WAIT_S)
+        made._switch._load_limit_s = WAIT_S  # on a busy machine a good load may take longer than LIMIT_S
+        client.load_model("well", client_timeout=WAIT_S)
+        assert client.is_model_ready("well")
+        runtime.release.set()
+        assert runtime.ended.wait(WAIT_S)
+        client.load_model("well", client_timeout=WAIT_S)
+        assert [line[:3] for line in lines(server)] == [("stuck", "1", "UNAVAILABLE"), ("well", "1", "READY")]
+        assert len(ask(client, "well")) == 10
 
 
 def test_the_index_does_not_wait_for_a_load(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        save_mlp(tmp_path / name / "1" / "model.onnx")
-    runtime = HeldRuntime()
-    loader = VersionLoader(
-        runtime=runtime, placement=DevicePlacement(use_gpu=False, threads=1), defaults=Defaults(), warm_up_budget_s=5.0
-    )
-
-    def load(address: str) -> None:
-        with triton.InferenceServerClient(address) as client:
-            client.load_model("a")
-
-    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
-        control = server.call(
-            lambda: ModelControl(server.core, ModelRepository(tmp_path), loader, ControlOptions(mode=ControlMode.EXPLICIT))
-        )
-        server.run(control.start())
-        loading = threading.Thread(target=load, args=[server.address])
-        loading.start()
+    save_models(tmp_path, "a", "b")
+    runtime = HeldRuntime("a", "b")
+    with controlling(tmp_path, runtime, runtime.release) as (_, _, client), ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(client.load_model, "a", client_timeout=WAIT_S)
         try:
             assert runtime.entered.wait(WAIT_S)
-            save_mlp(tmp_path / "c" / "1" / "model.onnx")
-            index = client.get_model_repository_index(client_timeout=5).models
+            save_models(tmp_path, "c")
+            index = client.get_model_repository_index(client_timeout=WAIT_S).models
             assert [(m.name, m.version, m.state) for m in index] == [
                 ("a", "1", "LOADING"),
                 ("b", "", "UNAVAILABLE"),
@@ -300,5 +276,4 @@ def test_the_index_does_not_wait_for_a_load(tmp_path: Path) -> None:
             ]
         finally:
             runtime.release.set()
-            loading.join(WAIT_S)
-            server.call(control.close)
+        loading.result(WAIT_S)

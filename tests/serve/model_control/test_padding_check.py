@@ -39,10 +39,6 @@ def loaded(root: Path, runtime: Runtime | None = None) -> LoadedVersion:
     return loader(runtime=runtime).load(files)
 
 
-def parameter(key: str, value: str) -> str:
-    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
-
-
 def test_a_model_that_heeds_its_mask_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     save_masked_mean(tmp_path / "m")
     version = loaded(tmp_path, runtime)
@@ -335,43 +331,50 @@ def test_a_number_in_all_samples_is_no_length_as_one_has_it_by_chance(tmp_path: 
     assert version.config.parameters["halfserve.padding_proved"].string_value == "1024"
 
 
-def test_an_output_that_is_not_cut_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_masked_mean(tmp_path / "m", parameters={"halfserve.padding": "tokens[1]=0 mask[1]=0"})
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (
+            {"halfserve.padding": "tokens[1]=0 mask[1]=0"},
+            "'vectors' of a row of length 1 padded to 8 has shape [1, 8, 8], alone [1, 1, 8]; name the axis",
+        ),
+        ({"halfserve.padding": RULE, "halfserve.warm_up": "off"}, "halfserve.warm_up is off"),
+    ],
+    ids=["an output that is not cut", "no warm-up"],
+)
+def test_what_keeps_a_model_from_being_padded_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parameters: dict[str, str], said: str
+) -> None:
+    save_masked_mean(tmp_path / "m", parameters=parameters)
     assert loaded(tmp_path).mixed is None
-    assert "'vectors' of a row of length 1 padded to 8 has shape [1, 8, 8], alone [1, 1, 8]; name the axis" in caplog.text
+    assert said in caplog.text
 
 
-def test_a_sum_over_all_places_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "weights", "said"),
+    [
+        (
+            [node("ReduceMean", ["x", "one"], ["m"]), node("Sub", ["x", "m"], ["y"])],
+            {"one": np.array([1], np.int64)},
+            "output 'y' of a row of length",
+        ),
+        (
+            [node("Mul", ["x", "x"], ["square"]), node("Reciprocal", ["square"], ["y"])],
+            {},
+            "output 'y' is NaN or infinite in padded places",
+        ),
+    ],
+    ids=["sum over all places", "not finite"],
+)
+def test_padded_places_that_change_an_answer_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: list[NodeProto], weights: dict[str, Array], said: str
+) -> None:
     shape: list[int | str] = ["batch", "length"]
-    save_model(
-        tmp_path / "m" / "1" / "model.onnx",
-        [node("ReduceMean", ["x", "one"], ["m"]), node("Sub", ["x", "m"], ["y"])],
-        [("x", TensorProto.FLOAT, shape)],
-        [("y", TensorProto.FLOAT, shape)],
-        {"one": np.array([1], np.int64)},
-    )
-    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 8\n" + parameter("halfserve.padding", "x[1]=0 -> y[1]"))
+    x, y = ([(name, int(TensorProto.FLOAT), shape)] for name in "xy")
+    save_model(tmp_path / "m" / "1" / "model.onnx", nodes, x, y, weights)
+    write_config(tmp_path / "m", {"halfserve.padding": "x[1]=0 -> y[1]"})
     assert loaded(tmp_path).mixed is None
-    assert "output 'y' of a row of length" in caplog.text
-
-
-def test_padded_places_that_are_not_finite_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shape: list[int | str] = ["batch", "length"]
-    save_model(
-        tmp_path / "m" / "1" / "model.onnx",
-        [node("Mul", ["x", "x"], ["square"]), node("Reciprocal", ["square"], ["y"])],
-        [("x", TensorProto.FLOAT, shape)],
-        [("y", TensorProto.FLOAT, shape)],
-    )
-    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 8\n" + parameter("halfserve.padding", "x[1]=0 -> y[1]"))
-    assert loaded(tmp_path).mixed is None
-    assert "output 'y' is NaN or infinite in padded places" in caplog.text
-
-
-def test_without_a_warm_up_nothing_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_masked_mean(tmp_path / "m", parameters={"halfserve.padding": RULE, "halfserve.warm_up": "off"})
-    assert loaded(tmp_path).mixed is None
-    assert "halfserve.warm_up is off" in caplog.text
+    assert said in caplog.text
 
 
 def test_padding_settles_whether_rows_may_share_a_batch(tmp_path: Path) -> None:

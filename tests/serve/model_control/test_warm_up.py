@@ -140,6 +140,7 @@ WARM_UP = (
 )
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_huge_repeat_count_is_bounded_by_the_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(save_mlp, tmp_path)
     config = "max_batch_size: 4 " + WARM_UP.format("zero_data: true").replace("count: 3", "count: 4294967295")
@@ -225,18 +226,28 @@ def test_a_model_with_open_sizes_may_refuse_guessed_ones(tmp_path: Path, caplog:
     assert [inputs["x"].shape for inputs in tried_out(tmp_path, describe)] == [(1, 8), (1, 8), (32, 8)]
 
 
-def test_an_answer_that_does_not_fit_the_interface_is_refused(tmp_path: Path) -> None:
-    (files,) = find_models(save(save_mlp, tmp_path))
+class Wrong(Watched):
+    def run(self, inputs: Tensors) -> Tensors:
+        return {"y": super().run(inputs)["y"][:, :9]}
 
-    class Wrong(Watched):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {"y": super().run(inputs)["y"][:, :9]}
 
-    good = loader()
-    version = load_version(files, good.runtime, good.placement, good.defaults)
-    wrong = LoadedVersion(**{**vars(version), "backends": [Wrong(version.backends[0], [])]})
-    with pytest.raises(ModelLoadError, match=r"a batch of 1 failed: output 'y' has shape \[1, 9\], the model's file promises"):
-        warm_up(wrong, 5.0)
+class Lost(Watched):
+    def run(self, inputs: Tensors) -> Tensors:
+        raise BackendError(f"CUDA failure 700: an illegal memory access was encountered ({len(inputs)})")
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        (Wrong, r"a batch of 1 failed: output 'y' has shape \[1, 9\], the model's file promises"),
+        (Lost, "m/1/model.onnx: the device failed while it was tried out: .*memory access"),
+    ],
+    ids=["another shape", "lost device"],
+)
+def test_an_answer_that_does_not_come_or_fit_is_refused(tmp_path: Path, backend: type[Watched], text: str) -> None:
+    version = loaded(tmp_path)
+    with pytest.raises(ModelLoadError, match=text):
+        warm_up(replace(version, backends=[backend(version.backends[0], [])]), 5.0)
 
 
 def test_the_log_is_silent_where_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,20 +264,6 @@ def test_bfloat16_is_made_up_too(tmp_path: Path) -> None:
     first, *others = tried_out(tmp_path, describe)
     assert first["x"].astype(np.float32).any()
     assert rows(others) == [1, 32]
-
-
-def test_a_device_that_is_lost_is_the_models_refusal(tmp_path: Path) -> None:
-    (files,) = find_models(save(save_mlp, tmp_path))
-
-    class Lost(Watched):
-        def run(self, inputs: Tensors) -> Tensors:
-            raise BackendError(f"CUDA failure 700: an illegal memory access was encountered ({len(inputs)})")
-
-    good = loader()
-    version = load_version(files, good.runtime, good.placement, good.defaults)
-    lost = LoadedVersion(**{**vars(version), "backends": [Lost(version.backends[0], [])]})
-    with pytest.raises(ModelLoadError, match="m/1/model.onnx: the device failed while it was tried out: .*memory access"):
-        warm_up(lost, 5.0)
 
 
 SLOW_FROM = 8  # rows
@@ -352,11 +349,6 @@ def test_a_model_that_takes_long_is_not_run_once_more(tmp_path: Path, monkeypatc
     assert loaded(tmp_path).short_s == {}
 
 
-@pytest.mark.usefixtures("clock")
-def test_the_loader_finds_them(tmp_path: Path) -> None:
-    assert list(loaded(tmp_path).short_s) == [1, 32]
-
-
 def save_lengths(path: Path) -> Path:
     nodes, fp32 = [helper.make_node("Relu", ["x"], ["y"])], TensorProto.FLOAT
     return save_model(path, nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "n"])])
@@ -364,17 +356,19 @@ def save_lengths(path: Path) -> Path:
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
-    ("make", "config"),
-    [(save_mlp, 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'), (save_lengths, "")],
-    ids=["not to be run", "of any length"],
+    ("make", "config", "sizes"),
+    [
+        (save_mlp, "", [1, 32]),
+        (save_mlp, 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }', []),
+        (save_lengths, "", []),
+        (save_unbatched, "", [1]),
+    ],
+    ids=["in batches", "not to be run", "of any length", "without batches"],
 )
-def test_unpredictable_models_have_no_short_batches(tmp_path: Path, make: Callable[[Path], Path], config: str) -> None:
-    assert loaded(tmp_path, make, config).short_s == {}
-
-
-@pytest.mark.usefixtures("clock")
-def test_a_model_without_batches_has_one_size(tmp_path: Path) -> None:
-    assert list(loaded(tmp_path, save_unbatched).short_s) == [1]
+def test_the_loader_finds_sizes_that_are_short(
+    tmp_path: Path, make: Callable[[Path], Path], config: str, sizes: list[int]
+) -> None:
+    assert list(loaded(tmp_path, make, config).short_s) == sizes
 
 
 def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
@@ -387,7 +381,7 @@ def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, 
         model.batcher.submit(
             InferRequest(inputs=inputs, outputs=("y",), rows=rows, bucket=None, deadline=None, done=lambda _: answered.set())
         )
-        await asyncio.wait_for(answered.wait(), 20)
+        await asyncio.wait_for(answered.wait(), 60)
         return backend.threads[-1]
 
     async def scene() -> None:

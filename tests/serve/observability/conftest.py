@@ -14,7 +14,7 @@ from tests.serve.conftest import load_repository
 from tests.serve.running_server import TRANSPORTS, MakeTransport, RunningServer, running_server
 
 Serving = Callable[[ObserveOptions], AbstractContextManager[RunningServer]]
-CLIENT_TIMEOUT_S = 20.0
+CLIENT_TIMEOUT_S = 60.0
 SECRET = 471_147_114_711  # too many digits to be part of a time, an id or a port by chance
 
 

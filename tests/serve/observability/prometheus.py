@@ -52,7 +52,7 @@ class Prometheus:
         """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310 (`url` begins with http)
+            with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 (`url` begins with http)
                 return json.load(answer)["data"]
         except HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None

@@ -32,9 +32,8 @@ from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
-from halfserve.serve.observability.metrics import number, triton_metrics
+from halfserve.serve.observability.metrics import latency_figures, number, triton_metrics
 from halfserve.serve.observability.observe_options import ObserveOptions
-from halfserve.serve.observability.summaries import latency_figures
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.sequences.scene import Scene, play, sum_model
 from tests.serve.engine.sequences.test_slot_batches import telling_model

@@ -25,6 +25,7 @@ from tests.serve.engine.precision_guard.guarded_models import write_thousandfold
 from tests.serve.observability.prometheus import Prometheus, Series, needs_prometheus, running_prometheus
 from tests.serve.observability.queries import names_in, told, unknown_in
 from tests.serve.observability.test_alerts import RULES
+from tests.serve.running_server import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,6 @@ def test_names_follow_prometheus_rules() -> None:
 # A dashboard shows rates over $__rate_interval: four scrapes, which Prometheus makes every 15 s where its config does not say.
 RATE_INTERVAL = "1m"
 SPECIAL = re.compile(r"[\\^$*+?.()|\[\]{}]")
-WAIT_S = 60.0
 
 
 def asked(expression: str, values: dict[str, list[str]]) -> str:

@@ -13,8 +13,7 @@ import pytest
 
 from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.observability.outbox import MOST, ArrayFile, LineFile, Outbox, check_writable
-
-WAIT_S = 20.0
+from tests.serve.running_server import WAIT_S
 
 
 def test_items_arrive_in_order_on_another_thread() -> None:

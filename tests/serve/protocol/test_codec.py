@@ -17,8 +17,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import LateInputs
 from halfserve.serve.engine.tensors import TensorSpec
-from halfserve.serve.protocol.codec import decode_inputs, raw_layout
-from halfserve.serve.protocol.requested_outputs import requested_names, special_outputs
+from halfserve.serve.protocol.codec import decode_inputs, raw_layout, requested_names, special_outputs
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from tests.serve.engine.fakes import HeldBackend
 

@@ -13,7 +13,7 @@ from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.requests import Answer, BatchOutputs, RawInputs, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.protocol.codec import raw_layout
+from halfserve.serve.protocol.codec import RequestedOutput, raw_layout
 from halfserve.serve.protocol.messages import SplitRequest, split_request
 from halfserve.serve.protocol.raw_tensors import to_raw
 from halfserve.serve.protocol.request_cache import (
@@ -24,7 +24,6 @@ from halfserve.serve.protocol.request_cache import (
     RequestCache,
     ResponseTemplates,
 )
-from halfserve.serve.protocol.requested_outputs import RequestedOutput
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
 from tests.serve.protocol.test_codec import OFF, TWO, A, B, request
 

@@ -289,8 +289,7 @@ class Asking:
 
 def wait_until_taken(server: RunningServer, count: int) -> None:
     batcher = server.core.model("held").batcher
-    while server.call(lambda: batcher.waiting + batcher._running) < count:  # the second one may be handed to the thread already
-        pass
+    server.until(lambda: batcher.waiting + batcher._running >= count)  # the second one may be handed to the thread already
 
 
 @pytest.mark.parametrize("shared", ["input", "output"])

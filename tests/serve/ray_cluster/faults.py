@@ -38,7 +38,7 @@ ANSWERS = 200  # answers that clients receive between two faults
 WORKS: dict[str, Work] = {"affine": ask_affine, "flip": ask_flip}  # request makers by model; clients use them in turn
 RETRIES = RetryPolicy(retries=8, wait_for_server=True)
 OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
-UNREPORTED_S = 1.0  # age after which a member's counts are in a report, as there is one each half second
+UNREPORTED_S = 10.0  # age after which a member's counts are in a report, as there is one each half second of an idle machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,6 +180,7 @@ def _load(placement: Placement, favourites: Favourites, seconds: float, clients:
     load.forwarded.append(_forwarded(members[0].http_address))
     with _asked(partial(_ask_one_member, members[0].grpc_address, clients, favourites, tally=load.foreign)):
         time.sleep(seconds / 3)
+        until(lambda: _forwarded(members[0].http_address) > load.forwarded[0], "answers that one member has from others")
     load.forwarded.append(_forwarded(members[0].http_address) - load.forwarded[0])
     return load
 

@@ -23,9 +23,8 @@ from halfserve.serve.security.security_options import SecurityOptions, TlsOption
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 
-WAIT_S = 20.0
 WATCH_S = 0.01
 
 

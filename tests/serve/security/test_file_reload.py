@@ -16,9 +16,8 @@ from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.security.tokens import new_token
+from tests.serve.running_server import WAIT_S
 from tests.serve.security.guarded import Certificates
-
-WAIT_S = 20.0
 
 
 def taking(change: Callable[[], None]) -> Callable[[bool], bool]:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.fleet.member.cluster_service import WATCH
+from halfserve.serve.fleet.member.cluster_member import WATCH
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.private_socket import private_socket
@@ -25,8 +25,8 @@ from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.listening import BindError
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.running_server import RunningServer
-from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in
+from tests.serve.running_server import WAIT_S, RunningServer
+from tests.serve.security.guarded import WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in
 from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 HEALTH = "/grpc.health.v1.Health/Check"

@@ -30,9 +30,8 @@ from halfserve.serve.security.security_options import ClientLimits, SecurityOpti
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.security.guarded import (
-    WAIT_S,
     WATCH_S,
     Certificates,
     Clock,
@@ -86,7 +85,7 @@ def guarded_http(
     server.run(rest.start())
     server.call(security.start)
     try:
-        with httpx.Client(base_url=f"{scheme}://127.0.0.1:{rest.port}", timeout=20, verify=verify) as client:
+        with httpx.Client(base_url=f"{scheme}://127.0.0.1:{rest.port}", timeout=60, verify=verify) as client:
             yield client, rest
     finally:
         server.call(security.close)
@@ -134,8 +133,8 @@ def test_tokens_are_asked_for_but_not_by_health(server: RunningServer, tmp_path:
         )
         assert http.get("/v2/logging", headers=root).status_code == 200
         metrics = f"http://127.0.0.1:{rest.metrics_port}/metrics"
-        assert httpx.get(metrics).status_code == 401
-        assert httpx.get(metrics, headers=scraper).status_code == 200
+        assert httpx.get(metrics, timeout=60).status_code == 401
+        assert httpx.get(metrics, headers=scraper, timeout=60).status_code == 200
 
 
 def test_a_browsers_password_is_a_token_too(server: RunningServer, tmp_path: Path) -> None:
@@ -196,13 +195,13 @@ def test_https_and_a_new_certificate(server: RunningServer, certificates: Certif
     with guarded_http(server, options, trust) as (http, rest):
         assert http.get("/v2").status_code == 200
         address = ("127.0.0.1", rest.port)
-        old = ssl.get_server_certificate(address, timeout=20)
+        old = ssl.get_server_certificate(address, timeout=60)
         certificates.renew()
-        while ssl.get_server_certificate(address, timeout=20) == old:
+        while ssl.get_server_certificate(address, timeout=60) == old:
             pass
         assert http.get("/v2").status_code == 200
         with pytest.raises(httpx.RemoteProtocolError):
-            httpx.get(f"http://127.0.0.1:{rest.port}/v2")
+            httpx.get(f"http://127.0.0.1:{rest.port}/v2", timeout=60)
 
 
 def test_every_path_has_a_role_of_its_own(server: RunningServer) -> None:
@@ -240,7 +239,7 @@ class Site:
 
     def client(self, name: str, token: str) -> httpx.Client:
         headers = {"authorization": f"Bearer {token}"}
-        self.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{self.rest.port}", timeout=20, headers=headers)
+        self.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{self.rest.port}", timeout=60, headers=headers)
         return self.clients[name]
 
     def outcome(self, who: str, method: str, path: str, body: object) -> tuple[int, str, dict[str, str]]:
@@ -309,7 +308,7 @@ def test_lists_the_page_and_the_metrics_hold_what_may_be_used(site: Site) -> Non
     assert THEIRS not in ours
     assert THEIRS in everything
     alone = f"http://127.0.0.1:{site.rest.metrics_port}/metrics"
-    assert THEIRS not in httpx.get(alone, headers=site.clients["scraper"].headers).text
+    assert THEIRS not in httpx.get(alone, headers=site.clients["scraper"].headers, timeout=60).text
 
 
 def test_the_page_of_some_models_shows_their_past(site: Site) -> None:

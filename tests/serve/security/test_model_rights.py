@@ -25,8 +25,8 @@ from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.ensembles.configurations import ensemble, step
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
 from tests.serve.model_control.controlled import control
-from tests.serve.running_server import RunningServer
-from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
+from tests.serve.running_server import WAIT_S, RunningServer
+from tests.serve.security.guarded import WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
 from tests.serve.security.tenants import (
     HEALTH,
     NOBODYS,

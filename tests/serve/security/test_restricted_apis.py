@@ -45,7 +45,7 @@ def test_restricted_requests_need_the_header_with_its_value() -> None:
     with guarded_server(SecurityOptions(http_restricted=restricted)) as (server, security):
         rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", http, security.main))
         server.run(rest.start())
-        with httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client:
             for headers in ({}, {"infer-key": "other"}):
                 assert client.get("/v2", headers=headers).status_code == 403
                 for entry in ("infer", "generate", "generate_stream"):

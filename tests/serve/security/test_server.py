@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.server_process import server_process
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.http.http_options import HttpOptions
@@ -109,19 +110,14 @@ def test_sighup_before_the_files_are_read_ends_nothing(tmp_path: Path, supervise
         assert process.stdout is not None
         assert "grpc_port" in process.stdout.readline()
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def test_sighup_ends_no_server_that_has_nothing_to_read(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "halfserve", "serve", str(save_mlp(tmp_path / "mlp.onnx"))]
-    with subprocess.Popen(
-        [*command, "--grpc-port", "0", "--no-http", "--cpu", "--json"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert "grpc_port" in process.stdout.readline()
-        process.send_signal(signal.SIGHUP)  # which a system delivers before SIGTERM
-        process.terminate()
-        assert process.wait(30) == 0
+    with server_process(save_mlp(tmp_path / "mlp.onnx")) as server:
+        server.process.send_signal(signal.SIGHUP)  # which a system delivers before SIGTERM
+        server.process.terminate()
+        assert server.process.wait(60) == 0
 
 
 def test_a_server_reads_its_files_again_on_sighup(certificates: Certificates, tmp_path: Path) -> None:
@@ -140,11 +136,11 @@ def test_a_server_reads_its_files_again_on_sighup(certificates: Certificates, tm
         ports = [port for port in (told.grpc_port, told.http_port, told.admin_port) if port]
         assert len(ports) == 3
         for again in (False, True):
-            shown.extend([await asyncio.to_thread(ssl.get_server_certificate, (told.host, p), timeout=20) for p in ports])
+            shown.extend([await asyncio.to_thread(ssl.get_server_certificate, (told.host, p), timeout=60) for p in ports])
             if not again:
                 certificates.renew()
                 os.kill(os.getpid(), signal.SIGHUP)
-                while await asyncio.to_thread(ssl.get_server_certificate, (told.host, ports[0]), timeout=20) == shown[0]:
+                while await asyncio.to_thread(ssl.get_server_certificate, (told.host, ports[0]), timeout=60) == shown[0]:
                     pass
         os.kill(os.getpid(), signal.SIGTERM)
 

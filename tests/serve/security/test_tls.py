@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-import os
-import resource
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.transport import TransportName
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import RunningServer, few_files
 from tests.serve.security.guarded import WATCH_S, Certificates, guarded_server, infer
 
 EXPIRED = dt.timedelta(days=-1)
@@ -38,20 +36,7 @@ def channel_to(server: RunningServer, trusted: bytes, client: trustme.LeafCert |
 def shown_by(server: RunningServer) -> str:
     """The certificate that a new connection meets."""
     host, _, port = server.address.rpartition(":")
-    return ssl.get_server_certificate((host, int(port)), timeout=20).strip()
-
-
-@contextmanager
-def few_files(spare: int) -> Iterator[None]:
-    """This process can open so many files more."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    return ssl.get_server_certificate((host, int(port)), timeout=60).strip()
 
 
 def test_calls_are_encrypted_and_plain_ones_are_not_answered(certificates: Certificates, transport: TransportName) -> None:

@@ -20,9 +20,8 @@ from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import Tokens, new_token
 from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.transport import TransportName
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import WAIT_S, RunningServer
 from tests.serve.security.guarded import (
-    WAIT_S,
     WATCH_S,
     Clock,
     bearer,

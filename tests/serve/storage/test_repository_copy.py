@@ -212,7 +212,7 @@ def test_a_read_that_hangs_is_given_up_and_tried_again(s3: S3Server, open_copy: 
     def hang_once(_: str, path: str) -> None:
         if path.endswith("model.onnx") and not hung:
             hung.append(path)
-            released.wait(20)
+            released.wait(60)
 
     s3.fault = hang_once
     copy = open_copy()

@@ -46,7 +46,7 @@ def servers(root: Path, pattern: str, make_transport: MakeTransport) -> Iterator
         serving(root, make_transport, forwarded=forwarded) as server,
         running_http(server, options, forwarded=forwarded) as rest,
         InferenceServerClient(server.address) as grpc,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/told", timeout=20) as http,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/told", timeout=60) as http,
     ):
         yield grpc, http
 
@@ -72,7 +72,7 @@ def test_headers_that_match_become_parameters(tmp_path: Path, transport: str) ->
         assert told(grpc.infer("told", [tensor()])) == {}
         grpc.start_stream(lambda result, error: got.put((result, error)), headers=HEADERS)
         grpc.async_stream_infer("told", [tensor()], parameters={"own": 1, "my-tenant": "mine"})
-        assert told(got.get(timeout=20)[0]) == expected
+        assert told(got.get(timeout=60)[0]) == expected
         grpc.stop_stream()
         body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [0]}], "parameters": {"own": 1}}
         answer = http.post("/infer", json=body, headers=HEADERS)

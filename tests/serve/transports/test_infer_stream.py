@@ -37,7 +37,7 @@ def test_tritonclient_streams_and_an_error_does_not_end_it(server: RunningServer
         for number in range(20):
             wrong = number == 7
             client.async_stream_infer("mlp", [mlp_input(number, 63 if wrong else 64)], request_id=str(number))
-        received = [answers.get(timeout=20) for _ in range(20)]
+        received = [answers.get(timeout=60) for _ in range(20)]
         client.stop_stream()
     for number, (result, error) in enumerate(received):
         if number == 7:
@@ -61,13 +61,13 @@ def test_with_tritons_header_the_first_error_ends_the_stream(transport: MakeTran
         running_server(lambda: [held_model(HeldBackend(), max_rows=1)], transport) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        answers = stream_stub(channel)(requests(), timeout=20, metadata=[("triton_grpc_error", "true")])
+        answers = stream_stub(channel)(requests(), timeout=60, metadata=[("triton_grpc_error", "true")])
         assert not next(answers).error_message
         with pytest.raises(grpc.RpcError, match="negative values hurt|failed") as failed:
             list(answers)
         assert failed.value.code() == grpc.StatusCode.INTERNAL
         for value in ("false", "True"):
-            answers = stream_stub(channel)(requests(), timeout=20, metadata=[("triton_grpc_error", value)])
+            answers = stream_stub(channel)(requests(), timeout=60, metadata=[("triton_grpc_error", value)])
             assert [bool(answer.error_message) for answer in answers] == [False, True, False, False]
 
 
@@ -85,7 +85,7 @@ def test_the_asyncio_client_streams(server: RunningServer) -> None:
 
 def test_a_stream_without_requests_ends_well(server: RunningServer) -> None:
     with grpc.insecure_channel(server.address) as channel:
-        assert list(stream_stub(channel)(iter(()), timeout=20)) == []
+        assert list(stream_stub(channel)(iter(()), timeout=60)) == []
 
 
 def test_many_more_requests_than_may_wait_are_all_answered_in_order(server: RunningServer) -> None:
@@ -103,7 +103,7 @@ def test_many_more_requests_than_may_wait_are_all_answered_in_order(server: Runn
 @pytest.mark.parametrize("name", ["7", "é-7", "😀"])
 def test_an_error_names_its_request(server: RunningServer, name: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
-        (answer,) = stream_stub(channel)(iter([pb.ModelInferRequest(model_name="nope", id=name)]), timeout=20)
+        (answer,) = stream_stub(channel)(iter([pb.ModelInferRequest(model_name="nope", id=name)]), timeout=60)
     assert "model 'nope' is not served here" in answer.error_message
     assert answer.infer_response.id == name
 
@@ -112,7 +112,7 @@ def test_what_is_no_request_is_answered_and_the_stream_goes_on(server: RunningSe
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream(STREAM, None, pb.ModelStreamInferResponse.FromString)
         requests = [b"\x1a\xff", pb.ModelInferRequest(model_name="nope", id="7").SerializeToString()]
-        answers = list(call(iter(requests), timeout=20))
+        answers = list(call(iter(requests), timeout=60))
     assert [answer.infer_response.id for answer in answers] == ["", "7"]
 
 
@@ -123,9 +123,9 @@ def test_who_finds_a_full_queue_is_told_when_to_come_back(transport: MakeTranspo
         grpc.insecure_channel(server.address) as channel,
     ):
         more: queue.Queue[pb.ModelInferRequest | None] = queue.Queue()
-        stream = stream_stub(channel)(iter(more.get, None), timeout=20)
+        stream = stream_stub(channel)(iter(more.get, None), timeout=60)
         more.put(held_request(1))
-        assert backend.entered.wait(20)
+        assert backend.entered.wait(60)
         more.put(held_request(2))
         wait_until_waiting(server, 1)
         more.put(held_request(3))
@@ -148,9 +148,9 @@ def test_a_client_that_leaves_the_stream_frees_its_places(transport: MakeTranspo
         grpc.insecure_channel(server.address) as channel,
     ):
         more: queue.Queue[pb.ModelInferRequest] = queue.Queue()
-        stream = stream_stub(channel)(iter(more.get, None), timeout=20)
+        stream = stream_stub(channel)(iter(more.get, None), timeout=60)
         more.put(held_request(1))
-        assert backend.entered.wait(20)
+        assert backend.entered.wait(60)
         more.put(held_request(2))
         more.put(held_request(3))
         wait_until_waiting(server, 2)

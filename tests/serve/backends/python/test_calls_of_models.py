@@ -166,12 +166,13 @@ def test_a_call_has_the_time_of_the_request_that_it_is_made_for(tmp_path: Path) 
     save_python_model(tmp_path, "calls", twice_slow.replace("NAME", "slow"))
     x = np.ones(1, np.float32)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        # The client's own deadline, or the server's word that comes at the same moment.
-        with pytest.raises(InferenceServerException, match="Deadline|time of the request for which this call is made was up"):
-            infer(client, "calls", x, client_timeout=0.4)
+        failures = server.call(lambda: server.core.model("slow").statistics.totals.failures)
+        while not failures.get("deadline_exceeded", 0) + failures.get("cancelled", 0):  # the time may be up before the call
+            # The client's own deadline, or the server's word that comes at the same moment.
+            with pytest.raises(InferenceServerException, match="Deadline|the time of the request|longer than"):
+                infer(client, "calls", x, client_timeout=0.4)
+            failures = server.call(lambda: server.core.model("slow").statistics.totals.failures)
         assert infer(client, "calls", x) == [2]
-        failures = server.call(lambda: dict(server.core.model("slow").statistics.totals.failures))
-    assert failures.get("deadline_exceeded", 0) + failures.get("cancelled", 0) >= 1
 
 
 # Waits until the test opens the pipe "gateN" beside the model, for an input N that has one.
@@ -216,7 +217,7 @@ def test_a_cycle_through_an_ensemble_is_an_error_that_names_it(tmp_path: Path) -
         server.call(lambda: serve(server.core, PIPE))
         for asked, chain in (("calls", "calls/1 -> pipe/1 -> calls"), ("pipe", "calls/1 -> pipe/1 -> calls")):
             with pytest.raises(InferenceServerException, match=rf"UNIMPLEMENTED\] .*'calls' is called by itself \({chain}\)"):
-                infer(client, asked, np.ones(1, np.float32), client_timeout=20)
+                infer(client, asked, np.ones(1, np.float32), client_timeout=60)
 
 
 @pytest.mark.parametrize("calling", ["calls", pytest.param("back", marks=pytest.mark.long)])
@@ -229,7 +230,7 @@ def test_a_cycle_through_the_response_cache_is_an_error(tmp_path: Path, calling:
         for name in ("calls", "back"):
             server.call(partial(cache_answers, server.call(partial(server.core.model, name)), ResponseCache(2**20)))
         with pytest.raises(InferenceServerException, match="is called by itself"):
-            infer(client, "calls", np.ones(1, np.float32), client_timeout=20)
+            infer(client, "calls", np.ones(1, np.float32), client_timeout=60)
 
 
 @pytest.mark.parametrize("partner", ["calls", "other"])
@@ -249,7 +250,7 @@ def test_of_calls_that_wait_for_each_other_one_is_refused(tmp_path: Path, partne
         ThreadPoolExecutor(2) as pool,
     ):
         asked = [
-            pool.submit(infer, client, model, np.full(1, number, np.float32), client_timeout=20)
+            pool.submit(infer, client, model, np.full(1, number, np.float32), client_timeout=60)
             for number, model in enumerate(("calls", partner))
         ]
         opened = [gate.open("w") for gate in gates]  # both execute
@@ -271,8 +272,8 @@ def test_a_call_ends_with_the_request_that_it_is_made_for(tmp_path: Path) -> Non
         running = client.async_infer("calls", [asked], lambda result, error: ended.put(error))
         with gate.open("w"):  # the called model executes, and goes on at the end of this block
             running.cancel()
-            assert ended.get(timeout=20) is not None
-            assert infer(client, "calls", np.full(1, 10, np.float32), client_timeout=20) == [10]  # its only copy is free
+            assert ended.get(timeout=60) is not None
+            assert infer(client, "calls", np.full(1, 10, np.float32), client_timeout=60) == [10]  # its only copy is free
 
 
 def test_a_call_ends_when_the_deadline_of_its_request_has_passed(tmp_path: Path) -> None:
@@ -283,10 +284,20 @@ def test_a_call_ends_when_the_deadline_of_its_request_has_passed(tmp_path: Path)
     with serving(tmp_path) as server:
         model = server.call(lambda: server.core.model("calls"))
         x = {"x": np.ones(1, np.float32)}
-        # Its client does not cancel it, unlike one of gRPC.
-        server.call(lambda: server.core.submit(model, InferRequest(x, ("y",), 1, (), time.monotonic() + 1.5, answered.put)))
-        with gate.open("w"):
-            assert "the time of the request for which this call is made was up" in str(answered.get(timeout=20))
+        try:
+            for allowed_s in (0.5, 5.0, 30.0):  # on a busy machine the time may be up before the call is made
+                # Its client does not cancel it, unlike one of gRPC.
+                asked = InferRequest(x, ("y",), 1, (), time.monotonic() + allowed_s, answered.put)
+                server.call(lambda asked=asked: server.core.submit(model, asked))  # type: ignore[misc]  # (bound now)
+                text = str(answered.get(timeout=60))
+                if "the time of the request for which this call is made was up" in text:
+                    break
+            else:
+                raise AssertionError(text)
+        finally:  # the called model goes on, if it waits
+            opened = os.open(gate, os.O_RDWR)
+            gate.unlink()
+            os.close(opened)
 
 
 def test_the_configuration_is_completed_by_the_model(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Stream:
 
     def next(self) -> tuple[str, float | None, bool]:
         """Id, value (None for an empty response) and whether it is final."""
-        result, error = self._got.get(timeout=20)
+        result, error = self._got.get(timeout=60)
         if error is not None:
             raise error
         assert result is not None
@@ -245,7 +245,7 @@ def test_a_model_finalizes_although_a_request_never_ends(tmp_path: Path) -> None
         stream.ask("keeps", 1, request_id="one")
         assert stream.next() == ("one", 1, False)
         process.terminate()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
     assert "finalized" in errors
     assert "Traceback" not in errors
 
@@ -271,8 +271,7 @@ def test_cancellation_reaches_the_model(tmp_path: Path) -> None:
         stream.ask("endless", 1)
         stream.next()
         client.stop_stream(cancel_requests=True)
-        cancelled = server.call(lambda: server.core.model("endless").statistics.totals.failures)
-    assert cancelled == {"cancelled": 1}
+        server.until(lambda: server.core.model("endless").statistics.totals.failures == {"cancelled": 1})
 
 
 def test_a_model_iterates_over_the_responses_of_a_decoupled_one(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ step {
 def names(client: InferenceServerClient, model: str, *given: str) -> str:
     """The inputs that the last step has got, for a request with these."""
     inputs = [InferInput(name, [1], "FP32").set_data_from_numpy(np.ones(1, np.float32)) for name in given]
-    return str(client.infer(model, inputs, client_timeout=20).as_numpy("names")[0].decode())
+    return str(client.infer(model, inputs, client_timeout=60).as_numpy("names")[0].decode())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,7 +64,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer
 
 
 def answered(client: InferenceServerClient, returned: str) -> Array:
-    return infer(client, "wrong", np.ones(1, np.float32), parameters={"returned": returned}, client_timeout=10)
+    return infer(client, "wrong", np.ones(1, np.float32), parameters={"returned": returned}, client_timeout=60)
 
 
 @pytest.mark.parametrize("elements", [0, 3, 1_000, 100_000, 1_000_000], ids="{} elements".format)
@@ -74,6 +75,24 @@ def test_tensors_of_any_size_reach_the_process_and_come_back(client: InferenceSe
     metadata = client.get_model_metadata("twice")
     config = client.get_model_config("twice").config
     assert (metadata.platform, config.backend) == ("python", "python")
+
+
+def test_small_requests_wake_no_thread_of_their_instance(tmp_path: Path) -> None:
+    """The event loop sends them to the process and reads the answers; large ones are copied by the thread."""
+    save_python_model(tmp_path, "twice")
+    others = set(threading.enumerate())
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        (thread,) = [one for one in threading.enumerate() if one.name == "instance-0" and one not in others]
+        small, large = np.ones(4, np.float32), np.ones(500_000, np.float32)
+
+        def wakes(x: Array) -> bool:
+            status = Path(f"/proc/self/task/{thread.native_id}/status")
+            before = re.findall(r"_switches:\s+(\d+)", status.read_text())
+            np.testing.assert_array_equal(infer(client, "twice", x), x * 2)
+            return before != re.findall(r"_switches:\s+(\d+)", status.read_text())
+
+        wakes(small)
+        assert [wakes(x) for x in (small, small, small, large)] == [False, False, False, True]
 
 
 def test_texts_bits_and_halves_keep_their_datatype(tmp_path: Path) -> None:
@@ -276,8 +295,12 @@ def test_python_models_are_refused_where_they_are_not_trusted(tmp_path: Path) ->
 def test_requests_share_an_execute_only_with_dynamic_batching(tmp_path: Path) -> None:
     code = """
     class TritonPythonModel:
+        def initialize(self, args):
+            self.others_wait = os.path.join(args["model_repository"], "others_wait")
+
         def execute(self, requests):
-            time.sleep(0.05)  # others arrive meanwhile
+            while not os.path.exists(self.others_wait):
+                time.sleep(0.001)
             count = np.array([[len(requests)]], np.float32)
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", count)]) for _ in requests]
     """
@@ -288,6 +311,9 @@ def test_requests_share_an_execute_only_with_dynamic_batching(tmp_path: Path) ->
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(6) as threads:
         for name in ("alone", "together"):
             calls = [threads.submit(infer, client, name, np.ones((1, 1), np.float32)) for _ in range(6)]
+            batcher = server.call(lambda name=name: server.core.model(name).batcher)  # type: ignore[misc]  # (bound now)
+            server.until(lambda batcher=batcher: batcher.waiting >= 4)  # type: ignore[misc]  # (see above)
+            (tmp_path / name / "others_wait").touch()
             most[name] = max(float(call.result()[0, 0]) for call in calls)
     assert most["alone"] == 1
     assert most["together"] > 1
@@ -376,12 +402,12 @@ def test_a_hanging_model_is_killed_after_max_compute_s(tmp_path: Path) -> None:
                 pass
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([os.getpid()], np.float32))])]
     """
-    limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "0.3" } }'
+    limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "2" } }'
     from_x = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
     save_python_model(tmp_path, "hangs", code, from_x + limit)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         pid = int(infer(client, "hangs", np.ones(1, np.float32))[0])
-        with pytest.raises(InferenceServerException, match=r"UNAVAILABLE\].*did not answer within its 0.3 s"):
+        with pytest.raises(InferenceServerException, match=r"UNAVAILABLE\].*did not answer within its 2 s"):
             infer(client, "hangs", -np.ones(1, np.float32))
         assert int(infer(client, "hangs", np.ones(1, np.float32))[0]) != pid
     with pytest.raises(ProcessLookupError):

@@ -80,7 +80,7 @@ def test_the_first_response_is_the_answer_of_a_plain_model(tmp_path: Path, x: fl
     parameter = f'parameters {{ key: "halfserve.python_isolation" value {{ string_value: "{isolation}" }} }}'
     save_python_model(tmp_path, "sends", SENDS, X_TO_Y + parameter)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        assert infer(client, "sends", np.array([x], np.float32), client_timeout=20) == [y]
+        assert infer(client, "sends", np.array([x], np.float32), client_timeout=60) == [y]
         statistics = client.get_inference_statistics("sends").model_stats[0].inference_stats
         assert (statistics.success.count, statistics.fail.count) == (1, 0)
 
@@ -100,17 +100,17 @@ def test_a_plain_model_that_sends_no_response_ends_its_request(tmp_path: Path, x
         InferenceServerClient(server.address) as client,
         pytest.raises(InferenceServerException, match=expected),
     ):
-        infer(client, "sends", np.array([x], np.float32), client_timeout=20)
+        infer(client, "sends", np.array([x], np.float32), client_timeout=60)
 
 
 def test_a_request_left_to_a_process_that_ends_is_unavailable(tmp_path: Path) -> None:
     gate = save_python_model(tmp_path, "sends", SENDS).with_name("gate")
     os.mkfifo(gate)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(1) as pool:
-        left = pool.submit(infer, client, "sends", np.full(1, 10, np.float32), client_timeout=20)
+        left = pool.submit(infer, client, "sends", np.full(1, 10, np.float32), client_timeout=60)
         gate.read_text()  # it is executed
         with pytest.raises(InferenceServerException, match=r"UNAVAILABLE\]"):
-            infer(client, "sends", np.full(1, 11, np.float32), client_timeout=20)
+            infer(client, "sends", np.full(1, 11, np.float32), client_timeout=60)
         with pytest.raises(InferenceServerException, match=r"UNAVAILABLE\] the process of model 'sends' ended"):
             left.result()
 
@@ -119,7 +119,7 @@ def test_requests_are_executed_again_as_their_model_wants(tmp_path: Path) -> Non
     save_python_model(tmp_path, "repeats", REPEATS)
     x = np.ones(1, np.float32)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(infer, client, "repeats", x, request_id=name, client_timeout=20) for name in "abc"]
+        asked = [pool.submit(infer, client, "repeats", x, request_id=name, client_timeout=60) for name in "abc"]
         assert [one.result() for one in asked] == [[3]] * 3
         statistics = client.get_inference_statistics("repeats").model_stats[0].inference_stats
         assert (statistics.success.count, statistics.fail.count) == (3, 0)

@@ -65,7 +65,7 @@ def test_a_model_gets_controls_that_its_inputs_do_not_list(tmp_path: Path, strat
     x = np.ones((1, 1) if rows else 1, np.float32)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         assert [tensor.name for tensor in client.get_model_metadata("adds").inputs] == ["x"]
-        sums = [float(infer(client, "adds", x, client_timeout=20, **place(step)).ravel()[0]) for step in range(3)]
+        sums = [float(infer(client, "adds", x, client_timeout=60, **place(step)).ravel()[0]) for step in range(3)]
     assert sums == [1, 2, 3]
 
 
@@ -81,7 +81,7 @@ def test_the_server_keeps_the_state_of_a_model(tmp_path: Path) -> None:
     """
     save_python_model(tmp_path, "adds", code, STATE)
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
-        sums = [float(infer(client, "adds", np.ones(1, np.float32), client_timeout=20, **place(n))[0]) for n in range(3)]
+        sums = [float(infer(client, "adds", np.ones(1, np.float32), client_timeout=60, **place(n))[0]) for n in range(3)]
     assert sums == [1, 2, 3]
 
 

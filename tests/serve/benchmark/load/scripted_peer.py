@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from ngh2 import Connection, RequestReceived, Role, StreamUnavailableError
 from ngh2.exceptions import NGH2Error
 
+from tests.serve.running_server import WAIT_S
+
 HEADERS = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 OK = [(b"grpc-status", b"0")]
-WAIT_S = 20.0
 
 Behaviour = Callable[["Peer", int], None]
 

@@ -292,11 +292,12 @@ def test_a_closed_connection_fails_its_requests_and_is_replaced() -> None:
     assert "closed the connection" in tally.messages["UNAVAILABLE"] or "reset" in tally.messages["UNAVAILABLE"]
 
 
-def test_goaway_moves_new_requests_to_another_connection() -> None:
-    def one_each(this: Peer, stream: int) -> None:
-        this.answer(stream)
-        this.http2.send_goaway(0)
+def one_each(this: Peer, stream: int) -> None:
+    this.answer(stream)
+    this.http2.send_goaway(0)
 
+
+def test_goaway_moves_new_requests_to_another_connection() -> None:
     with peer(one_each) as place:
         tally, _ = drive(place, LoadSpec(concurrency=1, requests=4))
     assert (tally.latency.total, tally.failed) == (4, 0)
@@ -304,11 +305,6 @@ def test_goaway_moves_new_requests_to_another_connection() -> None:
 
 def test_closed_idle_connections_do_not_end_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "GIVE_UP_S", 0.05)
-
-    def one_each(this: Peer, stream: int) -> None:
-        this.answer(stream)
-        this.http2.send_goaway(0)
-
     with peer(one_each) as place:
         tally, trouble = drive(place, LoadSpec(rate=5, arrivals="constant", requests=3, window_s=0.01))
     assert (tally.latency.total, tally.failed, trouble) == (3, 0, None)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,7 +36,6 @@ from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.faults.server_process import WAIT_S, under_load
 
-TURNS = 20_000
 X = np.ones((1, 64), np.float16)
 RETRY = RetryPolicy(retries=3)
 NOT_THERE = "127.0.0.1:1"
@@ -47,11 +47,10 @@ def exact(x: Any) -> Any:
 
 
 def until(condition: Callable[[], bool], ask: Callable[[], object]) -> None:
-    for _ in range(TURNS):
-        if condition():
-            return
+    ends_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_s, "it never came about"
         ask()
-    raise AssertionError("it never came about")
 
 
 @pytest.fixture

@@ -12,22 +12,16 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from onnx import TensorProto, helper
 
+from halfserve.protos.model_config_pb2 import BatchInput
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.queueing.ragged import (
-    Ragged,
-    element_bounds,
-    element_counts,
-    element_ends,
-    flat_item_shapes,
-    item_shapes,
-    most_elements,
-)
+from halfserve.serve.engine.padding.ragged import MAKERS, Ragged
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors
 from tests.models import save_model
+from tests.serve.engine.fakes import FakeBackend
 from tests.serve.model_control.controlled import loader
 from tests.serve.running_server import running_server
 
@@ -86,40 +80,29 @@ def loaded(root: Path) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("kind", "shapes", "expected"),
     [
-        (element_counts, [2, 6, 1]),
-        (element_ends, [2, 8, 9]),
-        (element_bounds, [0, 2, 8, 9]),
-        (item_shapes, [[2], [3], [3], [1]]),
-        (flat_item_shapes, [2, 3, 3, 1]),
-        (most_elements, [0] * 6),
+        (BatchInput.BATCH_ELEMENT_COUNT, SHAPES, [2, 6, 1]),
+        (BatchInput.BATCH_ACCUMULATED_ELEMENT_COUNT, SHAPES, [2, 8, 9]),
+        (BatchInput.BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO, SHAPES, [0, 2, 8, 9]),
+        (BatchInput.BATCH_ITEM_SHAPE, SHAPES, [[2], [3], [3], [1]]),
+        (BatchInput.BATCH_ITEM_SHAPE, [(2, 3, 1), (1, 2, 2)], [[3, 1], [3, 1], [2, 2]]),
+        (BatchInput.BATCH_ITEM_SHAPE_FLATTEN, SHAPES, [2, 3, 3, 1]),
+        (BatchInput.BATCH_ITEM_SHAPE_FLATTEN, [(2, 3, 1), (1, 2, 2)], [3, 1, 3, 1, 2, 2]),
+        (BatchInput.BATCH_MAX_ELEMENT_COUNT_AS_SHAPE, SHAPES, [0] * 6),
     ],
 )
-def test_batch_inputs_describe_the_batch(make: Any, expected: list[Any]) -> None:
-    assert make(SHAPES).tolist() == expected
+def test_batch_inputs_describe_the_batch(kind: int, shapes: list[tuple[int, ...]], expected: list[Any]) -> None:
+    made = MAKERS[kind](shapes)
+    assert made.dtype == np.int64
+    assert made.tolist() == expected
 
 
-def test_item_shapes_have_all_dimensions() -> None:
-    shapes = [(2, 3, 1), (1, 2, 2)]
-    assert item_shapes(shapes).tolist() == [[3, 1], [3, 1], [2, 2]]
-    assert flat_item_shapes(shapes).tolist() == [3, 1, 3, 1, 2, 2]
-
-
-class Summing:
+class Summing(FakeBackend):
     """x [elements] -> twice [elements]; fails on a negative value."""
-
-    provider = "test"
-    precision = "fp32"
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         self.seen.append(inputs["x"].tolist())

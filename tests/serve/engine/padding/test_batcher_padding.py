@@ -10,11 +10,9 @@ from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
 from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
-from halfserve.serve.engine.padding.batch_costs import BatchCosts
-from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
+from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, MixedLengths
 from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
-from halfserve.serve.engine.padding.padding_settings import PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors

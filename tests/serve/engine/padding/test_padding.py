@@ -12,34 +12,25 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
-from halfserve.serve.engine.padding.padding_settings import PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Tally
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from tests.serve.engine.fakes import FakeBackend
 
 BAD = 999.0
 
 
-class Echo:
+class Echo(FakeBackend):
     """x FP16 [rows, length], computed in fp32 -> twice FP32 [rows, length] and total [rows]; a batch with BAD fails.
 
     Attributes:
         seen: x of each run.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self) -> None:
         self.seen: list[Array] = []
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]

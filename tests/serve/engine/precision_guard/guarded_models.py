@@ -52,7 +52,7 @@ def load(repository: Path, runtime: Runtime | None = None) -> list[Model]:
     return [load_model(files, runtime or OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
 
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 async def ask_model(model: Model, array: Array) -> list[float] | str:

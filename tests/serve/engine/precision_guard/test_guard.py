@@ -21,6 +21,7 @@ from halfserve.serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS
 from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from tests.serve.engine.fakes import FakeBackend
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
@@ -29,26 +30,17 @@ from tests.serve.runtimes import RUNTIMES
 TWIN_VALUE = 7.0
 
 
-class Constant:
+class Constant(FakeBackend):
     """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13.
 
     Attributes:
         rows: of each run.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self, value: float = TWIN_VALUE, *, rows_each: int = 1) -> None:
         self.rows: list[int] = []
         self._value = value
         self._rows_each = rows_each
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]
@@ -270,7 +262,7 @@ def ask(client: triton.InferenceServerClient, model: str, array: Array, outputs:
     name, datatype = ("i", "INT64") if array.dtype == np.int64 else ("x", "FP16")
     given = triton.InferInput(name, list(array.shape), datatype)
     given.set_data_from_numpy(array)
-    return client.infer(model, [given], outputs=outputs, client_timeout=20)
+    return client.infer(model, [given], outputs=outputs, client_timeout=60)
 
 
 def rows(*indices: int) -> Array:
@@ -327,7 +319,7 @@ def test_an_answer_in_fp32_may_be_wanted_as_classes(client: triton.InferenceServ
 def test_an_answer_in_fp32_says_so_in_json_too(server: RunningServer) -> None:
     def asked(row: int) -> dict[str, Any]:
         body = {"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [row]}]}
-        answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=20).json()
+        answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=60).json()
         return answer
 
     with running_http(server) as rest:
@@ -394,7 +386,7 @@ def test_shadow_runs_measure_the_drift(server: RunningServer, client: triton.Inf
     assert guard._shadow is not None
     done = threading.Event()
     guard._shadow._worker.submit(done.set)  # type: ignore[union-attr]  # (started by the first sample)
-    assert done.wait(20)
+    assert done.wait(60)
     counted = guard.counters()
     assert counted.shadow_runs + counted.shadow_dropped == 3
     output = counted.outputs["y"]

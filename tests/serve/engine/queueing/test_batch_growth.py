@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from halfserve.serve.engine.queueing.batch_growth import LONGEST_PAUSE, BatchGrowth
+from halfserve.serve.engine.queueing.batch_queue import LONGEST_PAUSE, BatchGrowth
 
 MS = 1e-3
 

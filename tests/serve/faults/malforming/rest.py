@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.harness.http2_frames import connected
+from tests.serve.running_server import WAIT_S
 
 INFER = "/v2/models/affine/infer"
-WAIT_S = 30.0
 CLOSED = 0  # the connection ended without an answer
 
 

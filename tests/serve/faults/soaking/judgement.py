@@ -60,7 +60,7 @@ def report(
     """
     settled = [sample for sample in samples if sample.at_s >= started + SETTLED_AFTER * (ended - started)]
     memory, memory_complaints = judge_memory(settled, sum(counted.answered.values()), ended - started)
-    latency, latency_complaints = judge_latency(counted.latencies, started, ended)
+    latency, latency_complaints = judge_latency(counted.latencies, samples, started, ended)
     first, last = (settled[:BLOCKS], settled[-BLOCKS:]) if settled else ([], [])
     figures: dict[str, object] = {
         "seconds": round(ended - started, 1),
@@ -88,16 +88,17 @@ def report(
 
 
 def judge_latency(
-    latencies: Sequence[tuple[float, float]], started: float, ended: float
+    latencies: Sequence[tuple[float, float]], samples: Sequence[Sample], started: float, ended: float
 ) -> tuple[dict[str, object], list[str]]:
     """Figures and complaints, from the first and last quarters of the time.
 
-    Other programs slow down most answers for a while, but hardly the fastest tenth, which fell into idle moments. A server that
-    does more work per request than before slows down all of them. So both the median and the fastest tenth must have become
-    `DRIFT` times as slow.
+    Other programs slow answers down, but the server's processor time for one stays the same. A server that does more work per
+    request than before takes more of both. So the median, the fastest tenth and the processor time of an answer must all have
+    become `DRIFT` times as long.
 
     Args:
         latencies: (time of the request, seconds until the answer), on one clock; the time is NaN for those that do not count.
+        samples: samples of the process, for its processor time.
         started: start of the load.
         ended: end of the load.
     """
@@ -111,7 +112,12 @@ def judge_latency(
         return {}, ["no answers in the first quarter, or none in the last"]
     quantiles = {percent: [float(np.percentile(part, percent)) for part in (first, last)] for percent in PERCENTS}
     figures: dict[str, object] = {f"p{percent}_ms": f"{q[0]:.2f} -> {q[1]:.2f}" for percent, q in quantiles.items()}
-    if all(quantiles[percent][1] > DRIFT * quantiles[percent][0] for percent in (10, 50)):
+    edges = [started, started + quarter, ended - quarter, ended]
+    used_s = np.diff(np.interp(edges, [sample.at_s for sample in samples], [sample.cpu_s for sample in samples]))
+    of_one_ms = [1e3 * used_s[0] / len(first), 1e3 * used_s[2] / len(last)]
+    figures["cpu_ms_per_answer"] = f"{of_one_ms[0]:.2f} -> {of_one_ms[1]:.2f}"
+    drifts = [quantiles[10], quantiles[50], of_one_ms]
+    if all(after > DRIFT * before for before, after in drifts):
         before, after = quantiles[50]
         return figures, [f"answers take longer: p50 {before:.2f} ms in the first quarter, {after:.2f} ms in the last"]
     return figures, []

@@ -135,7 +135,7 @@ def run_here(found: Machines, folder: Path) -> tuple[list[str], str, dict[str, s
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
     with machines([]) as found:
         command, mark, environment = run_here(found, tmp_path)
@@ -163,7 +163,7 @@ def test_a_cluster_on_this_machine_serves_until_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_killed_member_and_a_stop_are_a_line_each_in_the_run(tmp_path: Path) -> None:
     with machines([]) as found:
         command, mark, environment = run_here(found, tmp_path)

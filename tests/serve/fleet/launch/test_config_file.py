@@ -17,7 +17,7 @@ from tests.serve.faults.soaking.tally import Tally
 from tests.serve.ray_cluster.faults import OPTIONS
 from tests.serve.ray_cluster.machines import WAIT_S, Machines, machines, serving, until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 MOST = 3  # of the five models at one member
 ENOUGH = 200  # answers
 

@@ -23,7 +23,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.fleet.launch.haproxy import Encryption, RuntimeSocket, find_program, start
-from halfserve.serve.fleet.launch.proxy import ProxyError, proxy
+from halfserve.serve.fleet.launch.proxy import ProxyError, ProxyOptions, proxy
 from tests.serve.client.cluster.cluster import DRAINING, Cluster, answered, cluster_of, member
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.faults.server_process import WAIT_S, under_load
@@ -69,11 +69,10 @@ class RunningProxy:
 
 
 @contextmanager
-def running_proxy(members: str, **options: Any) -> Iterator[RunningProxy]:
-    """A proxy of these members; the options are those of `proxy`."""
-    given = {"port": 0, "http_port": 0, **options}
-    program = "import pickle, sys; from halfserve.serve.fleet.launch.proxy import proxy; "
-    program += f"proxy({members!r}, **pickle.loads({pickle.dumps(given)!r}))"
+def running_proxy(members: str, **security: Any) -> Iterator[RunningProxy]:
+    """A proxy of these members; `security` is the token and TLS of `proxy`."""
+    program = "import pickle, sys; from halfserve.serve.fleet.launch.proxy import ProxyOptions, proxy; "
+    program += f"proxy({members!r}, ProxyOptions(port=0, http_port=0), **pickle.loads({pickle.dumps(security)!r}))"
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -184,7 +183,7 @@ def test_what_it_cannot_start_with_is_one_line(cluster: Cluster, scripted: Scrip
         ]
         for members, options, text in cases:
             with pytest.raises(ProxyError, match=text) as refused:
-                proxy(members, **{"port": 0, "program": Path("/bin/true"), **options})
+                proxy(members, ProxyOptions(**{"port": 0, "program": Path("/bin/true"), **options}))
             assert "\n" not in str(refused.value)
 
 

@@ -16,7 +16,8 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.fleet.member.counter_file import HEAD, RECORDS, SIZE, CounterFile, read_counter_file
-from halfserve.serve.fleet.member.member_counters import CounterFolder, MemberCounters
+from halfserve.serve.fleet.member.kept_counters import SUFFIX, CounterFolder
+from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.protocol.rpcs import model_statistics
 from tests.serve.engine.fakes import HeldBackend, held_model
 
@@ -88,7 +89,7 @@ def left(path: Path, name: str, **counts: int) -> None:
     counters = MemberCounters()
     for model, number in counts.items():
         counters.statistics.model_stats.add(name=model, version="1", execution_count=number)
-    CounterFolder(path, name).write(counters)
+    counters.write(path / f"{name}{SUFFIX}")
 
 
 def batches(left_counters: CounterFolder, *living: str) -> dict[str, int]:

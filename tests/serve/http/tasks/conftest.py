@@ -34,7 +34,7 @@ def text_server(text_repository: Path) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def texts(text_server: RunningServer) -> Iterator[httpx.Client]:
     """A client of HTTP on `text_server`."""
-    with running_http(text_server) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client:
+    with running_http(text_server) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client:
         yield client
 
 

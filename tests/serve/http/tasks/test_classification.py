@@ -44,7 +44,7 @@ def test_a_batch_has_a_list_for_each_input(texts: httpx.Client) -> None:
 def test_a_model_of_several_labels_scores_each_alone(tmp_path: Path) -> None:
     save_text_model(tmp_path, "classifier", setting("halfserve.label_scores", "sigmoid"))
     with running_server(lambda: load_repository(tmp_path)) as server, running_http(server) as rest:
-        answer = httpx.post(f"http://127.0.0.1:{rest.port}/predict", json={"inputs": "a cat"}).json()
+        answer = httpx.post(f"http://127.0.0.1:{rest.port}/predict", json={"inputs": "a cat"}, timeout=60).json()
     require_ranked(answer, sigmoid(expected("classifier", ["a cat"])[0]))
 
 

@@ -30,7 +30,7 @@ def served(repository: Path, limits: HttpLimits = HttpOptions.limits) -> Iterato
     with (
         running_server(lambda: load_repository(repository)) as server,
         running_http(server, limits=limits) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client,
     ):
         yield client
 

@@ -12,11 +12,11 @@ import torch
 import transformers
 from PIL import Image
 
+from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.picture_preparation import proof_pictures
-from halfserve.export.sources.source_options import SourceOptions
 from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, image_folder, sentence_folder
 from tests.serve.http.tasks.test_text_routes import served
 
@@ -40,7 +40,7 @@ def outputs(folder: Path, auto_class: str, *texts: list[str]) -> tuple[Any, Any]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
     folder = sentence_folder(tmp_path / "encoder", "mean_tokens")
     exported(folder, tmp_path / "models")
@@ -56,7 +56,7 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
     folder = classifier_folder(tmp_path / "classifier", CLASSIFIER)
     exported(folder, tmp_path / "models")
@@ -68,7 +68,7 @@ def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_pictures_have_the_classes_of_transformers(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "net")
     exported(folder, tmp_path / "models")
@@ -83,7 +83,7 @@ def test_pictures_have_the_classes_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_relevance_is_that_of_transformers(tmp_path: Path) -> None:
     folder = classifier_folder(tmp_path / "ranker", CLASSIFIER, ("relevant",))
     exported(folder, tmp_path / "models")

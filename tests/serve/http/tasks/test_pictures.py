@@ -55,7 +55,7 @@ def rest(picture_server: RunningServer) -> Iterator[RestServer]:
 
 @pytest.fixture
 def client(rest: RestServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client:
         yield client
 
 
@@ -148,10 +148,10 @@ def test_a_picture_beyond_the_memory_budget_is_refused(picture_server: RunningSe
     budget = MemoryBudget(2**20)
     with running_http(picture_server, budget=budget) as rest:
         url = f"http://127.0.0.1:{rest.port}{CLASSIFY}"
-        answer = httpx.post(url, content=encoded("PNG", Image.new("L", (400, 400))))
+        answer = httpx.post(url, content=encoded("PNG", Image.new("L", (400, 400))), timeout=60)
         assert "400 by 400 pixels, which take 1 MiB while they are decoded" in answer.json()["error"]
         assert "--max-buffered-mib" in answer.json()["error"]
-        assert httpx.post(url, content=encoded("PNG")).status_code == 200
+        assert httpx.post(url, content=encoded("PNG"), timeout=60).status_code == 200
         assert picture_server.call(lambda: budget.held_bytes) == 0
 
 

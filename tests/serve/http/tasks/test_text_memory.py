@@ -70,13 +70,11 @@ def read_all(peer: socket.socket) -> int:
 
 
 def wait_until_held(server: RunningServer, budget: MemoryBudget, least: int) -> None:
-    while server.call(lambda: budget.held_bytes) < least:
-        pass
+    server.until(lambda: budget.held_bytes >= least)
 
 
 def wait_until_free(server: RunningServer, budget: MemoryBudget) -> None:
-    while server.call(lambda: budget.held_bytes):
-        pass
+    server.until(lambda: not budget.held_bytes)
 
 
 def test_rows_are_padded_and_counted_as_their_turn_comes(tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_rows_are_padded_and_counted_as_their_turn_comes(tmp_path: Path) -> None
         ThreadPoolExecutor(1) as pool,
     ):
         url = f"http://127.0.0.1:{rest.port}/embed"
-        httpx.get(f"http://127.0.0.1:{rest.port}/info")  # loads the tokenizer
+        httpx.get(f"http://127.0.0.1:{rest.port}/info", timeout=60)  # loads the tokenizer
         tracemalloc.start()
         try:
             content = {"inputs": ["the"] * ROWS, "normalize": False}
@@ -116,7 +114,7 @@ def test_token_ids_are_padded_on_the_side_that_the_tokenizer_names(tmp_path: Pat
     with running_server(lambda: [held_text_model(Echo(), tmp_path, own, length=6)]) as server, running_http(server) as rest:
         url = f"http://127.0.0.1:{rest.port}/v1/embeddings"
         for given in ("the train", [2, 4, 5, 3]):
-            assert httpx.post(url, json={"model": "held", "input": given}).status_code == 200
+            assert httpx.post(url, json={"model": "held", "input": given}, timeout=60).status_code == 200
     assert rows == [[1, 1, 2, 4, 5, 3]] * 2
 
 

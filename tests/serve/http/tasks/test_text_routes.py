@@ -48,7 +48,7 @@ def served(repository: Path) -> Iterator[httpx.Client]:
     with (
         running_server(lambda: load_repository(repository)) as server,
         running_http(server) as rest,
-        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=60) as client,
     ):
         yield client
 
@@ -196,7 +196,10 @@ def test_a_text_whose_client_does_not_wait_is_not_computed(tmp_path: Path) -> No
         headers = {"x-stainless-read-timeout": "0.000001"}
         content = {"model": "held", "input": "the cat"}
         late = pool.submit(httpx.post, url, json=content, headers=headers, timeout=HOLD_S)
-        while not late.done() and not httpx.get(f"http://127.0.0.1:{rest.port}/ui/state").json()["models"][0]["waiting"]:
+        while (
+            not late.done()
+            and not httpx.get(f"http://127.0.0.1:{rest.port}/ui/state", timeout=60).json()["models"][0]["waiting"]
+        ):
             pass
         backend.release.set()
         assert late.result().status_code == 504
@@ -275,9 +278,9 @@ def test_a_text_that_fails_fails_its_request_and_no_other(tmp_path: Path) -> Non
 
     with running_server(lambda: [held_text_model(Picky(), tmp_path)]) as server, running_http(server) as rest:
         url = f"http://127.0.0.1:{rest.port}/v1/embeddings"
-        answer = httpx.post(url, json={"model": "held", "input": ["the", "the cat sleeps on", "cat"]})
+        answer = httpx.post(url, json={"model": "held", "input": ["the", "the cat sleeps on", "cat"]}, timeout=60)
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
-        assert httpx.post(url, json={"model": "held", "input": ["the", "cat"]}).status_code == 200
+        assert httpx.post(url, json={"model": "held", "input": ["the", "cat"]}, timeout=60).status_code == 200
 
 
 def test_no_request_fails_while_versions_take_over(text_repository: Path, tmp_path: Path) -> None:
@@ -289,7 +292,7 @@ def test_no_request_fails_while_versions_take_over(text_repository: Path, tmp_pa
     statuses: list[int] = []
 
     def ask(url: str) -> None:
-        with httpx.Client(timeout=20) as client:
+        with httpx.Client(timeout=60) as client:
             while not stopped.is_set():
                 statuses.append(client.post(url, json={**EMBED, "input": ["the train", "a cat sleeps"] * 10}).status_code)
 

@@ -12,10 +12,9 @@ from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, Stream
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.transports.grpc_framing import frame
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import WAIT_S, RunningServer
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
-WAIT_S = 20.0
 WINDOW_BYTES = 2**22  # of the connection, as gRPC's own clients open it
 SERVER_LIVE = b"/inference.GRPCInferenceService/ServerLive"
 INFER_STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
@@ -51,6 +50,13 @@ class Http2Peer:
         self.http2.set_local_window_size(WINDOW_BYTES)
         self.push()
         return self
+
+    def call(self, data: bytes, path: bytes = INFER, **extra: bytes) -> int:
+        """Send a whole call; returns its stream. `data` is framed already, `extra` as in `call_headers`."""
+        stream = int(self.http2.send_request(call_headers(path, **extra)))
+        self.http2.send_data(stream, data, end_stream=True)
+        self.push()
+        return stream
 
     def push(self) -> None:
         """Send what there is to send."""
@@ -115,9 +121,13 @@ def mlp_request(rows: int = 1) -> bytes:
     return request.SerializeToString()
 
 
+def padded(size: int) -> bytes:
+    """A request with an id of so many bytes, which its answer has too."""
+    length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14 & 0x7F | 0x80, size >> 21])
+    return mlp_request() + b"\x1a" + length + b"i" * size
+
+
 def serves(server: RunningServer) -> bool:
     with peer(server) as other:
-        stream = other.http2.send_request(call_headers())
-        other.http2.send_data(stream, frame(mlp_request()), end_stream=True)
-        other.push()
+        stream = other.call(frame(mlp_request()))
         return other.status(stream) == (0, "") and len(pb.ModelInferResponse.FromString(other.body(stream)[5:]).outputs) == 1

@@ -22,7 +22,7 @@ from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.nghttp2.http2_peer import INITIAL_WINDOW_SIZE, Http2Peer, call_headers, mlp_request, peer
+from tests.serve.transports.nghttp2.http2_peer import INITIAL_WINDOW_SIZE, Http2Peer, call_headers, padded, peer
 
 LIMIT = 16 * 2**20
 CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
@@ -31,18 +31,9 @@ TURNS = 4  # in which a client learns how much it may send, and sends it
 READING_ALL = 2**30
 
 
-def padded(size: int) -> bytes:
-    """A request with an id of so many bytes, which its answer has too."""
-    length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14 & 0x7F | 0x80, size >> 21])
-    return mlp_request() + b"\x1a" + length + b"i" * size
-
-
 def answered(client: Http2Peer, message: bytes) -> tuple[int, str]:
     """The status of an inference."""
-    stream = client.http2.send_request(call_headers())
-    client.http2.send_data(stream, frame(message), end_stream=True)
-    client.push()
-    return client.status(stream)
+    return client.status(client.call(frame(message)))
 
 
 def turn(client: Http2Peer) -> None:
@@ -66,8 +57,7 @@ class Crowd:
 
     def until(self, reached: Callable[[int], bool]) -> None:
         """Ask how much is held until it is as expected; each question is a turn of the event loop."""
-        while not reached(self.held_bytes):
-            pass
+        self.server.until(lambda: reached(self._budget.held_bytes))
 
     def client(self, settings: dict[int, int] | None = None) -> Http2Peer:
         return self._clients.enter_context(peer(self.server, settings))
@@ -119,10 +109,7 @@ def test_one_large_message_fits_while_others_have_taken_the_budget(repository: P
         many.until(lambda held: held > LIMIT // 2)
         client = many.client({INITIAL_WINDOW_SIZE: READING_ALL})
         client.http2.set_local_window_size(READING_ALL)
-        stream = client.http2.send_request(call_headers())
-        client.http2.send_data(stream, frame(padded(2 * LIMIT)), end_stream=True)
-        client.push()
-        assert client.status(stream) == (0, "")
+        assert client.status(client.call(frame(padded(2 * LIMIT)))) == (0, "")
 
 
 def gated(folder: Path) -> tuple[Callable[..., Nghttp2Server], str]:
@@ -146,14 +133,9 @@ def test_strangers_have_a_sixteenth_and_clients_with_a_token_the_rest(repository
         for _ in range(100):
             assert many.held_bytes < LIMIT // STRANGERS_PART * 1.3
         stranger, known = many.client(), many.client()
-        stream = stranger.http2.send_request(call_headers(CHECK))
-        stranger.http2.send_data(stream, frame(b""), end_stream=True)
-        stranger.push()
+        stream = stranger.call(frame(b""), CHECK)
         assert stranger.status(stream) == (0, "")
-        stream = known.http2.send_request(call_headers(authorization=b"Bearer " + token.encode()))
-        known.http2.send_data(stream, frame(padded(LIMIT // 2)), end_stream=True)
-        known.push()
-        assert known.status(stream) == (0, "")
+        assert known.status(known.call(frame(padded(LIMIT // 2)), authorization=b"Bearer " + token.encode())) == (0, "")
 
 
 def test_watches_are_as_many_as_the_budget_holds(repository: Path) -> None:
@@ -211,17 +193,6 @@ def test_answers_that_nobody_reads_keep_to_the_budget(repository: Path) -> None:
 def test_who_reads_no_answer_for_too_long_is_closed(repository: Path) -> None:
     with crowd(repository, stall_s=0.1) as many:
         client = many.client({INITIAL_WINDOW_SIZE: 0})
-        stream = client.http2.send_request(call_headers())
-        client.http2.send_data(stream, frame(padded(50_000)), end_stream=True)
-        client.push()
+        client.call(frame(padded(50_000)))
         assert client.is_closed_by_server()
         many.until(lambda held: held == 0)
-
-
-def test_who_reads_slowly_is_not_closed(repository: Path) -> None:
-    with crowd(repository, stall_s=0.5) as many:
-        client = many.client({INITIAL_WINDOW_SIZE: 20_000})
-        stream = client.http2.send_request(call_headers())
-        client.http2.send_data(stream, frame(padded(500_000)), end_stream=True)
-        client.push()
-        assert client.status(stream) == (0, "")

@@ -5,7 +5,6 @@ import gc
 import queue
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +28,7 @@ from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from halfserve.serve.transports.nghttp2.streams import InferStreamCall, StreamCall
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import (
     INFER,
     INFER_STREAM,
@@ -44,7 +43,6 @@ from tests.serve.transports.test_infer_stream import stream_stub
 from tests.serve.transports.test_under_load import held_request, infer_stub, wait_until_waiting
 
 ROWS = 2**19  # 2 MiB
-WAIT_S = 20.0
 WATCH = b"/grpc.health.v1.Health/Watch"
 OF_CALLS = (InferCall, InferStreamCall, InferenceStream, InferRequest, StreamCall, GrpcConnection)
 
@@ -108,22 +106,17 @@ def test_a_broken_call_ends_with_its_status(
     nghttp2: RunningServer, path: bytes, headers: dict[str, bytes], data: bytes, code: int, text: str
 ) -> None:
     with peer(nghttp2) as other:
-        stream = other.http2.send_request(call_headers(path, **headers))
-        other.http2.send_data(stream, data, end_stream=True)
-        other.push()
+        stream = other.call(data, path, **headers)
         assert other.status(stream)[0] == code
         assert text in other.status(stream)[1]
-        good = other.http2.send_request(call_headers(SERVER_LIVE))
-        other.http2.send_data(good, frame(b""), end_stream=True)
-        other.push()
-        assert other.status(good) == (0, "")
+        assert other.status(other.call(frame(b""), SERVER_LIVE)) == (0, "")
 
 
 @pytest.mark.parametrize("kind", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_compressed_requests_are_taken(nghttp2: RunningServer, kind: grpc.Compression) -> None:
     with grpc.insecure_channel(nghttp2.address, compression=kind) as channel:
         infer = channel.unary_unary(INFER.decode(), response_deserializer=pb.ModelInferResponse.FromString)
-        assert len(infer(mlp_request(16), timeout=20).raw_output_contents) == 1
+        assert len(infer(mlp_request(16), timeout=60).raw_output_contents) == 1
 
 
 @contextmanager
@@ -161,22 +154,19 @@ def test_a_stream_that_is_given_up_as_it_ends_costs_itself(nghttp2: RunningServe
         end = other.http2.data_to_send()
         other.http2.reset_stream(stream)
         other.socket.sendall(end + other.http2.data_to_send())  # one after the other, and read together
-        call = other.http2.send_request(call_headers(SERVER_LIVE))
-        other.http2.send_data(call, frame(b""), end_stream=True)
-        other.push()
-        assert other.status(call) == (0, "")
+        assert other.status(other.call(frame(b""), SERVER_LIVE)) == (0, "")
 
 
 def test_a_call_in_flight_ends_well_while_the_server_stops() -> None:
     backend = HeldBackend(held=True)
     with stopping_server(backend) as (server, stop), grpc.insecure_channel(server.address) as channel:
         infer = channel.unary_unary(INFER.decode(), response_deserializer=pb.ModelInferResponse.FromString)
-        running = infer.future(held_body(1), timeout=20)
-        assert backend.entered.wait(20)
+        running = infer.future(held_body(1), timeout=60)
+        assert backend.entered.wait(60)
         stopping = stop(20.0)
         backend.release.set()
-        assert np.frombuffer(running.result(20).raw_output_contents[0], np.float32).tolist() == [2]
-        stopping.join(20)
+        assert np.frombuffer(running.result(60).raw_output_contents[0], np.float32).tolist() == [2]
+        stopping.join(60)
         assert not stopping.is_alive()
 
 
@@ -190,7 +180,7 @@ def test_an_answer_that_is_read_bit_by_bit_is_whole_though_the_server_stops() ->
         slow.http2.send_data(stream, frame(held_body(ROWS)), end_stream=True)
         while slow.http2.queued_body_size():
             assert slow.read()
-        assert backend.entered.wait(20)
+        assert backend.entered.wait(60)
         stopping = [stop(20.0)]
         backend.release.set()
         server.run(server.core.drain())
@@ -199,7 +189,7 @@ def test_an_answer_that_is_read_bit_by_bit_is_whole_though_the_server_stops() ->
         (output,) = pb.ModelInferResponse.FromString(slow.body(stream)[5:]).raw_output_contents
         assert output == np.full(ROWS, 2, np.float32).tobytes()
         for one in stopping:
-            one.join(20)
+            one.join(60)
             assert not one.is_alive()
 
 
@@ -212,7 +202,7 @@ def test_tls_with_alpn(repository: Path) -> None:
     with running_server(lambda: load_repository(repository), make) as server:
         address = f"localhost:{server.address.rpartition(':')[2]}"
         with grpc.secure_channel(address, credentials) as channel:
-            assert channel.unary_unary(INFER.decode())(mlp_request(), timeout=20)
+            assert channel.unary_unary(INFER.decode())(mlp_request(), timeout=60)
         with Http2Peer(server.address) as plain:
             plain.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             assert plain.is_closed_by_server()
@@ -309,10 +299,7 @@ def watch_cut_off(server: RunningServer, _: grpc.Channel, __: HeldBackend) -> ob
     with peer(server) as leaving:  # before the watch has begun
         leaving.http2.send_data(leaving.http2.send_request(call_headers(WATCH)), frame(b""), end_stream=True)
         leaving.http2.reset_stream(1, 8)
-        live = leaving.http2.send_request(call_headers(SERVER_LIVE))
-        leaving.http2.send_data(live, frame(b""), end_stream=True)
-        leaving.push()
-        assert leaving.status(live) == (0, "")
+        assert leaving.status(leaving.call(frame(b""), SERVER_LIVE)) == (0, "")
     return None
 
 
@@ -332,7 +319,4 @@ def test_nothing_is_left_of_a_call(scene: Scene) -> None:
                 scene(server, channel, backend)
             finally:
                 backend.release.set()
-        until = time.monotonic() + WAIT_S
-        while alive() and time.monotonic() < until:
-            server.call(lambda: None)  # a turn of its loop, in which what is under way goes on
-        assert alive() == []
+        server.until(lambda: alive() == [])

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.fleet.member.counter_file import SUFFIX
-from halfserve.serve.fleet.member.lasting_counters import LastingCounters, left_counters
+from halfserve.serve.fleet.member.kept_counters import LastingCounters, left_counters
 from halfserve.serve.fleet.member.member_counters import MemberCounters
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.fleet.member.test_counter_file import count
+
+NAME = "server"
 
 
 def batches(counters: MemberCounters) -> dict[str, int]:
@@ -28,11 +30,11 @@ def ledgers(folder: Path) -> dict[Path, bytes]:
 def test_counters_go_on_when_a_model_is_replaced_and_are_exact_however_the_server_ends(tmp_path: Path) -> None:
     async def scene() -> None:
         core = InferenceCore([])
-        counters = LastingCounters(tmp_path, core)
-        core.on_change(counters.follow)
+        counters = LastingCounters(tmp_path, NAME, core)
+        core.on_change(counters.keeper.follow)
 
         async def check(expected: int) -> None:
-            assert batches(await counters.counters()) == batches(left_counters(tmp_path)) == {"held": expected}
+            assert batches(await counters.counters()) == batches(left_counters(tmp_path, NAME)) == {"held": expected}
 
         old, new = held_model(HeldBackend()), held_model(HeldBackend())
         core.replace("held", [old])
@@ -50,14 +52,14 @@ def test_counters_go_on_when_a_model_is_replaced_and_are_exact_however_the_serve
             path.write_bytes(data)
         await check(3)
         assert counters.sums()["held"].requests == 9
-        await counters.write()
+        await counters.keeper.write()
         count(new, "batch", 3, 1000)
         await check(4)
-        left = left_counters(tmp_path)
+        left = left_counters(tmp_path, NAME)
         assert (sample(left, "nv_inference_exec_count"), sample(left, "halfserve_batch_rows_count")) == (4, 3)
 
     asyncio.run(scene())
 
 
 def test_a_folder_without_files_has_no_counters(tmp_path: Path) -> None:
-    assert batches(left_counters(tmp_path)) == {}
+    assert batches(left_counters(tmp_path, NAME)) == {}
