@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfserve.serve.fleet.control.autoscaling import ScalingOptions, wanted_members
+from halfserve.serve.fleet.control.autoscaling import MemberLoad, ScalingOptions, wanted_members
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import LEASE_S, Orders, Report
 from halfserve.serve.protocol.service import SERVICE
@@ -155,7 +155,8 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
         changing = meter.take() / seconds
         await link.call(f"/{SERVICE}/ModelStatistics", b"")
         statistics = meter.take()
-        meter.run(lambda: wanted_members(controller.loads().values(), count, ScalingOptions(most=count), {}, clock()))
+        loads = [MemberLoad()] * count
+        meter.run(lambda: wanted_members(loads, count, ScalingOptions(most=count), {}, clock()))
         policy = meter.take()
         directory = members[0].directory
         for member in members:

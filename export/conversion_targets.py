@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 class PublishedModel:
     """A model that was written.
 
-    Attributes:
-        path: The model's file, or the version's folder in a repository; relative to the URL for one in object storage.
-        superseded: Data files beside it that only the model before it used.
-        url: The URL of the version in object storage, without credentials; "" for files on this machine.
+    Its path is the file, or the version's folder in a repository; relative to the URL, which is without credentials, for one in
+    object storage. Superseded are data files beside it that only the model before it used.
     """
 
     path: Path

@@ -40,6 +40,7 @@ from halfserve.export.file_conversion import (
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.module_tensors import detached_copy
 from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, half_named
+from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run
 from halfserve.export.to_onnx.dimensions import BATCH
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 2
 HALVES = (torch.float16, torch.bfloat16)
-
-KEEP = "halfserve.keep"
 
 
 @dataclass(frozen=True, kw_only=True)

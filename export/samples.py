@@ -118,12 +118,7 @@ def _labels(targets: list[Any]) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Arguments for a model.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments, by the name of `forward`'s parameter.
-    """
+    """Arguments for a model: positional ones, and others by the name of `forward`'s parameter."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The one command: `halfserve STAGE ...` loads the stage it is asked for and nothing else.
 
-Each stage keeps its command line in a module of its own, which defines two names: the command's function (its typer
+Each stage keeps its command line in a module of its own, which defines two names: the function of the command's name (its typer
 annotations are the options) and `EXIT_CODES`, the exit code of each exception that the user can fix. So `halfserve serve`
 starts without importing torch, and the stages' errors need no common base class.
 """
@@ -37,17 +37,12 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Location of a command, its line in `halfserve --help`, and the extra that installs its dependencies.
+    """Where a command comes from, and what `halfserve --help` says of it."""
 
-    The function may be a group of commands, a `typer.Typer`. If `configurable`, the options may also come from the environment
-    and from a config file.
-    """
-
-    module: str
-    function: str
-    help: str
-    extra: str | None = None
-    configurable: bool = False
+    module: str  # has a function of the command's name, or a group of commands, a `typer.Typer`
+    help: str  # its line in `halfserve --help`
+    extra: str | None = None  # installs its dependencies
+    configurable: bool = False  # the options may also come from the environment and from a config file
 
     def load(self) -> ModuleType:
         """Import the module that contains the command."""
@@ -57,62 +52,31 @@ class Stage:
 STAGES = {
     "train": Stage(
         module="halfserve.amp_core.train_command",
-        function="train",
         help="Train a PyTorch model in mixed precision.",
         extra="train",
         configurable=True,
     ),
-    "export": Stage(
-        module="halfserve.export.cli.export",
-        function="export",
-        help="Turn a checkpoint into a proven fp16 model.",
-        extra="export",
-    ),
-    "convert": Stage(
-        module="halfserve.export.cli.convert",
-        function="convert",
-        help="Turn an ONNX model into a proven fp16 one.",
-        extra="export",
-    ),
+    "export": Stage(module="halfserve.export.cli.export", help="Turn a checkpoint into a proven fp16 model.", extra="export"),
+    "convert": Stage(module="halfserve.export.cli.convert", help="Turn an ONNX model into a proven fp16 one.", extra="export"),
     "verify": Stage(
-        module="halfserve.export.cli.verify",
-        function="verify",
-        help="Compare an fp16 ONNX model with its float32 one.",
-        extra="export",
+        module="halfserve.export.cli.verify", help="Compare an fp16 ONNX model with its float32 one.", extra="export"
     ),
-    "check": Stage(
-        module="halfserve.export.cli.check",
-        function="check",
-        help="Find where a PyTorch model leaves its dtype.",
-        extra="export",
-    ),
-    "serve": Stage(
-        module="halfserve.serve.serve_command", function="serve", help="Serve models over gRPC in batches.", configurable=True
-    ),
-    "triton": Stage(
-        module="halfserve.serve.triton_flags", function="triton", help="Serve models with the flags of tritonserver."
-    ),
+    "check": Stage(module="halfserve.export.cli.check", help="Find where a PyTorch model leaves its dtype.", extra="export"),
+    "serve": Stage(module="halfserve.serve.serve_command", help="Serve models over gRPC in batches.", configurable=True),
+    "triton": Stage(module="halfserve.serve.triton_flags", help="Serve models with the flags of tritonserver."),
     "cluster": Stage(
-        module="halfserve.serve.fleet.launch.cluster_commands",
-        function="cluster",
-        help="Serve models on many machines with Ray.",
-        extra="ray",
+        module="halfserve.serve.fleet.launch.cluster_commands", help="Serve models on many machines with Ray.", extra="ray"
     ),
-    "token": Stage(module="halfserve.serve.security.token_command", function="token", help="Make a bearer token for a server."),
-    "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
-    "infer": Stage(
-        module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction.", configurable=True
-    ),
+    "token": Stage(module="halfserve.serve.security.token_command", help="Make a bearer token for a server."),
+    "models": Stage(module="halfserve.serve.client.cli", help="List the models of a running server."),
+    "infer": Stage(module="halfserve.serve.client.cli", help="Ask a running server for a prediction.", configurable=True),
     "bench": Stage(
         module="halfserve.serve.benchmark.bench_command",
-        function="bench",
         help="Measure throughput and latency.",
         extra="bench",
         configurable=True,
     ),
-    "demo": Stage(
-        module="halfserve.examples.digits.demo", function="demo", help="The whole way on handwritten digits.", extra="demo"
-    ),
+    "demo": Stage(module="halfserve.examples.digits.demo", help="The whole way on handwritten digits.", extra="demo"),
 }
 
 
@@ -154,7 +118,7 @@ def command_of(name: str) -> Any:
     """A stage's command, from the module that holds it."""
     stage = STAGES[name]
     single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    function = getattr(stage.load(), stage.function)
+    function = getattr(stage.load(), name)
     if isinstance(function, typer.Typer):
         for command in function.registered_commands:
             command.cls = StageCommand
@@ -181,12 +145,9 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 class LazyGroup(TyperGroup):
-    """Lists the commands from STAGES and imports one only when it is the one called.
+    """Lists the commands from STAGES and imports one only when it is the one called."""
 
-    Attributes:
-        configurable: names of the commands whose options may be environment variables and keys of a config file.
-    """
-
+    # The commands whose options may be environment variables and keys of a config file.
     configurable = tuple(name for name, stage in STAGES.items() if stage.configurable)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the signature is typer's)

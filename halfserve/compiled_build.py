@@ -31,6 +31,7 @@ MODULES = (
     "engine.execution.delivery",
     "engine.execution.instance",
     "engine.execution.memory_limit",
+    "engine.execution.output_backlog",
     "engine.execution.short_batches",
     "engine.inference_core",
     "engine.model",

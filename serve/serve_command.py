@@ -18,8 +18,7 @@ from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
 from halfserve.serve.engine.resource_limits import FEWEST_FILES, allow_more, most_files
-from halfserve.serve.fleet.launch.process_count import check_room
-from halfserve.serve.fleet.launch.supervision import become_supervisor
+from halfserve.serve.fleet.launch.supervision import become_supervisor, check_room
 from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error

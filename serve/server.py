@@ -24,8 +24,8 @@ from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes, most_connections, most_files
 from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
-from halfserve.serve.fleet.member.membership import Membership, membership
-from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
+from halfserve.serve.fleet.member.membership import membership
+from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl

@@ -195,7 +195,7 @@ def test_ray_is_needed_by_few_modules_only() -> None:
 
 def test_the_supervisor_imports_the_standard_library_alone() -> None:
     """It is a process of its own, whose memory counts."""
-    known, found = set[str](), {"serve.fleet.launch.__main__"}
+    known, found = set[str](), {"serve.fleet.launch.supervisor"}
     while found - known:
         known |= found
         found |= {target for module in known for target in arrows()[module]}

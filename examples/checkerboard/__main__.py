@@ -76,25 +76,12 @@ def remarks(outcomes: Sequence[CheckerboardResult], device: torch.device) -> lis
 
 def summary(settings: CheckerboardSettings, outcomes: Sequence[CheckerboardResult], picture: str) -> dict[str, object]:
     """The results for `--json`; a loss that is not finite is null."""
-    return {
-        "device": str(settings.device),
-        "steps": settings.steps,
-        "size": settings.size,
-        "policy": settings.policy,
-        "picture": picture,
-        "outcomes": [
-            {
-                "dtype": outcome.dtype,
-                "loss": outcome.loss if math.isfinite(outcome.loss) else None,
-                "seconds": round(outcome.seconds, 4),
-                "milliseconds_per_step": round(outcome.milliseconds_per_step, 4),
-                "skipped_steps": outcome.skipped_steps,
-                "scale": outcome.scale,
-                "peak_bytes": outcome.peak_bytes,
-            }
-            for outcome in outcomes
-        ],
-    }
+    settled = {name: getattr(settings, name) for name in ("steps", "size", "policy")}
+    rows = [{name: value for name, value in vars(outcome).items() if name != "image"} for outcome in outcomes]
+    for row in rows:
+        row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None
+        row |= {name: round(row[name], 4) for name in ("seconds", "milliseconds_per_step")}
+    return {"device": str(settings.device), **settled, "picture": picture, "outcomes": rows}
 
 
 INCHES_PER_PANEL = 3.0
@@ -102,12 +89,7 @@ DOTS_PER_INCH = 100
 
 
 def draw(target: Tensor, outcomes: Sequence[CheckerboardResult]) -> bytes:
-    """A PNG of 300x330 pixels per panel.
-
-    Args:
-        target: Brightness between 0 and 1, shape (size, size).
-        outcomes: Whose images to draw, clipped to the same range.
-    """
+    """A PNG of 300x330 pixels per panel: the target of shape (size, size), between 0 and 1, and each outcome's image."""
     panels = [("target", target), *((f"{o.dtype}, loss {o.loss:.4f}", o.image) for o in outcomes)]
     figure = Figure(figsize=(INCHES_PER_PANEL * len(panels), INCHES_PER_PANEL * 1.1), layout="constrained")
     FigureCanvasAgg(figure)

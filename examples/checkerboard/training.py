@@ -23,30 +23,16 @@ class CheckerboardError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckerboardSettings:
-    """The settings of one training, the same for each precision.
-
-    Attributes:
-        device: That is trained on.
-        steps: Of the optimizer, skipped ones included.
-        size: Height and width of the image, in pixels.
-        squares: Along each side of the image.
-        width: Channels of the hidden layers.
-        learning_rate: Of Adam.
-        policy: Of autocast, in its string form.
-        seed: Of the weights.
-
-    Raises:
-        CheckerboardError: If a value is out of its range.
-    """
+    """The settings of one training, the same for each precision; CheckerboardError if a value is out of its range."""
 
     device: torch.device
-    steps: int = 120
-    size: int = SIZE_ON_CPU
-    squares: int = 4
-    width: int = 256
-    learning_rate: float = 1e-2
-    policy: str = "native"
-    seed: int = 0
+    steps: int = 120  # of the optimizer, skipped ones included
+    size: int = SIZE_ON_CPU  # height and width of the image, in pixels
+    squares: int = 4  # along each side of the image
+    width: int = 256  # channels of the hidden layers
+    learning_rate: float = 1e-2  # of Adam
+    policy: str = "native"  # of autocast, in its string form
+    seed: int = 0  # of the weights
 
     def __post_init__(self) -> None:
         for name in ("steps", "squares", "width"):
@@ -62,11 +48,7 @@ class CheckerboardSettings:
 
 
 def device_named(name: str) -> torch.device:
-    """The device of that name; `auto` is the accelerator if there is one, else the CPU.
-
-    Raises:
-        CheckerboardError: If the device cannot be used here.
-    """
+    """The device of that name; `auto` is the accelerator if there is one, else the CPU. CheckerboardError if it fails."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -103,14 +85,10 @@ def network(width: int = 256) -> nn.Sequential:
 
     In mixed precision the convolutions run in float16 or bfloat16; BatchNorm computes its statistics in float32 either way.
     """
-    channels = (2, *[width] * HIDDEN_LAYERS)
-    hidden = [layer for pair in pairwise(channels) for layer in _layer(*pair)]
-    return nn.Sequential(*hidden, nn.Conv2d(width, 1, kernel_size=1))
-
-
-def _layer(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
-    # BatchNorm has a bias.
-    return nn.Conv2d(channels_in, channels_out, kernel_size=1, bias=False), nn.BatchNorm2d(channels_out), nn.ReLU()
+    layers = list[nn.Module]()
+    for taken, given in pairwise((2, *[width] * HIDDEN_LAYERS)):  # without a bias, which BatchNorm has
+        layers += [nn.Conv2d(taken, given, kernel_size=1, bias=False), nn.BatchNorm2d(given), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(width, 1, kernel_size=1))
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -131,22 +109,19 @@ class CheckerboardResult:
 
 
 def train(settings: CheckerboardSettings, dtype: str, on_step: Callable[[], None] = lambda: None) -> CheckerboardResult:
-    """Train the network.
-
-    Args:
-        settings: The same for each precision that is to be compared.
-        dtype: `float32`, or `float16` or `bfloat16` for mixed precision; float16 scales the loss.
-        on_step: Called after each step.
-    """
+    """Train the network in `float32`, or with `float16` (which scales the loss) or `bfloat16` in mixed precision."""
     device = settings.device
-    _reset_peak_memory(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     model, skipped, durations = _Trained(settings, dtype), 0, list[float]()
     # Without TF32, which rounds float32 products to 10 bits.
     with torch.backends.cudnn.flags(benchmark=True, allow_tf32=False):
         for _ in range(settings.steps):
             started = time.monotonic()
             skipped += not model.step()
-            _wait_for(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             durations.append(time.monotonic() - started)
             on_step()
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -168,7 +143,9 @@ class _Trained:
 
     def __init__(self, settings: CheckerboardSettings, dtype: str) -> None:
         device, low = settings.device, dtype != "float32"
-        self.network = _fresh_network(settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self.network = network(settings.width).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.coordinates = coordinate_grid(settings.size).to(device, memory_format=torch.channels_last)
         self.target = checkerboard(settings.size, settings.squares).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=settings.learning_rate)
@@ -191,21 +168,3 @@ class _Trained:
         with torch.no_grad(), self.region:
             drawn: Tensor = self.network(self.coordinates)
         return drawn.float()
-
-
-def _fresh_network(settings: CheckerboardSettings) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        made: nn.Module = network(settings.width)
-    return made.to(settings.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -27,13 +27,7 @@ ROUNDS = 5
 
 
 def ask_held_out(address: str, model: str, data: str) -> float:
-    """Accuracy (a fraction) of the served model on the held-out images, requested over gRPC.
-
-    Args:
-        address: "host:port" of the server.
-        model: the served model's name; one input [batch, 1, 8, 8], one output [batch, 10].
-        data: MODULE:FACTORY of the images.
-    """
+    """Accuracy (a fraction) over gRPC of the model served at "host:port" on the held-out images of `data`, MODULE:FACTORY."""
     # Imported late: torch takes seconds to load, and `--help` and usage errors do not need it.
     import numpy as np  # noqa: PLC0415  (see above)
 
@@ -97,8 +91,11 @@ def demo(
 
     files = DemoFiles(out)
     files.folder.mkdir(parents=True, exist_ok=True)
-    _step(console, "1/5", "train in fp16", _train(files, epochs))
-    _step(console, "2/5", "convert to fp16, compare fp16 and bf16 with fp32, write the repository", _export(files))
+    train = ["train", MODEL, "--data", DATA, "--out", str(files.training), "--dtype", "float16", "--epochs", str(epochs)]
+    _step(console, "1/5", "train in fp16", train)
+    export = ["export", str(files.training / "checkpoint.pt"), "--repository", str(files.repository), "--name", NAME]
+    export += ["--precisions", "float16,bfloat16", "--fp32-twin"]
+    _step(console, "2/5", "convert to fp16, compare fp16 and bf16 with fp32, write the repository", export)
     console.print("\n[bold]\\[3/5] serve and ask[/bold]")
     with _server(console, str(files.repository)) as (address, _):
         served_accuracy = ask_held_out(address, NAME, DATA)
@@ -127,32 +124,8 @@ def demo(
     console.print(f"report: {files.report} ({time.monotonic() - started:.0f} s in all)")
 
 
-def _train(files: DemoFiles, epochs: int) -> list[str]:
-    return ["train", MODEL, "--data", DATA, "--out", str(files.training), "--dtype", "float16", "--epochs", str(epochs)]
-
-
-def _export(files: DemoFiles) -> list[str]:
-    return [
-        "export",
-        str(files.training / "checkpoint.pt"),
-        "--repository",
-        str(files.repository),
-        "--name",
-        NAME,
-        "--precisions",
-        "float16,bfloat16",
-        "--fp32-twin",
-    ]
-
-
 def _compared(console: Console, served: Mapping[str, Sequence[str]], seconds: float) -> list[dict[str, Any]]:
-    """Accuracy, rate and latency of servers, which are loaded in turns, so that noise falls on all of them.
-
-    Args:
-        console: where the commands are shown.
-        served: by what is served, options of `halfserve serve`; the first is compared with.
-        seconds: of measuring each.
-    """
+    """Accuracy, rate and latency of servers with these options, beside the first; loaded in turns: noise falls on all."""
     from halfserve.serve.benchmark.comparison import compare  # noqa: PLC0415  (as in `ask_held_out`)
     from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings  # noqa: PLC0415  (as above)
     from halfserve.serve.benchmark.measurement import Measurement, measure  # noqa: PLC0415  (as above)
@@ -164,12 +137,8 @@ def _compared(console: Console, served: Mapping[str, Sequence[str]], seconds: fl
         pairs = [(address, model["name"]) for (address, _), model in zip(running, models, strict=True)]
         accuracies = [ask_held_out(*pair, DATA) for pair in pairs]
         targets = [stack.enter_context(LoadTarget(address, [name], RequestSettings())) for address, name in pairs]
-        lines = compare(
-            list(served),
-            Load(concurrency=COMPARED_IN_FLIGHT),
-            ROUNDS,
-            lambda number, load: measure(targets[number].bench, load, how),
-        )
+        load = Load(concurrency=COMPARED_IN_FLIGHT)
+        lines = compare(list(served), load, ROUNDS, lambda number, load: measure(targets[number].bench, load, how))
         return [
             {
                 "file": line.name,
@@ -197,20 +166,15 @@ def _server(console: Console, *options: str) -> Iterator[tuple[str, dict[str, An
     console.print(f"$ halfserve {shlex.join(arguments)}")
     with subprocess.Popen(_command(arguments), stdout=subprocess.PIPE, text=True, env=_environment()) as process:
         try:
-            ready = _ready_line(cast("IO[str]", process.stdout))
+            line = cast("IO[str]", process.stdout).readline()
+            if not line:
+                raise DemoError("'halfserve serve' failed; its message is above")
+            ready = json.loads(line)
             models = ", ".join(f"{m['name']}/{m['version']} on {m['provider']}, {m['precision']}" for m in ready["models"])
             console.print(f"{models}; gRPC on port {ready['grpc_port']}, ready in {ready['seconds']:.2f} s")
             yield f"{ready['host']}:{ready['grpc_port']}", ready
         finally:
             process.terminate()
-
-
-def _ready_line(output: IO[str]) -> dict[str, Any]:
-    line = output.readline()
-    if not line:
-        raise DemoError("'halfserve serve' failed; its message is above")
-    ready: dict[str, Any] = json.loads(line)
-    return ready
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +27,15 @@ DOTS_PER_INCH = 150
 
 
 def training_plot(steps: Sequence[dict[str, Any]], epochs: Sequence[dict[str, Any]]) -> bytes:
-    """Draw a PNG with three panels over the optimizer steps.
-
-    Args:
-        steps: lines of train.jsonl, one per step: "step", "loss", "scale", "skipped".
-        epochs: lines of train.jsonl, one per epoch: "evaluation_loss", "accuracy".
-    """
+    """A PNG with three panels over the optimizer steps, from train.jsonl's lines of steps and epochs."""
     figure = Figure(figsize=(8, 7), layout="constrained")
     FigureCanvasAgg(figure)
     loss, accuracy, scale = figure.subplots(3, 1, sharex=True)
     numbers = [step["step"] for step in steps]
     ends = [round((i + 1) * len(steps) / max(1, len(epochs))) for i in range(len(epochs))]
 
-    loss.plot(numbers, [_finite(step["loss"]) for step in steps], color=BLUE, alpha=0.55, linewidth=1, label="training")
+    finite = [math.nan if step["loss"] is None else step["loss"] for step in steps]  # null where it overflowed: a gap
+    loss.plot(numbers, finite, color=BLUE, alpha=0.55, linewidth=1, label="training")
     loss.plot(ends, [epoch["evaluation_loss"] for epoch in epochs], "o-", color=ORANGE, linewidth=2, label="held out")
     loss.set_yscale("log")
     loss.set_ylabel("loss")
@@ -66,35 +63,18 @@ def training_plot(steps: Sequence[dict[str, Any]], epochs: Sequence[dict[str, An
     return picture.getvalue()
 
 
-def _finite(value: Any) -> float:
-    """The loss as a number; NaN leaves a gap in the line for an overflowed loss, which is written as null."""
-    return float(value) if isinstance(value, int | float) else float("nan")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """The figures of the report.
+    """The figures of the report."""
 
-    Attributes:
-        steps: lines of train.jsonl, one per optimizer step.
-        epochs: lines of train.jsonl, one per epoch.
-        certificate: certificate.json.
-        bench: bench.json.
-        bench_plot: the load test's picture, PNG.
-        served_accuracy: of the answers over gRPC, a fraction.
-        processor: its name.
-        precisions: for each precision that was served: "file", "computed_in", "accuracy", "requests_per_second",
-            "rate_ratio", "p99_ms".
-    """
-
-    steps: list[dict[str, Any]]
-    epochs: list[dict[str, Any]]
-    certificate: dict[str, Any]
-    bench: dict[str, Any]
-    bench_plot: bytes
-    served_accuracy: float
-    processor: str
-    precisions: list[dict[str, Any]]
+    steps: list[dict[str, Any]]  # lines of train.jsonl, one per optimizer step
+    epochs: list[dict[str, Any]]  # lines of train.jsonl, one per epoch
+    certificate: dict[str, Any]  # certificate.json
+    bench: dict[str, Any]  # bench.json
+    bench_plot: bytes  # the load test's picture, PNG
+    served_accuracy: float  # of the answers over gRPC, a fraction
+    processor: str  # its name
+    precisions: list[dict[str, Any]]  # of each that was served: file, computed_in, accuracy, and the figures under load
 
     @classmethod
     def read(cls, *, training: Path, certificate: Path, bench: Path, bench_plot: Path, **figures: Any) -> DemoResult:
@@ -185,20 +165,14 @@ def result_tables(result: DemoResult) -> Group:
     precision = Table(box=box.SIMPLE_HEAD, show_header=False, title="digits, end to end", title_justify="left")
     for row in precision_rows(result):
         precision.add_row(*row)
-    load = Table(box=box.SIMPLE_HEAD)
-    for heading in LEVEL_HEADINGS:
-        load.add_column(heading, justify="right")
-    for cells in level_rows(result):
-        load.add_row(*cells)
-    served = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"in each precision, {result.processor}; the server takes the fastest by itself",
-        title_justify="left",
-    )
-    for heading in PRECISION_HEADINGS:
-        served.add_column(heading, justify="left" if heading in PRECISION_HEADINGS[:2] else "right")
-    for cells in served_rows(result):
-        served.add_row(*cells)
+    load, served = Table(*LEVEL_HEADINGS, box=box.SIMPLE_HEAD), Table(*PRECISION_HEADINGS, box=box.SIMPLE_HEAD)
+    served.title = f"in each precision, {result.processor}; the server takes the fastest by itself"
+    served.title_justify = "left"
+    for column in [*load.columns, *served.columns[2:]]:
+        column.justify = "right"
+    for table, rows in ((load, level_rows(result)), (served, served_rows(result))):
+        for cells in rows:
+            table.add_row(*cells)
     return Group(precision, load, served)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from rich import print as show
 from torch.nn.functional import cross_entropy
 
 from halfserve.amp_core.integrations.accelerate import HalfserveAccelerator
 from halfserve.examples.digits.model import DigitsNet
-from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
+from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, batches, outcome
 
 
 def main(epochs: int = 3) -> TrainingOutcome:
@@ -25,10 +24,7 @@ def main(epochs: int = 3) -> TrainingOutcome:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             skipped += accelerator.optimizer_step_was_skipped
-    scaler = accelerator.scaler
-    outcome = TrainingOutcome(accuracy=accuracy(net), skipped=skipped, scale=scaler.get_scale() if scaler else 1.0)
-    show(str(outcome))
-    return outcome
+    return outcome(net, skipped, accelerator.scaler)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import print as show
 from torch.utils.data import DataLoader
 
 from halfserve.examples.digits.data import data
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from halfserve.amp_core.integrations.late_update import LateUpdate
 
 POLICY = "cuda"  # the documented CUDA lists, on any device
 LEARNING_RATE = 0.01
@@ -31,6 +34,13 @@ class TrainingOutcome:
 
     def __str__(self) -> str:
         return f"{self.accuracy:.1%} of the held-out digits recognized; {self.skipped} steps skipped; scale {self.scale:g}"
+
+
+def outcome(model: nn.Module, skipped: int, scaler: LateUpdate | None) -> TrainingOutcome:
+    """Measure the trained model, and print the outcome."""
+    result = TrainingOutcome(accuracy=accuracy(model), skipped=skipped, scale=scaler.get_scale() if scaler else 1.0)
+    show(str(result))
+    return result
 
 
 def batches() -> DataLoader[Any]:

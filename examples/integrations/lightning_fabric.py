@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from lightning.fabric import Fabric
-from rich import print as show
 from torch.nn.functional import cross_entropy
 
 from halfserve.amp_core.integrations.lightning import FabricPrecision
 from halfserve.examples.digits.model import DigitsNet
-from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
+from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, batches, outcome
 
 
 def main(epochs: int = 3) -> TrainingOutcome:
@@ -30,11 +29,7 @@ def main(epochs: int = 3) -> TrainingOutcome:
             optimizer.step()
             if plugin.scaler is not None:
                 skipped += plugin.scaler.step_was_skipped
-    outcome = TrainingOutcome(
-        accuracy=accuracy(net), skipped=skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0
-    )
-    show(str(outcome))
-    return outcome
+    return outcome(net, skipped, plugin.scaler)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from rich import print as show
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from halfserve.amp_core.integrations.lightning import TrainerPrecision
 from halfserve.examples.digits.model import DigitsNet
-from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
+from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, batches, outcome
 
 
 class Classifier(pl.LightningModule):
@@ -54,11 +53,7 @@ def main(epochs: int = 3) -> TrainingOutcome:
         enable_model_summary=False,
     )
     trainer.fit(classifier, batches())
-    outcome = TrainingOutcome(
-        accuracy=accuracy(classifier.net), skipped=classifier.skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0
-    )
-    show(str(outcome))
-    return outcome
+    return outcome(classifier.net, classifier.skipped, plugin.scaler)
 
 
 if __name__ == "__main__":

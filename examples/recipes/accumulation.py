@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from halfserve.examples.recipes.precision import Figures, Precision, network, regression, report
+from halfserve.examples.recipes.precision import DTYPES, Figures, Precision, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -29,17 +29,9 @@ def accumulated_step(
     batches: Sequence[tuple[Tensor, Tensor]],
     clip: float = math.inf,
 ) -> float:
-    """One optimizer step for several batches.
+    """One optimizer step for several batches, pairs (inputs, targets) that may differ in size.
 
-    Args:
-        precision: The region and the scaler.
-        model: That is trained.
-        optimizer: Of its parameters.
-        batches: Pairs (inputs, targets); their first dimensions may differ.
-        clip: The largest norm of the gradients of all batches together.
-
-    Returns:
-        The mean squared error over all samples, before the step.
+    Returns the mean squared error over all samples, before the step. `clip` bounds the norm of all batches' gradients together.
     """
     samples = sum(len(inputs) for inputs, _ in batches)
     optimizer.zero_grad()
@@ -78,8 +70,7 @@ def run(
 ) -> None:
     """Train with accumulated gradients in float32 and in float16, beside float32 with the whole batch at once."""
     figures = {"float32 at once": train(torch.float32, steps, 1)}
-    dtypes = {"float32": torch.float32, "float16": torch.float16}
-    report(figures | {name: train(dtype, steps, batches) for name, dtype in dtypes.items()}, as_json=as_json)
+    report(figures | {name: train(dtype, steps, batches) for name, dtype in DTYPES.items()}, as_json=as_json)
 
 
 if __name__ == "__main__":

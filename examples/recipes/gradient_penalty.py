@@ -18,7 +18,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from halfserve.examples.recipes.precision import Figures, Precision, network, regression, report
+from halfserve.examples.recipes.precision import DTYPES, Figures, Precision, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -28,14 +28,8 @@ def backward_with_penalty(
 ) -> tuple[Tensor, Tensor]:
     """Run backward for loss + weight * |gradient of the loss|^2, leaving scaled gradients for the scaler to step with.
 
-    Args:
-        precision: The region and the scaler.
-        loss_of: Computes the scalar loss; called inside the region.
-        sources: With respect to which the gradient is penalized, float32: the inputs here; the parameters work as well.
-        weight: Of the penalty.
-
-    Returns:
-        The loss and the penalty (without its weight), float32 scalars.
+    The gradient is by the float32 `sources`: the inputs here; the parameters work as well. `loss_of` is called inside the
+    region. Returns the loss and the penalty (without its weight), float32 scalars.
     """
     scaler = precision.scaler
     with precision.region:
@@ -74,8 +68,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train with a gradient penalty in float32 and in float16."""
-    dtypes = {"float32": torch.float32, "float16": torch.float16}
-    report({name: train(dtype, steps, weight) for name, dtype in dtypes.items()}, as_json=as_json)
+    report({name: train(dtype, steps, weight) for name, dtype in DTYPES.items()}, as_json=as_json)
 
 
 if __name__ == "__main__":

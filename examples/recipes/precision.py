@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from halfserve import GradScaler, autocast
 
 INPUTS = 8
+DTYPES = {"float32": torch.float32, "float16": torch.float16}  # that are compared
 
 
 def device_in_use() -> torch.device:

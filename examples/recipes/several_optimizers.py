@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from halfserve.examples.recipes.precision import INPUTS, Figures, Precision, device_in_use, network, regression, report
+from halfserve.examples.recipes.precision import DTYPES, INPUTS, Figures, Precision, device_in_use, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 HIDDEN = 64
@@ -40,12 +40,7 @@ class Learner:
 def train_step(precision: Precision, predictor: Learner, probe: Learner, inputs: Tensor, targets: Tensor) -> None:
     """One iteration: two backwards, two steps of which each may be skipped on its own, one update of the scale.
 
-    Args:
-        precision: The region and the scaler that both share.
-        predictor: A `nn.Sequential` whose last layer reads the features.
-        probe: From features of shape (n, 64) to inputs.
-        inputs: float32, shape (n, 8).
-        targets: float32, shape (n, 1).
+    The predictor is a `nn.Sequential` whose last layer reads the features, of shape (n, 64), from which the probe tells inputs.
     """
     body, head = predictor.module[:-1], predictor.module[-1]  # type: ignore[index]
     with precision.region:
@@ -92,8 +87,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train two modules with one scaler in float32 and in float16."""
-    dtypes = {"float32": torch.float32, "float16": torch.float16}
-    report({name: train(dtype, steps) for name, dtype in dtypes.items()}, as_json=as_json)
+    report({name: train(dtype, steps) for name, dtype in DTYPES.items()}, as_json=as_json)
 
 
 if __name__ == "__main__":

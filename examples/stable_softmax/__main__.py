@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -110,18 +110,10 @@ def measure(case: SoftmaxCase) -> SoftmaxErrors:
     )
 
 
-def measure_all() -> Iterator[SoftmaxErrors]:
-    return map(measure, cases())
-
-
 def error_in_units(result: Tensor, exact: Tensor) -> float:
     """The largest error of a result in units of float16's resolution: of eps = 2^-10 of the exact value, or of 2^-24 near 0.
 
-    A correctly rounded result has an error of at most half a unit.
-
-    Args:
-        result: Any floating dtype.
-        exact: float64, of the same shape.
+    A correctly rounded result has an error of at most half a unit. `exact` is float64, of the result's shape.
     """
     # Beyond float16's range, infinity is the correctly rounded value.
     rounded = exact.half().double()
@@ -135,12 +127,7 @@ def _row(*logits: float) -> Tensor:
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-COLUMNS = {
-    "naive": "textbook",
-    "stable_in_float16": "stable/fp16",
-    "stable": "stable/fp32",
-    "torch": "torch",
-}
+COLUMNS = {"naive": "textbook", "stable_in_float16": "stable/fp16", "stable": "stable/fp32", "torch": "torch"}
 
 
 @app.command()
@@ -149,7 +136,7 @@ def run(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
     Example: python -m halfserve.examples.stable_softmax
     """
-    rows = list(measure_all())
+    rows = [measure(case) for case in cases()]
     if as_json:
         typer.echo(json.dumps({"unit": "float16 resolution", "cases": [_json(row) for row in rows]}))
         return

@@ -213,11 +213,7 @@ PULLED_ALONG = ("part of ", "tied to ")
 class TensorAttribute:
     """A wide tensor that is an attribute, in a list, tuple or dict that is one, or an attribute of the class.
 
-    Attributes:
-        module: Dotted name of the module that holds it.
-        name: The attribute, from the module: "scale", "tables.0".
-        tensor: The tensor.
-        place: The place where the attribute is assigned.
+    It is held by `module`, a dotted name, as `name` ("scale", "tables.0"), and assigned at `place`.
     """
 
     module: str

@@ -28,12 +28,7 @@ _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of code.
-
-    Attributes:
-        path: The file as Python names it.
-        line: The number of the line, from 1.
-    """
+    """A line of code, counted from 1, in a file as Python names it."""
 
     path: str
     line: int

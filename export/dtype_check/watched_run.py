@@ -173,15 +173,7 @@ class ModuleStack:
 
 @dataclass
 class WatchedRun:
-    """One watched run of a model.
-
-    Attributes:
-        watcher: Executes and inspects the operations.
-        locator: Finds the user's lines.
-        half: The half-precision type that the model is checked in.
-        modules: The modules that are running.
-        call: The user's call that is running.
-    """
+    """One watched run of a model, with the modules and the user's call that are running."""
 
     watcher: RunWatcher
     locator: SourceLocator

@@ -48,10 +48,8 @@ class TensorDecision:
 class ModuleRepair:
     """A change of the float32 model, equal in exact arithmetic, after which float16 holds it better.
 
-    Attributes:
-        pass_name: "fold_batch_norm", "bake_parametrization" or "renormalise_embedding".
-        nodes: Dotted names of the changed submodules.
-        text: The change in words.
+    `pass_name` is "fold_batch_norm", "bake_parametrization" or "renormalise_embedding", and `nodes` are the changed submodules,
+    by dotted name.
     """
 
     pass_name: str

@@ -28,11 +28,8 @@ FREQUENCY_TABLE = re.compile(r"(^|\.|_)(inv_freqs?|inverse_frequenc(y|ies)|freqs
 class HeldTensor:
     """A tensor in a module.
 
-    Attributes:
-        name: The tensor's dotted name; `block.tables.0` for the first tensor of the list `block.tables`.
-        owner: Dotted name of the submodule that holds it.
-        kind: A parameter, a buffer, or an attribute: assigned without registration, so that `.half()` skips it.
-        tensor: The tensor.
+    Its dotted name is `block.tables.0` for the first tensor of the list `block.tables`, and `owner` that of the submodule that
+    holds it. An attribute is assigned without registration, so that `.half()` skips it.
     """
 
     name: str
@@ -137,7 +134,7 @@ def _reason_to_keep(name: str, tensor: Tensor, ledger: WeightLedger, half: HalfT
     if ledger.overflow:
         largest = tensor.detach().abs().max().item()
         return f"{ledger.overflow} of {tensor.numel()} values over {half.largest:g} (largest {largest:.3g})"
-    if ledger.flushed and ledger.flushed == _count(tensor != 0):
+    if ledger.flushed and ledger.flushed == int((tensor != 0).sum()):
         return f"every non-zero value is under {half.smallest_subnormal:.0g} and would become 0"
     if is_buffer and FREQUENCY_TABLE.search(name):
         return "a frequency table: its rounding error grows with the position"
@@ -159,7 +156,3 @@ def _is_additive_mask(tensor: Tensor) -> bool:
 def _loses_counts(tensor: Tensor, half: HalfType) -> bool:
     whole = tensor.isfinite().all() and (tensor == tensor.round()).all()
     return bool(whole) and bool((tensor.to(torch_dtype(half)).to(tensor.dtype) != tensor).any())
-
-
-def _count(mask: Tensor) -> int:
-    return int(mask.sum())

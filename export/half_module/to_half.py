@@ -23,11 +23,9 @@ from halfserve.export.to_onnx.forward_call import require_python
 
 @dataclass(frozen=True, kw_only=True)
 class HalfResult:
-    """A converted module and its report; `rich.print` shows the report as a table.
+    """A converted copy of a module, in evaluation mode, and its report; `rich.print` shows the report as a table.
 
-    Attributes:
-        module: A copy, in evaluation mode; floating inputs are expected in the half type, and outputs have it.
-        report: One decision per tensor.
+    Floating inputs are expected in the half type, and outputs have it.
     """
 
     module: nn.Module

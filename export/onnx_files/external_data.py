@@ -21,13 +21,7 @@ _PLACEHOLDER = "halfserve.placeholder"
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The place of one tensor's bytes.
-
-    Attributes:
-        location: The path relative to the model's folder, or the path of the model file itself.
-        offset: The offset from the file's start in bytes.
-        length: The length in bytes.
-    """
+    """The place of one tensor's bytes: offset and length in a file, whose path is relative to the model's folder."""
 
     location: str
     offset: int
@@ -199,12 +193,7 @@ def _mapped(tensor: onnx_ir.ExternalTensor, folder: Path) -> FileTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedModel:
-    """A model's message without its large initializers, and these initializers.
-
-    Attributes:
-        proto: The model's message; the initializers in `tensors` lack their bytes.
-        tensors: These initializers with their messages in `proto`, in the model's order.
-    """
+    """A model's message, and the large initializers that it lacks, each with its message in `proto`, in the model's order."""
 
     proto: onnx.ModelProto
     tensors: tuple[tuple[onnx_ir.TensorProtocol, onnx.TensorProto], ...]

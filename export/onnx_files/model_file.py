@@ -290,7 +290,7 @@ def growth(source: ModelFile, converted: ModelFile) -> str | None:
     before, after = _parts(source), _parts(converted)
     changes = sorted(((after[part] - before[part], part) for part in after if after[part] != before[part]), reverse=True)
     texts = [f"{abs(change):,} {'more' if change > 0 else 'fewer'} in {part}" for change, part in changes]
-    return f"than its source by {_bytes(more)}: {', '.join(texts)}"
+    return f"than its source by {more:,} byte{'' if more == 1 else 's'}: {', '.join(texts)}"
 
 
 def _parts(model: ModelFile) -> dict[str, int]:
@@ -308,7 +308,3 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
     if tensor.data_type == onnx.TensorProto.STRING:
         return sum(len(text) for text in tensor.string_data)
     return prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-
-
-def _bytes(count: int) -> str:
-    return f"{count:,} byte" if count == 1 else f"{count:,} bytes"

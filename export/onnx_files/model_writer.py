@@ -40,13 +40,7 @@ _Message = TypeVar("_Message", onnx.ModelProto, onnx.GraphProto, onnx.TensorProt
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
-    """A model that is written, but not yet published.
-
-    Attributes:
-        path: The model file, in a hidden folder; it can be opened like any other.
-        target: The path to publish it to.
-        data_files: The model's data files, beside `path`.
-    """
+    """A model that is written to a hidden folder, where it can be opened like any other, but not yet published to `target`."""
 
     path: Path
     target: Path

@@ -222,7 +222,7 @@ class Caster:
         for place, output in enumerate(graph.outputs):
             if output is value:
                 graph.outputs[place] = converted
-        value.name = self._names.value(f"{name}_{_SUFFIX[_dtype(value)]}")
+        value.name = self._names.value(f"{name}_{_SUFFIX[value.dtype or onnx_ir.DataType.UNDEFINED]}")
         converted.name = name
         if value.shape is not None:  # the interface may declare more than is known of a cast's source
             converted.shape = value.shape.copy()
@@ -257,10 +257,6 @@ def _home(value: onnx_ir.Value) -> onnx_ir.Graph:
     if not isinstance(graph, onnx_ir.Graph):
         raise TypeError(f"{value.name!r} belongs to no graph")
     return graph
-
-
-def _dtype(value: onnx_ir.Value) -> onnx_ir.DataType:
-    return value.dtype or onnx_ir.DataType.UNDEFINED
 
 
 def drop_idle_casts(model: onnx_ir.Model, half: onnx_ir.DataType) -> int:

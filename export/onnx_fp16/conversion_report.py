@@ -22,13 +22,7 @@ _UNCOUNTED = frozenset({"Cast", "CastLike", "Constant", "Identity"})
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """One rewrite of the float32 graph before its conversion.
-
-    Attributes:
-        pass_name: The pass that made it.
-        nodes: Names of the nodes concerned.
-        text: The change and its reason, in one line.
-    """
+    """One rewrite of the float32 graph before its conversion: the pass, the nodes, the change and its reason in one line."""
 
     pass_name: str
     nodes: tuple[str, ...]

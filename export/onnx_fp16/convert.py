@@ -50,12 +50,7 @@ class ConvertArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A converted model.
-
-    Attributes:
-        model: The model, the object that was given.
-        report: The report.
-    """
+    """A converted model, the object that was given, and its report."""
 
     model: onnx_ir.Model
     report: ConversionReport
@@ -218,13 +213,7 @@ def convert_float_to_float16(
 
 @dataclass(frozen=True, kw_only=True)
 class StagedConversion:
-    """A conversion that is written, but not yet published.
-
-    Attributes:
-        source: The model that was converted.
-        conversion: The converted model and its report.
-        staged: The model's files; `staged.publish()` puts them into place.
-    """
+    """A conversion that is written, but not yet published: `staged.publish()` puts its files into place."""
 
     source: ModelFile
     conversion: Conversion

@@ -121,7 +121,8 @@ def _raise_node(node: onnx_ir.Node, before: int, after: int, names: FreshNames) 
             f"the opset cannot be raised: BatchNormalization {node.name!r} trains; export the model for inference"
         )
     if before < 16 <= after and node.op_type == "RoiAlign":
-        _set_default(node, "coordinate_transformation_mode", "output_half_pixel")
+        mode = onnx_ir.AttrString("coordinate_transformation_mode", "output_half_pixel")  # the default before
+        node.attributes.setdefault(mode.name, mode)
     if before < 18 <= after and node.op_type in _REDUCTIONS and (axes := node.attributes.pop("axes", None)) is not None:
         node.resize_inputs(2)
         node.replace_input_with(1, _whole_numbers(node, "axes", axes.as_ints(), names))
@@ -138,11 +139,6 @@ def _raise_node(node: onnx_ir.Node, before: int, after: int, names: FreshNames) 
             f"the opset cannot be raised from {before} to {after}: GroupNormalization {node.name!r} has one scale for each "
             "group, from opset 21 on one for each channel; export the model at opset 21 or later, or leave --upgrade-opset out"
         )
-
-
-def _set_default(node: onnx_ir.Node, name: str, value: str) -> None:
-    if name not in node.attributes:
-        node.attributes[name] = onnx_ir.AttrString(name, value)
 
 
 def _whole_numbers(node: onnx_ir.Node, what: str, numbers: Sequence[int] | int | None, names: FreshNames) -> onnx_ir.Value:

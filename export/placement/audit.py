@@ -97,7 +97,8 @@ def audit_placement(
             path.write_bytes(opened.content)
         optimized = str(Path(folder) / "optimized.onnx") if opened.size_bytes <= largest_optimized_bytes else ""
         answer, level, crashes = _opened(path, wanted, levels, optimized, worker)
-        counts = _counts(Path(optimized)) if optimized else None
+        ran = all_nodes(onnx.load(optimized, load_external_data=False)) if optimized else None
+        counts = None if ran is None else Counter(node.op_type for node in ran)
     return Placement(
         assigned=answer["assigned"],
         level=level,
@@ -118,10 +119,6 @@ def _providers(providers: Sequence[str] | None) -> list[str]:
     if missing:
         raise ExportError(f"this ONNX Runtime has no {missing[0]!r}; it has {', '.join(available)}")
     return list(providers or [name for name in ("CUDAExecutionProvider", CPU) if name in available])
-
-
-def _counts(optimized: Path) -> Counter[str]:
-    return Counter(node.op_type for node in all_nodes(onnx.load(optimized, load_external_data=False)))
 
 
 def _opened(

@@ -62,12 +62,9 @@ class CudaWarning:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The kernels of one operator at a range of opsets.
+    """The kernels of one operator from a first to a last opset of its domain, both included.
 
-    Attributes:
-        first: The first opset of the operator's domain.
-        last: The last one, included.
-        types: Letters of `FLOATS` for the floating types that it takes, and `OTHER` for any other.
+    Their types are letters of `FLOATS` for the floating types that they take, and `OTHER` for any other.
     """
 
     first: int

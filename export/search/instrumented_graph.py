@@ -166,12 +166,9 @@ def gathered(builder: GraphBuilder, scalars: Sequence[str], output: str, chunk: 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorProbe:
-    """Meaning of one number that the graph yields; see `RoundingErrors` for the kinds.
+    """Meaning of one number that the graph yields: its kind, an attribute of `RoundingErrors`, and the measured value.
 
-    Attributes:
-        kind: Attribute of `RoundingErrors` that holds the number.
-        value: Name of the measured value.
-        source: For "inherited", name of the input; empty for all inputs together.
+    For "inherited", `source` is the name of the input; empty for all inputs together.
     """
 
     kind: ProbeKind

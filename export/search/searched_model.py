@@ -19,13 +19,8 @@ from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 class SearchedNode:
     """A node of the main graph, including its bodies, that computes on floats.
 
-    Attributes:
-        name: Name of the node.
-        op_type: Operator, with its domain unless that is ONNX's own.
-        module: The torch module that it comes from, from the model's metadata.
-        source: The source line that it comes from, from the model's metadata.
-        op: The torch operation that it comes from, such as "aten::linear", from the model's metadata.
-        weight_bytes: The number of bytes that its weights save in float16.
+    The torch module, the source line and the torch operation ("aten::linear") that it comes from are those of the model's
+    metadata. `weight_bytes` is the number of bytes that its weights save in float16.
     """
 
     name: str

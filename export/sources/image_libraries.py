@@ -32,13 +32,10 @@ LIBRARIES = ("timm", "torchvision")
 
 @dataclass(frozen=True, kw_only=True)
 class _Classifier:
-    """A network of a library, not yet with the user's weights.
+    """A network of a library, not yet with the user's weights, and the preprocessing of its published ones.
 
-    Attributes:
-        network: Takes images (batch, 3, height, width).
-        preprocessing: The preprocessing that its published weights were trained with.
-        labels: Names of the classes; empty where they are not known.
-        note: What the report says about the preparation of pictures.
+    It takes images (batch, 3, height, width). Labels are empty where they are not known; the note is about the preparation of
+    pictures.
     """
 
     network: nn.Module

@@ -80,7 +80,8 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
     kind = kind_of(path)
     if kind is FileKind.TORCH_ARCHIVE or kind is FileKind.PICKLE:
         if is_checkpoint(path):
-            _require_no_samples(path, options)
+            if options.samples is not None:
+                raise UsageError(f"--samples does not belong to a checkpoint: {path} names its held-out set, which is used")
             return open_checkpoint(path, options)
         if is_state_dict(path):
             raise ExportError(f"{path} holds {described_weights(path)}, and no module; {_needs_factory(path)}")
@@ -91,11 +92,6 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
         raise ExportError(f"{path} holds {described_weights(path)}, and no module; {_needs_factory(path)}")
     advice = ADVICE.get(kind)
     raise ExportError(f"{path} is {kind.value}; {advice(path) if advice else EXPECTED}")
-
-
-def _require_no_samples(path: Path, options: SourceOptions) -> None:
-    if options.samples is not None:
-        raise UsageError(f"--samples does not belong to a checkpoint: {path} names its held-out set, which is used")
 
 
 def _needs_factory(path: Path) -> str:

@@ -146,12 +146,9 @@ def _staged_model(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandbox
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLevels:
-    """Results of ONNX Runtime's CPU provider.
+    """Results of ONNX Runtime's CPU provider: verdicts on all levels that were tried, and the failures above the chosen one.
 
-    Attributes:
-        answer: The result at the highest sound level, or else at the highest that gives answers.
-        probe: The level, and the failures at higher levels.
-        levels: Verdicts on all levels that were tried.
+    The answer is that at the highest sound level, or else at the highest that gives answers.
     """
 
     answer: RunResult

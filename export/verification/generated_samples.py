@@ -283,16 +283,13 @@ def synthesize(
             memory.
     """
     graph = (model if isinstance(model, ModelFile) else open_model(model)).outline.graph
-    wanted = inputs_of(onnx.ModelProto(graph=onnx.GraphProto(input=graph.input, initializer=_names_only(graph))))
+    names = [onnx.TensorProto(name=tensor.name) for tensor in graph.initializer]
+    wanted = inputs_of(onnx.ModelProto(graph=onnx.GraphProto(input=graph.input, initializer=names)))
     dims = dims or {}
     _require_known(wanted, dims)
     limits = dict(_index_limits(graph))
     generator = np.random.default_rng(seed)
     return [_made(value, _shape(value, dims), limits.get(value.name), generator) for value in wanted]
-
-
-def _names_only(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    return (onnx.TensorProto(name=tensor.name) for tensor in graph.initializer)
 
 
 def _require_known(wanted: list[Input], dims: Mapping[str, int]) -> None:

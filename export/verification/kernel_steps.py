@@ -238,13 +238,7 @@ def _turn(part: str, half: int) -> onnx.GraphProto:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredConstants:
-    """The constants of one graph.
-
-    Attributes:
-        half: The half-precision type of the nodes.
-        opset: The opset version of ONNX's own operators.
-        tensors: Weights and constants that the graph sees, by name.
-    """
+    """The weights and constants that one graph sees, by name, and the half type of its nodes."""
 
     half: HalfType
     opset: int

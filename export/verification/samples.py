@@ -291,14 +291,7 @@ def load_labels(path: Path) -> Array:
     Raises:
         ExportError: The file cannot be read, or holds anything else.
     """
-    try:
-        with path.open("rb") as file:  # numpy leaves a file that is not an archive open
-            loaded = np.load(file, allow_pickle=False)
-            arrays = [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in loaded.files]
-    except OSError as error:
-        raise ExportError(f"cannot read the labels {path}: {error.strerror or error}") from error
-    except Exception as error:  # numpy evaluates a header as Python source and allocates what it names
-        raise ExportError(f"{path} is no .npy file of numbers; write one with numpy.save(path, labels)") from error
+    arrays = list(read_array_file(path, "labels", ".npy file of numbers; write one with numpy.save(path, labels)").values())
     if len(arrays) != 1 or not np.issubdtype(arrays[0].dtype, np.integer):
         found = ", ".join(f"{array.dtype} {list(array.shape)}" for array in arrays) or "nothing"
         raise ExportError(f"{path} holds {found}; expected one array of whole numbers, the class of every sample")
@@ -331,7 +324,11 @@ def load_samples(source: Path | Mapping[str, Array], model: ModelFile) -> list[A
     return [_fitting(arrays[value.name], value, path) for value in inputs]
 
 
-def read_array_file(path: Path) -> dict[str, Array]:
+def read_array_file(
+    path: Path,
+    what: str = "samples",
+    expected: str = ".npz file of numbers; write one with numpy.savez(path, input_name=array)",
+) -> dict[str, Array]:
     """The arrays of an .npz by name, or of an .npy under `UNNAMED`.
 
     Raises:
@@ -342,9 +339,9 @@ def read_array_file(path: Path) -> dict[str, Array]:
             loaded = np.load(file, allow_pickle=False)
             return {UNNAMED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
     except OSError as error:
-        raise ExportError(f"cannot read the samples {path}: {error.strerror or error}") from error
+        raise ExportError(f"cannot read the {what} {path}: {error.strerror or error}") from error
     except Exception as error:  # numpy evaluates the header, and allocates the size that it states
-        raise ExportError(f"{path} is no .npz file of numbers; write one with numpy.savez(path, input_name=array)") from error
+        raise ExportError(f"{path} is no {expected}") from error
 
 
 def _fitting(array: Array, wanted: Input, path: Path) -> Array:

@@ -16,10 +16,7 @@ class PendingFile:
     """A file that is written beside `path` and gets that name when it is published.
 
     A symbolic link keeps pointing to its target, which is replaced. The new file gets the old one's permissions. Anything but a
-    regular file, such as a pipe or /dev/null, cannot be replaced: it is written to directly.
-
-    Attributes:
-        file: The file, open for writing.
+    regular file, such as a pipe or /dev/null, cannot be replaced: it is written to directly. `file` is open for writing.
 
     Raises:
         OSError: The folder is missing or cannot be written to, or the disk is full. `filename` is `path`.
@@ -67,12 +64,6 @@ class PendingFile:
 def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
     """Open a file for writing that takes its place when the block ends without an error; see `PendingFile`.
 
-    Args:
-        path: The path of the file; its folder must exist.
-
-    Yields:
-        The open temporary file.
-
     Raises:
         OSError: See `PendingFile`. What was at `path` stays as it was.
     """
@@ -88,11 +79,7 @@ def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file whose bytes are on the disk when the block ends.
-
-    Raises:
-        OSError: As the system reports it (FileExistsError where something is already there).
-    """
+    """Open a new file whose bytes are on the disk when the block ends; FileExistsError where something is already there."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -100,21 +87,13 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_and_sync(path: Path, content: bytes) -> None:
-    """Write a new file and wait until its bytes are on the disk.
-
-    Raises:
-        OSError: See `synced`.
-    """
+    """Write a new file and wait until its bytes are on the disk; see `synced`."""
     with synced(path) as file:
         file.write(content)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries (names created, renamed, removed in it) are on the disk.
-
-    Raises:
-        OSError: As the system reports it.
-    """
+    """Wait until the folder's entries (names created, renamed, removed in it) are on the disk."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows has no handle for this; its renames are journalled
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -69,9 +69,7 @@ def redacted(text: str) -> str:
 class ObjectStore:
     """A folder of an object store, or one file and the objects beside it whose names begin with its name. Thread-safe.
 
-    Attributes:
-        url: The URL without credentials, for messages.
-        file: The name of the one file; "" for a folder.
+    Every method raises StorageError, one line, where the store cannot do what it asks for.
     """
 
     def __init__(self, url: str, *, file_suffixes: Sequence[str] = ()) -> None:
@@ -80,14 +78,14 @@ class ObjectStore:
         Raises:
             StorageError: The URL is not valid, or the package that opens it is not installed.
         """
-        self.url = redacted(url).rstrip("/")
+        self.url = redacted(url).rstrip("/")  # without credentials, for messages
         self._protocol = re.split(r"::|://", url, maxsplit=1)[0].lower()
         # Errors of the store's client may quote these secrets.
         found = [found[0].rstrip("@") for found in USER_INFO.finditer(url)] + [found[0][1:] for found in QUERY.finditer(url)]
         parts = [part for text in found for part in (text, text.partition(":")[2], *re.findall(r"=([^&]+)", text))]
         self._secrets = sorted({secret for part in parts for secret in (part, unquote(part)) if len(secret) > 3}, key=len)
         self._fs, root = self._opened(url)
-        self.file = ""
+        self.file = ""  # the name of the one file; "" for a folder
         self._root = root.rstrip("/")
         if self._root.endswith(tuple(file_suffixes)):
             self._root, _, self.file = self._root.rpartition("/")
@@ -127,11 +125,7 @@ class ObjectStore:
         return f"{self.url}: what opens {self._protocol}:// is not installed; {install}"
 
     def objects(self) -> dict[str, StoredObject]:
-        """Everything in the folder now, by path; for a single file, it and the objects beside it.
-
-        Raises:
-            StorageError: The store cannot be read, or has nothing there.
-        """
+        """Everything in the folder now, by path; for a single file, it and what is beside it; StorageError if nothing is."""
         with self._told("cannot be read"):
             if self.file:
                 self._fs.invalidate_cache()
@@ -148,11 +142,7 @@ class ObjectStore:
         return objects
 
     def paths_below(self, folder: str) -> list[str]:
-        """Paths of the objects in a folder, relative to it; empty if the folder does not exist.
-
-        Raises:
-            StorageError: The store cannot be read.
-        """
+        """Paths of the objects in a folder, relative to it; empty if the folder does not exist."""
         with self._told("cannot be read", folder):
             try:
                 found = self._found(f"{self._root}/{folder}")
@@ -185,14 +175,7 @@ class ObjectStore:
         return name[len(self._root) + 1 :] if inside else ""
 
     def read_ranges(self, ranges: Sequence[tuple[StoredObject, int, int]]) -> list[bytes]:
-        """Read several ranges of bytes, concurrently if the implementation can.
-
-        Args:
-            ranges: Object, first byte, and the byte after the last one, for each range.
-
-        Raises:
-            StorageError: A range cannot be read in full after several attempts.
-        """
+        """Read ranges of bytes (object, first byte, byte after the last one), several times if one does not come in full."""
         done: dict[int, bytes] = {}
         failure: tuple[StoredObject, BaseException] | None = None
         for attempt in range(TRIES):
@@ -225,11 +208,7 @@ class ObjectStore:
         """Whether a copy has the content that the object's tag promises; True if the tag says nothing about the content.
 
         S3's ETag is the MD5 of an object that was written in one piece, unless the object is encrypted with a KMS or client
-        key.
-
-        Raises:
-            StorageError: The store cannot be asked.
-            OSError: The copy cannot be read.
+        key. OSError if the copy cannot be read.
         """
         promised = MD5.fullmatch(stored.tag) if self._extra == "s3" else None
         if promised is None:
@@ -246,31 +225,18 @@ class ObjectStore:
         return "SSECustomerAlgorithm" in head or head.get("ServerSideEncryption", "AES256") != "AES256"
 
     def read(self, path: str) -> bytes:
-        """Read a small object.
-
-        Raises:
-            StorageError: It cannot be read.
-        """
+        """Read a small object."""
         with self._told("cannot be read", path):
             return bytes(self._fs.cat_file(f"{self._root}/{path}"))
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO]:
-        """Open a large object of which only parts are read.
-
-        Raises:
-            StorageError: It cannot be read.
-        """
+        """Open a large object of which only parts are read."""
         with self._told("cannot be read", path), self._fs.open(f"{self._root}/{path}", "rb") as file:
             yield file
 
     def put(self, source: Path, path: str, *, new: bool = False) -> None:
-        """Write an object completely or not at all; with `new`, it must not exist yet.
-
-        Raises:
-            ObjectExistsError: It is there.
-            StorageError: It cannot be written.
-        """
+        """Write an object completely or not at all; with `new`, ObjectExistsError if it exists."""
         with self._told("cannot be written", path):
             target = f"{self._root}/{path}"
             try:
@@ -287,11 +253,7 @@ class ObjectStore:
                 raise ObjectExistsError(f"{self.url}/{path}: exists")
 
     def remove(self, path: str) -> None:
-        """Remove an object.
-
-        Raises:
-            StorageError: It cannot be removed.
-        """
+        """Remove an object."""
         with self._told("cannot be removed", path):
             self._fs.rm_file(f"{self._root}/{path}")
 

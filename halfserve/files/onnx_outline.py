@@ -49,15 +49,10 @@ class OnnxOutline(Generic[M]):
 
 
 def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
-    """Read a model from a file, without the main graph's large weights.
-
-    Args:
-        file: the ONNX file, seekable, at its beginning.
-        size: size of the file in bytes.
-        model: the class onnx.ModelProto.
+    """Read a model, onnx.ModelProto, from a seekable file at its beginning, without the main graph's large weights.
 
     Raises:
-        ValueError: the file is no protobuf message, or ends within one.
+        DamagedFileError: the file is no protobuf message, or ends within one.
         google.protobuf.message.DecodeError: a field has the wrong type.
         OSError: the file cannot be read.
     """
@@ -71,14 +66,10 @@ def read_outline(file: BinaryIO, size: int, model: type[M]) -> OnnxOutline[M]:
 
 
 def without_large_tensors(file: BinaryIO, size: int, location: str, *, large_bytes: int) -> bytes:
-    """Serialize a model with every large tensor, also those in bodies, as external data at `location`.
+    """Serialize a model with every large tensor, also those in bodies, as external data at `location`, the file's path.
 
-    Args:
-        file: the ONNX file, seekable.
-        size: size of the file in bytes.
-        location: the file's path, which the model then refers to.
-        large_bytes: smallest size of `raw_data` in bytes that stays in the file. Values in typed fields (`float_data`) stay in
-            the model; hardly any tool writes those for large tensors.
+    A `raw_data` of at least `large_bytes` stays in the file. Values in typed fields (`float_data`) stay in the model; hardly
+    any tool writes those for large tensors.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -103,12 +94,7 @@ class TopLevelField:
 
 
 def top_level_fields(data: FileWindow) -> Iterator[TopLevelField]:
-    """The top-level fields of the message in a file.
-
-    Raises:
-        DamagedFileError: the file is no protobuf message, or ends within one.
-        OSError: the file cannot be read.
-    """
+    """The top-level fields of the message in a file; errors as of `FileWindow`."""
     return _Walker(data, {}, large_bytes=0).top_level_fields()
 
 
@@ -118,7 +104,7 @@ class FileWindow:
     A map would be simpler, but all mapped pages near a read count as this process's memory.
 
     Raises:
-        DamagedFileError: A read goes beyond the file's end.
+        DamagedFileError: A read goes beyond the file's end, or finds no protobuf message.
         OSError: The file cannot be read.
     """
 
@@ -172,11 +158,7 @@ class _ManyFieldsError(Exception):
 
 
 class _Walker:
-    """Copies a model's message without large tensors.
-
-    Attributes:
-        left_out: locations of the bytes left out of the main graph, by the index of the initializer.
-    """
+    """Copies a model's message without large tensors."""
 
     def __init__(
         self,
@@ -193,7 +175,7 @@ class _Walker:
         self._fields_left = max_fields
         self._refer = refer
         self._initializers = 0
-        self.left_out: dict[int, ByteRange] = {}
+        self.left_out: dict[int, ByteRange] = {}  # of the main graph, by the index of the initializer
 
     def model(self) -> bytes:
         return self._rebuilt(0, self._data.size, _Message.MODEL, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -259,8 +259,23 @@ class RequestBackend:
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         raise NotImplementedError(name)
 
+    def begin(self, requests: Sequence[InferRequest], ready: Callable[[bool], None]) -> bool:  # noqa: ARG002  (of subclasses)
+        """Begin to answer requests without a thread that waits for the answers; `compute` returns them afterwards.
+
+        Args:
+            requests: the requests.
+            ready: called once, on the event loop, with whether `compute` returns at once. A thread is to call it otherwise.
+
+        Returns:
+            Whether `ready` is called. A thread is to call `compute` otherwise.
+        """
+        return False
+
+    def let_go(self) -> None:
+        """Call no `ready` any more: a thread calls `compute`, which waits for the answers to begun requests."""
+
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
-        """Answer requests: one outcome per request, in their order.
+        """Answer requests, which may have been begun: one outcome per request, in their order.
 
         Raises:
             InstanceLostError: this copy is broken.

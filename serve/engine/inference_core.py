@@ -189,12 +189,7 @@ class InferenceCore:
         model.scheduler.submit(request)
 
     async def load(
-        self,
-        name: str,
-        config: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        *,
-        caller: str | None = None,
+        self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None, *, caller: str | None = None
     ) -> None:
         """Load a model from the repository, or reload it; a served one keeps serving until the new one replaces it.
 
@@ -398,12 +393,7 @@ class RestrictedCore(InferenceCore):
         self._core.wait_for(task)
 
     async def load(
-        self,
-        name: str,
-        config: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        *,
-        caller: str | None = None,
+        self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None, *, caller: str | None = None
     ) -> None:
         if not self._may_see(name):
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")

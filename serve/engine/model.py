@@ -243,8 +243,7 @@ class Model:
     def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
         """Return the bucket of a request: requests with equal buckets can share a batch.
 
-        Args:
-            shapes: shapes of its inputs by name, as the model takes them, with the batch dimension if it has one.
+        `shapes`: shapes of its inputs by name, as the model takes them, with the batch dimension if it has one.
         """
         # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
         first = 1 if self.max_batch_size else 0

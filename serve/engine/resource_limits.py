@@ -34,10 +34,8 @@ def group_folders(controller: str = "") -> list[Path]:
     """Return the folders of this process's control group and of the groups around it, innermost first; each has its own limits.
 
     A container may see its own group as the outermost one, under a path other than the one in its membership. So folders may be
-    missing, and the last one is always the root of the hierarchy.
-
-    Args:
-        controller: controller of cgroup version 1, which has a hierarchy for each; "" for version 2, which has one hierarchy.
+    missing, and the last one is always the root of the hierarchy. cgroup version 1 has a hierarchy for each `controller`,
+    version 2 has one, "".
     """
     mount = CGROUP / controller
     parts = [part for part in PurePosixPath(_membership(controller)).parts if part not in {"/", ".."}]
@@ -167,11 +165,7 @@ def most_regions() -> float:
 
 
 def most_connections(*, regions: bool) -> float:
-    """Return the limit of connections, given the files that are open now.
-
-    Args:
-        regions: whether some files are kept for shared memory regions.
-    """
+    """Return the limit of connections, given the files that are open now; `regions`: whether shared memory is enabled."""
     files = most_files()
     if files == math.inf:
         return files

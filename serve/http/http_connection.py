@@ -16,9 +16,10 @@ from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
-from halfserve.serve.http.unread_answer import LARGE_BYTES, TimeLimit, UnreadAnswer
+from halfserve.serve.http.unread_answer import LARGE_BYTES, PieceTransport, TimeLimit, UnreadAnswer
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
+from halfserve.serve.transports.task_turns import task_turns
 
 # h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Chunks of 4 KiB
 # and more, as ordinary clients send them, all fit into one turn.
@@ -38,6 +39,7 @@ class HttpConnection(H11Protocol):
 
     conn: EventTurns
     flow: HeldFlow
+    pieces: PieceTransport
     unread: UnreadAnswer
 
     def __init__(
@@ -55,7 +57,10 @@ class HttpConnection(H11Protocol):
         self._drops = False  # whether further input is dropped
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)
+        self.pieces = PieceTransport(
+            cast("asyncio.Transport", transport), task_turns(), self.pause_writing, self.resume_writing
+        )
+        super().connection_made(self.pieces)
         self.flow = HeldFlow(self.transport)
         self.unread = UnreadAnswer(self.transport, self.loop, self._limits, self._share, self._count)
         self._await_headers()
@@ -64,6 +69,7 @@ class HttpConnection(H11Protocol):
         self._share.close()
         self._overdue.cancel()
         self.unread.close()
+        self.pieces.drop()
         if self._leaving is not None:
             self._leaving.cancel()
         if self.cycle is not None:
@@ -136,6 +142,8 @@ class HttpConnection(H11Protocol):
         self.unread.expect_reading()
 
     def resume_writing(self) -> None:
+        if self.pieces.go_on():
+            return
         super().resume_writing()
         self.unread.let_go()
         self._count()
@@ -247,6 +255,7 @@ class SocketReader(asyncio.BufferedProtocol):
         self._connection.data_received(self._received[:nbytes])
 
     def eof_received(self) -> None:
+        self._connection.pieces.write_all()  # the transport closes
         self._connection.eof_received()
 
     def pause_writing(self) -> None:

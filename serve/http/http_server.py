@@ -26,7 +26,7 @@ from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.read_scheduler import read_scheduler
-from halfserve.serve.transports.task_turns import TaskTurns
+from halfserve.serve.transports.task_turns import task_turns
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,10 @@ class HttpServer:
         self._listening, self._shared = listening, connections
         self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
-        self._turns = TaskTurns()
 
         async def until_cut_off(scope: Any, receive: Any, send: Any) -> None:
             with contextlib.suppress(asyncio.CancelledError):  # `stop` has said so
-                await self._turns.run(app(scope, receive, send), lambda: network_of(peer_of(scope)))
+                await turns.run(app(scope, receive, send), lambda: network_of(peer_of(scope)))
 
         self._config = Config(
             until_cut_off,
@@ -92,7 +91,7 @@ class HttpServer:
         )
         self._budget = budget or MemoryBudget(DEFAULT_BYTES)
         self._received = memoryview(bytearray(RECEIVE_BYTES))
-        self._scheduler = read_scheduler()
+        self._scheduler, turns = read_scheduler(), task_turns()
         self._state = ServerState()
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None

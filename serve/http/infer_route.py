@@ -34,7 +34,7 @@ from halfserve.serve.http.request_body import (
     compressed,
     header_length,
 )
-from halfserve.serve.http.responses import JSON_TYPE, WriteTurns, dump_json, dump_with_field
+from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
@@ -55,14 +55,12 @@ class InferRoute:
         self._service = service
         self._bodies = bodies
         self._limits = limits
-        self._write_turns = WriteTurns()
 
     async def answer(self, request: Request) -> Response:
         """Infer.
 
-        Raises:
-            InferenceError: the request is invalid, refused, or failed.
-            ClientDisconnect: the client has disconnected; its place in the queue is free again.
+        Raises InferenceError: the request is invalid, refused, or failed; ClientDisconnect: the client has disconnected, and
+        its place in the queue is free again.
         """
         try:
             asked = await self._asked(request)
@@ -95,7 +93,7 @@ class InferRoute:
             try:  # now, as many answers may wait for the threads that encode them
                 self._bodies.hold_answer(request, len(asked.message) + 2 * len(result))
             except UnavailableError as refusal:
-                answered.set_exception(refusal)
+                answered.set_exception(refusal.with_traceback(None))  # which would keep the result
             else:
                 answered.set_result(result)
 
@@ -129,8 +127,6 @@ class InferRoute:
         headers = {"cache-control": "no-store", "vary": "accept-encoding"}
         if used is not None:
             headers["content-encoding"] = used
-        if len(body) > self._limits.inline_bytes:
-            await self._write_turns.wait()
         if written.json_bytes is None:
             return Response(body, 200, headers, JSON_TYPE)
         headers["inference-header-content-length"] = str(written.json_bytes)
@@ -196,33 +192,19 @@ def _only_input(model: Model, version: str, body: bytes) -> RestRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RestRequest:
-    """A decoded request.
+    """A decoded request."""
 
-    Attributes:
-        message: a serialized ModelInferRequest.
-        binary: whether outputs are answered as bytes, by name.
-        binary_default: whether outputs that the client does not name are.
-    """
-
-    message: bytes
-    binary: Mapping[str, bool]
-    binary_default: bool
+    message: bytes  # a serialized ModelInferRequest
+    binary: Mapping[str, bool]  # whether outputs are answered as bytes, by name
+    binary_default: bool  # whether outputs that the client does not name are
 
     def is_binary(self, output: str) -> bool:
         return self.binary.get(output, self.binary_default)
 
 
 def read_request(body: bytes, json_bytes: int | None, model: str, version: str) -> RestRequest:
-    """Decode a body.
-
-    Args:
-        body: bytes of the body, decompressed.
-        json_bytes: length of its JSON; None is all.
-        model: its name, from the path.
-        version: version in the path; "" for the latest.
-
-    Raises:
-        InvalidArgumentError: a field is missing or invalid; the text names it.
+    """Decode a body: the first `json_bytes` are its JSON; None means all. The version "" is the latest.
+    Raises InvalidArgumentError: a field is missing or invalid; the text names it.
     """
     view = memoryview(body)
     json_end = len(body) if json_bytes is None else json_bytes
@@ -245,9 +227,7 @@ def raw_request(body: bytes, model: str, version: str, name: str, datatype: str,
 
 def set_parameters(target: Any, given: Mapping[str, Any], where: str, *, skip: set[str]) -> None:
     """Write JSON values into a map of InferParameter.
-
-    Raises:
-        InvalidArgumentError: a value has no type that a parameter can have.
+    Raises InvalidArgumentError: a value has no type that a parameter can have.
     """
     for name, value in given.items():
         if name in skip:
@@ -309,9 +289,7 @@ def _read_inputs(head: ModelInferRequest, content: Fields, behind: memoryview) -
 
 def raw_from_json(data: Any, name: str, shape: list[int], where: str) -> bytes:
     """The wire bytes of a tensor's JSON values.
-
-    Raises:
-        InvalidArgumentError: the values do not fit the datatype of this name or the shape; the text begins with `where`.
+    Raises InvalidArgumentError: they do not fit the datatype of this name or the shape; the text begins with `where`.
     """
     datatype = BY_WIRE.get(name)
     if datatype is None:
@@ -332,26 +310,15 @@ def joined(head: ModelInferRequest, raw: list[Buffer]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RestResponse:
-    """An encoded answer.
+    """An encoded answer."""
 
-    Attributes:
-        body: JSON, followed by the bytes of binary tensors.
-        json_bytes: length of the JSON; None if nothing follows it.
-    """
-
-    body: bytes
-    json_bytes: int | None
+    body: bytes  # JSON, followed by the bytes of binary tensors
+    json_bytes: int | None  # length of the JSON; None if nothing follows it
 
 
 def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResponse:
-    """Encode an answer.
-
-    Args:
-        message: a serialized ModelInferResponse.
-        is_binary: whether an output is sent as bytes.
-
-    Raises:
-        InvalidArgumentError: an output cannot be written as JSON.
+    """Encode a serialized ModelInferResponse; `is_binary` says whether an output is sent as bytes.
+    Raises InvalidArgumentError: an output cannot be written as JSON.
     """
     head, tensors = split_response(message)
     response = ModelInferResponse.FromString(head)

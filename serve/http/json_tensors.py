@@ -30,9 +30,7 @@ KINDS: dict[str, tuple[set[type], str]] = {
 
 def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Array:
     """The array of a tensor's "data".
-
-    Raises:
-        ValueError: an element has the wrong type or is out of range, or the elements do not fit the shape.
+    Raises ValueError: an element has the wrong type or is out of range, or the elements do not fit the shape.
     """
     family = _family(datatype)
     values, sizes = _flattened(data)
@@ -46,11 +44,7 @@ def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Arra
 
 
 def json_text(array: Array, datatype: Datatype) -> str:
-    """The elements as a flat JSON list.
-
-    Raises:
-        ValueError: an element of BYTES is not UTF-8 text.
-    """
+    """The elements as a flat JSON list. Raises ValueError: an element of BYTES is not UTF-8 text."""
     flat = array.ravel()
     pieces = (array_to_json(flat[at : at + PIECE], datatype) for at in range(0, flat.size, PIECE))
     if datatype.itemsize is None:
@@ -62,9 +56,7 @@ def json_text(array: Array, datatype: Datatype) -> str:
 
 def array_to_json(array: Array, datatype: Datatype) -> list[Any]:
     """The elements as a flat list of JSON's own types; NaN and infinities become strings.
-
-    Raises:
-        ValueError: an element of BYTES is not UTF-8 text.
+    Raises ValueError: an element of BYTES is not UTF-8 text.
     """
     flat = array.ravel()
     if datatype.itemsize is None:

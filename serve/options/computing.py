@@ -12,7 +12,7 @@ from halfserve.option_groups import reading
 from halfserve.serve.engine.backend import CpuPrecision, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.resource_limits import usable_cores
-from halfserve.serve.fleet.launch.process_count import process_count
+from halfserve.serve.fleet.launch.supervision import process_count
 from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.server import ServerOptions
 

@@ -8,31 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES
 from halfserve.serve.engine.tensors import Tensors
 
 MANY_TEXTS: Final = 4096  # number of texts in a response from which a thread serializes it
-LARGE_BYTES: Final = 2**20
 WRITER_THREADS: Final = 2
-MOST_WAITING_BYTES: Final = 2**24  # size of the outputs that wait for a thread before the event loop serializes further ones
 
 
-class ResponseWriters:
-    """Threads that serialize large responses.
-
-    They are not the event loop's own, which may be busy with answers that clients do not read: a response counts for the memory
-    budget once it is serialized.
-
-    Attributes:
-        threads: the threads.
-        waiting_bytes: size of the outputs that wait for them. On the event loop only.
-    """
-
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(WRITER_THREADS, "responses")
-        self.waiting_bytes = 0
-
-
-WRITERS: Final = ResponseWriters()
+# Not the event loop's own threads, which may be busy with answers that clients do not read.
+WRITERS: Final = ThreadPoolExecutor(WRITER_THREADS, "responses")
 
 
 class DeferredResponse:
@@ -57,10 +41,10 @@ class DeferredResponse:
 
     def done(self, result: Tensors | InferenceError) -> None:
         """Take the outputs or the error."""
-        if isinstance(result, InferenceError) or not _takes_long(result) or WRITERS.waiting_bytes > MOST_WAITING_BYTES:
+        if isinstance(result, InferenceError) or not _takes_long(result):
             self._reply(self._write(result))
         else:
-            WRITERS.waiting_bytes += (size := sum([array.nbytes for array in result.values()]))
+            BACKLOG.add(size := sum([array.nbytes for array in result.values()]))
             self._keep(asyncio.get_running_loop().create_task(self._apart(result, size)))
 
     def gone(self) -> None:
@@ -71,11 +55,11 @@ class DeferredResponse:
         try:
             if self._is_gone:
                 return
-            written = await asyncio.get_running_loop().run_in_executor(WRITERS.threads, self._write, result)
+            written = await asyncio.get_running_loop().run_in_executor(WRITERS, self._write, result)
         except RuntimeError:  # no thread can be started
             written = self._write(result)
         finally:
-            WRITERS.waiting_bytes -= size
+            BACKLOG.remove(size)
         if not self._is_gone:
             self._reply(written)
 

@@ -188,12 +188,7 @@ class Inference:
         return _Cancellation(cached.model.scheduler, queued, answering, use)
 
     def _forwarded(
-        self,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        many: ManyReplies | None,
-        error: InferenceError,
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, many: ManyReplies | None, error: InferenceError
     ) -> Cancel | None:
         """Forward a request that this server refuses with `error`; None if no other server can answer it."""
         if self._forward is None or not isinstance(error, NotFoundError | UnavailableError):

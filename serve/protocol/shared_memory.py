@@ -326,11 +326,9 @@ def _unknown(name: str) -> NotFoundError:
 
 
 def slice_of(what: str, parameters: Any) -> RegionSlice | None:
-    """Return the slice that a tensor's parameters name; None if the tensor's bytes are in the request.
+    """Return the slice that a tensor's map of InferParameter names; None if the tensor's bytes are in the request.
 
-    Args:
-        what: opens the error's text: "input 'x'".
-        parameters: the tensor's map of InferParameter.
+    `what`: beginning of error texts, such as "input 'x'".
 
     Raises:
         InvalidArgumentError: the parameters are incomplete or of the wrong kind.

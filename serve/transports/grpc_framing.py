@@ -21,6 +21,7 @@ PREFIX: Final = Struct(">BI")  # flag, then the length
 PREFIX_BYTES: Final = 5
 COMPRESSED: Final = 1
 ACCEPTED_ENCODINGS: Final = b"identity,deflate,gzip"
+LARGE_MESSAGE_BYTES: Final = 1 << 18  # copying such a message costs more than sending it in pieces
 # Messages mostly end with a tensor: a buffer that ends at such an address aligns the tensor's elements.
 ALIGNED_BYTES: Final = 16
 Headers = list[tuple[bytes, bytes]]

@@ -22,7 +22,8 @@ from typing import cast
 
 logger = logging.getLogger(__name__)
 
-ACCEPTED_A_TURN = 4  # per loop iteration; each takes 0.1 ms, 0.2 with TLS
+ACCEPTED_A_TURN = 4  # most per loop iteration; each takes 0.1 ms, 0.2 with TLS
+TURN_S = 0.0005
 MAX_HANDSHAKES = 512  # concurrent TLS handshakes, 60 KB each
 MAX_LEAVING = 8  # refused connections kept open for the client to read the refusal
 LEAVE_S = 0.2  # before closing: a socket closed with unread input sends RST and destroys the refusal
@@ -144,12 +145,13 @@ class Listener:
             self._limit.release()
 
     def _accept(self, listening: socket.socket) -> None:
+        stop = time.monotonic() + TURN_S
         for _ in range(ACCEPTED_A_TURN):
             if self._limit.gives_way():
                 self._loop.remove_reader(listening)
                 self._loop.call_later(GIVE_WAY_S, self._accept_left, listening)
                 return
-            if not self._accept_one(listening):
+            if not self._accept_one(listening) or time.monotonic() > stop:
                 return
 
     def _accept_left(self, listening: socket.socket) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from types import coroutine
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 TURN_S: Final = 0.0005
 RECENT: Final = 8  # the mean duration of a step is that of about so many recent ones
@@ -50,7 +51,7 @@ class ClientQueue(Generic[T]):
 
 
 class TaskTurns:
-    """The turns of the tasks of one server. Lives on the event loop."""
+    """The turns of the tasks of one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,7 +72,7 @@ class TaskTurns:
         while True:
             if error is None and not self._has_time():
                 try:
-                    yield from self._turn(client())
+                    yield from self.turn(client()).__await__()
                 except BaseException as raised:  # noqa: BLE001  (it is the coroutine's)
                     error = raised
             begun_s = self._clock()
@@ -87,16 +88,20 @@ class TaskTurns:
             except BaseException as raised:  # noqa: BLE001  (see above)
                 error = raised
 
+    def turn(self, client: str) -> asyncio.Future[None]:
+        """Return a future that is done when it is the client's turn, in a later loop iteration."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wait(client, partial(_give, turn))
+        return turn
+
     def call_later(self, client: str, step: Callable[[], object]) -> None:
         """Call a function of a client in a later loop iteration, when it is its turn."""
-        self._waiting.append(client, partial(self._timed, step))
+        self._wait(client, partial(self._timed, step))
+
+    def _wait(self, client: str, step: Callable[[], object]) -> None:
+        self._waiting.append(client, step)
         if not self._has_begun:
             self._begin()
-
-    def _turn(self, client: str) -> Generator[Any, Any, None]:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(client, partial(_give, turn))
-        return turn.__await__()
 
     def _has_time(self) -> bool:
         if not self._has_begun:
@@ -133,3 +138,11 @@ def _give(turn: asyncio.Future[None]) -> None:
     """Wake the task that waits for a turn, unless it has been cancelled."""
     if not turn.done():
         turn.set_result(None)
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, TaskTurns] = WeakKeyDictionary()
+
+
+def task_turns() -> TaskTurns:
+    """The turns of the running event loop: all its servers share the loop's time."""
+    return _turns.setdefault(asyncio.get_running_loop(), TaskTurns())

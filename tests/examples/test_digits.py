@@ -124,8 +124,7 @@ def test_a_wrong_option_is_found_before_the_work(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_failing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    failing = ["train", "no.such.module:model", "--data", "x:y", "--out", str(tmp_path / "run")]
-    monkeypatch.setattr(demo, "_train", lambda files, epochs: failing)
+    monkeypatch.setattr(demo, "MODEL", "no.such.module:model")
     with pytest.raises(DemoError, match="'halfserve train' failed; its message is above"):
         demo.demo(out=tmp_path / "demo", epochs=1)
 

@@ -18,8 +18,9 @@ from halfserve.examples.stable_softmax import stable
 from halfserve.examples.stable_softmax.__main__ import (
     SoftmaxErrors,
     app,
+    cases,
     error_in_units,
-    measure_all,
+    measure,
     textbook_cross_entropy,
     textbook_softmax,
 )
@@ -311,7 +312,7 @@ def test_wrong_input_of_the_cross_entropy_is_named(
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, SoftmaxErrors]:
-    return {row.case.title: row for row in measure_all()}
+    return {row.case.title: row for row in map(measure, cases())}
 
 
 def test_the_powers_of_float16_end_where_the_docstring_says() -> None:

@@ -61,12 +61,7 @@ class Ties:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Whether each input and output of a node is float32 now and can be of the half type.
-
-    Attributes:
-        inputs: The flags of the inputs, by index.
-        outputs: The flags of the outputs, by index.
-    """
+    """Whether each input and output of a node, by index, is float32 now and can be of the half type."""
 
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]

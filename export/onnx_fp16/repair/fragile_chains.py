@@ -140,6 +140,11 @@ def squares(node: onnx_ir.Node) -> bool:
     return exponent is not None and exponent >= 2
 
 
+def is_square(node: onnx_ir.Node) -> bool:
+    """Whether a node multiplies a number with itself, or raises it to the power of 2."""
+    return node.inputs[0] is node.inputs[1] if is_op(node, "Mul") else power_of(node) == 2
+
+
 def power_of(node: onnx_ir.Node) -> float | None:
     """The constant number that a node raises to; None for any other node."""
     exponent = constant_of(node.inputs[1]) if is_op(node, "Pow") else None

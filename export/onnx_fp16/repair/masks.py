@@ -254,7 +254,9 @@ def _in_order(softmax: onnx_ir.Node) -> list[onnx_ir.Node]:
 
 def _is_passed(node: onnx_ir.Node) -> bool:
     """Whether a mask passes through a node: not through the Where of `_settle`, which replaces what has outgrown float16."""
-    return is_op(node, *PASSED) and not (is_op(node, "Where") and is_op(_maker(node.inputs[0]), "Less"))
+    return is_op(node, *PASSED) and not (
+        is_op(node, "Where") and node.inputs[0] is not None and is_op(node.inputs[0].producer(), "Less")
+    )
 
 
 def _size(node: onnx_ir.Node, inputs: list[float]) -> float:
@@ -280,10 +282,6 @@ def _constant_size(node: onnx_ir.Node, value: onnx_ir.Value | None) -> float:
         return 0.0
     largest = float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
     return largest if is_kept(node) else min(largest, FP16_MAX)
-
-
-def _maker(value: onnx_ir.Value | None) -> onnx_ir.Node | None:
-    return value.producer() if value is not None else None
 
 
 SOFTEN_MASKS = RepairPass(

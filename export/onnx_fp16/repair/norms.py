@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ from halfserve.export.onnx_fp16.repair.edits import (
     repair,
     take_place,
 )
-from halfserve.export.onnx_fp16.repair.fragile_chains import power_of, squares
+from halfserve.export.onnx_fp16.repair.fragile_chains import is_square
 
 FIRST_OPSET_WITH_LAYER_NORM = 17
 FUSED = "one LayerNormalization, which sums in float32"
@@ -116,7 +115,7 @@ def _centre_at(root: onnx_ir.Node) -> _Centre | None:
     source, epsilon = centred.inputs[0], next((number for number in map(_scalar, plus.inputs) if number is not None), None)
     size = _last_size(source)
     same = source is not None and mean.inputs[0] is source and not centred.outputs[0].is_graph_output()
-    sound = power_of(square) in (None, 2.0) and squares(square) and _over_the_last(variance) and _over_the_last(mean)
+    sound = is_square(square) and _over_the_last(variance) and _over_the_last(mean)
     if source is None or epsilon is None or size is None or not (same and sound):
         return None
     return _Centre(source, size, epsilon, centred.outputs[0], (mean, centred, square, variance, plus))
@@ -228,7 +227,7 @@ def _variance_at(root: onnx_ir.Node) -> tuple[onnx_ir.Node, float, tuple[onnx_ir
     mean_square = made_for(variance, variance.inputs[0], "ReduceMean")
     squared_mean = made_for(variance, variance.inputs[1], "Mul", "Pow")
     square = made_for(mean_square, mean_square.inputs[0], "Mul", "Pow") if mean_square is not None else None
-    if mean_square is None or squared_mean is None or square is None or not (_is_square(square) and _is_square(squared_mean)):
+    if mean_square is None or squared_mean is None or square is None or not (is_square(square) and is_square(squared_mean)):
         return None
     mean = squared_mean.inputs[0].producer() if squared_mean.inputs[0] is not None else None
     if mean is None or not is_op(mean, "ReduceMean") or mean.graph is not root.graph or mean.inputs[0] is not square.inputs[0]:
@@ -263,10 +262,6 @@ def _number(value: onnx_ir.Value | None) -> float | None:
     return number_of(source) if scalar else None
 
 
-def _is_square(node: onnx_ir.Node) -> bool:
-    return node.inputs[0] is node.inputs[1] if is_op(node, "Mul") else power_of(node) == 2
-
-
 def _replace_moments(norm: _MomentsNorm, builder: NodeBuilder) -> None:
     mean_read = norm.mean.outputs[0].is_graph_output() or bool(set(readers(norm.mean.outputs[0])) - set(norm.parts))
     count = 3 if norm.inverses else 2 if mean_read else 1
@@ -281,13 +276,13 @@ def _replace_moments(norm: _MomentsNorm, builder: NodeBuilder) -> None:
     drop(norm.mean)
 
 
-def _unfused_norms(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
-    return (root for root in _roots(model) if _norm_at(root) is not None)
-
-
-def _unfused_moments(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
-    return (root for root in _roots(model) if _moments_norm_at(root) is not None)
-
-
-FUSE_LAYER_NORM = RepairPass(name="refuse-layer-norm", call=_fuse_layer_norm, left=_unfused_norms)
-FUSE_MOMENTS = RepairPass(name="refuse-moments", call=_fuse_moments, left=_unfused_moments)
+FUSE_LAYER_NORM = RepairPass(
+    name="refuse-layer-norm",
+    call=_fuse_layer_norm,
+    left=lambda model: (root for root in _roots(model) if _norm_at(root) is not None),
+)
+FUSE_MOMENTS = RepairPass(
+    name="refuse-moments",
+    call=_fuse_moments,
+    left=lambda model: (root for root in _roots(model) if _moments_norm_at(root) is not None),
+)

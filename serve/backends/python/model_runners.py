@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -26,8 +27,11 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = Path(python_child.__path__[0]) / "child.py"
 STDERR = 2
+Reply = tuple[dict[str, Any], list[WireTensor]]
 # Called with each message of the child that is no reply, on the thread that receives them.
 OnEvent = Callable[[Mapping[str, Any], list[WireTensor]], None]
+# Called on the event loop with the tensors of a reply that `Runner.reply` returns at once; with None where it may take longer.
+Came = Callable[[Sequence[WireTensor] | None], None]
 
 
 class ChildFailedError(Exception):
@@ -47,8 +51,17 @@ class ChildFailedError(Exception):
 class Runner(Protocol):
     """Runs a model.py, in a process or on a thread."""
 
-    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> Reply:
         """See `ChildProcess.call`."""
+
+    def begin(self, header: dict[str, Any], tensors: Sequence[WireTensor], came: Came) -> bool:
+        """See `ChildProcess.begin`."""
+
+    def let_go(self) -> None:
+        """See `ChildProcess.let_go`."""
+
+    def reply(self) -> Reply:
+        """See `ChildProcess.reply`."""
 
     def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
         """See `ChildProcess.answer`."""
@@ -97,26 +110,88 @@ class ChildProcess:
                 one.close()
         self._calls, self._events, self._lifeline = Channel(ours[0]), Channel(ours[1]), ours[2]
         self._calling = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None  # reads replies; None while a thread does
+        self._came: Came | None = None
+        self._received: Reply | ValueError | None = None  # read by the loop
         threading.Thread(target=self._watch, name=f"events of {label}", daemon=True).start()
 
-    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
-        """Have the process do something, and wait for its reply. One thread at a time.
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> Reply:
+        """Have the process do something, and wait for its reply. One call at a time, on any thread while no loop reads.
 
         Raises:
             ChildFailedError: the model.py failed.
             InstanceLostError: the process has ended.
         """
+        with self._calling, contextlib.suppress(ChannelClosedError):  # `reply` raises the error
+            self._calls.send(header, tensors)
+        return self.reply()
+
+    def begin(self, header: dict[str, Any], tensors: Sequence[WireTensor], came: Came) -> bool:
+        """Send a call without waiting, and let the running loop read its reply, which `reply` returns afterwards.
+
+        Returns:
+            Whether `came` is called once, on the loop, when the reply has come. Otherwise `reply` waits for it.
+        """
+        with self._calling:
+            try:
+                if self._calls.send(header, tensors, waits=False):
+                    if self._loop is None:
+                        self._loop = asyncio.get_running_loop()
+                        self._loop.add_reader(self._calls.fileno(), self._read)
+                    self._came = came
+                    return True
+            except ChannelClosedError:
+                pass
+        self.let_go()
+        return False
+
+    def let_go(self) -> None:
+        """Leave replies to the threads that call `reply`. Called on the loop."""
+        self._came = None
+        if self._loop is not None:
+            self._loop.remove_reader(self._calls.fileno())
+            os.set_blocking(self._calls.fileno(), True)
+            self._loop = None
+
+    def reply(self) -> Reply:
+        """Return the reply to a call that was sent; waits for it, unless the loop has read it.
+
+        Raises:
+            ChildFailedError: the model.py failed.
+            InstanceLostError: the process has ended.
+        """
+        received, self._received = self._received, None
         try:
-            with self._calling:
-                self._calls.send(header, tensors)
-                reply, outputs = self._calls.receive()
+            if received is None:
+                with self._calling:
+                    self._calls.send_rest()
+                    received = self._calls.receive()
+            elif isinstance(received, ValueError):
+                raise received
         except (ChannelClosedError, ValueError) as error:
             self.kill()
             what = "ended" if isinstance(error, ChannelClosedError) else f"sent what cannot be read ({error})"
             raise InstanceLostError(f"the process of {self._label} {what}{self._exit()}") from None
+        reply, outputs = received
         if "failed" in reply:
             raise ChildFailedError(reply["failed"], reply.get("trace", ""), reply.get("sent", ()))
         return reply, outputs
+
+    def _read(self) -> None:
+        """Receive a reply, or a part of it, on the loop."""
+        is_whole, came = self._calls.take_in(), self._came
+        if is_whole is None:
+            return
+        self._came = None
+        if came is None:  # the process has ended between two calls
+            self.let_go()
+            return
+        if is_whole:
+            try:
+                self._received = self._calls.receive()
+            except ValueError as error:
+                self._received = error
+        came(self._received[1] if isinstance(self._received, tuple) else None)
 
     def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
         """Send the reply to an event. May block while the process does not read."""
@@ -153,8 +228,21 @@ class ChildProcess:
         self._lifeline.close()
         self._events.close()
         with self._calling:  # a thread in a call has been woken
-            self._calls.close()
+            loop = self._loop
+            if loop is None:
+                self._calls.close()
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._close_calls)
+            except RuntimeError:  # the loop is closed
+                self._calls.close()
         self._on_end()
+
+    def _close_calls(self) -> None:
+        """Close the connection whose replies the loop reads."""
+        self.let_go()
+        with self._calling:
+            self._calls.close()
 
     def _has_event(self, ended: int | None) -> bool:
         """Wait for a message of the process, or for its end: its children may hold the connection open."""
@@ -195,14 +283,33 @@ class ModelThread:
         self._on_end: Callable[[], None] | None = on_end
         self._access = EventAccess(on_event)
         self._model = ModelServer(self._access)
+        self._call: tuple[dict[str, Any], Sequence[WireTensor]] = {}, ()
         connect(self._access)  # for threads that the model starts
 
-    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> Reply:
         """See ChildProcess.
 
         Raises:
             ChildFailedError: the model.py failed.
         """
+        self.begin(header, tensors, _nothing)
+        return self.reply()
+
+    def begin(self, header: dict[str, Any], tensors: Sequence[WireTensor], came: Came) -> bool:  # noqa: ARG002  (of ChildProcess)
+        """Leave the call to `reply`, which a thread calls."""
+        self._call = header, tensors
+        return False
+
+    def let_go(self) -> None:
+        """Do nothing: no loop reads replies."""
+
+    def reply(self) -> Reply:
+        """See ChildProcess.
+
+        Raises:
+            ChildFailedError: the model.py failed.
+        """
+        (header, tensors), self._call = self._call, ({}, ())
         aligned = [one if one.data.flags.aligned else one._replace(data=one.data.copy()) for one in tensors]
         try:
             with using(self._access):
@@ -219,3 +326,7 @@ class ModelThread:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
+
+
+def _nothing(_: Sequence[WireTensor] | None) -> None:
+    """Do nothing."""

@@ -36,6 +36,7 @@ CODES: dict[type[Exception], int] = {
     errors.FailedPreconditionError: 5,
 }
 INTERNAL = 1
+TEXT_BYTES = 1 << 14  # converting more texts or numbers takes longer than the way to a thread and back
 # Parameters of a request that Triton does not hand to the model as such.
 SEQUENCE, START, END, PRIORITY, TIMEOUT = "sequence_id", "sequence_start", "sequence_end", "priority", "timeout"
 PROTOCOL_PARAMETERS = frozenset(
@@ -144,6 +145,16 @@ class ResponseReader:
             given[tensor.name] = array
         outputs = {name: given[name] for name in wanted if name in given}
         return RemarkedAnswer(outputs, parameters) if parameters else outputs
+
+    def is_quick(self, tensors: Sequence[WireTensor]) -> bool:
+        """Return whether `outputs` takes little time: it converts no large output. Others stay views."""
+        for tensor in tensors:
+            spec = self._specs.get(tensor.name)
+            if tensor.data.nbytes > TEXT_BYTES and (
+                spec is None or tensor.datatype != spec.datatype.wire or spec.datatype.itemsize is None
+            ):
+                return False
+        return True
 
     def _warn(self, name: str, text: str) -> None:
         if name not in self._warned_of:

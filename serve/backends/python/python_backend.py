@@ -8,24 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import numpy as np
 
 from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
 from halfserve.serve.backends.python.open_requests import OpenRequests
-from halfserve.serve.backends.python.process_messages import ResponseReader, error_of, request_message, to_wire
+from halfserve.serve.backends.python.process_messages import TEXT_BYTES, ResponseReader, error_of, request_message, to_wire
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
-from halfserve.serve.engine.requests import CallingExecution, InferRequest, Respond
+from halfserve.serve.engine.requests import CallingExecution, InferRequest, LateInputs, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
 FINALIZE_S = 30.0  # as in Triton
+# Larger batches are written by a thread: the loop would stand still meanwhile.
+LOOP_BYTES = 1 << 20
+LOOP_REQUESTS = 32
 
 
 # Starts a runner, given what takes its events and what is called at its end.
@@ -59,6 +62,24 @@ class PythonModel:
         return f"{self.name}/{self.version}"
 
 
+class _Execution(NamedTuple):
+    """A batch as a model's process executes it.
+
+    Attributes:
+        header: header of its message.
+        tensors: inputs of all its requests.
+        numbered: its requests by their numbers in messages.
+        failed: errors of requests whose inputs cannot be read, by their places in the batch.
+        caller: the execution as the models that it calls know it.
+    """
+
+    header: dict[str, Any]
+    tensors: list[WireTensor]
+    numbered: Mapping[int, InferRequest]
+    failed: Mapping[int, InferenceError]
+    caller: CallingExecution
+
+
 class PythonBackend(RequestBackend):
     """A model.py that runs."""
 
@@ -76,6 +97,9 @@ class PythonBackend(RequestBackend):
             is_strict=model.has_strict_outputs,
             keeps_rows=not model.is_decoupled,
         )
+        texts = any(datatype.itemsize is None for datatype in self._dtypes.values())
+        self._loop_bytes = TEXT_BYTES if texts else LOOP_BYTES
+        self._begun: _Execution | None = None
         self._numbers = count()
         self._open = OpenRequests()
         self._copy = CopyServices(services, model.label)
@@ -132,14 +156,58 @@ class PythonBackend(RequestBackend):
             raise answer
         return answer if isinstance(answer, Mapping) else {}
 
+    def begin(self, requests: Sequence[InferRequest], ready: Callable[[bool], None]) -> bool:
+        """See `RequestBackend`. Requests whose bytes take long to copy or to convert are left to a thread."""
+        size = sum([request.size for request in requests])
+        is_long = (
+            size > self._loop_bytes or len(requests) > LOOP_REQUESTS or any(type(one.inputs) is LateInputs for one in requests)
+        )
+        if is_long or self._is_lost:
+            self._runner.let_go()
+            return False
+        self._begun = execution = self._executed(requests)
+
+        def came(tensors: Sequence[WireTensor] | None) -> None:
+            ready(tensors is not None and self._reader.is_quick(tensors))
+
+        return bool(execution.numbered) and self._runner.begin(execution.header, execution.tensors, came)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the process has ended, and with it the responses that a decoupled model still owes."""
+        return self._model.is_decoupled and self._open.has_ended
+
+    def let_go(self) -> None:
+        """See `RequestBackend`."""
+        self._runner.let_go()
+
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
         """See `RequestBackend`."""
+        if self._begun is None and self._is_lost:  # none of these was executed: another copy can take them
+            raise InstanceLostError(f"the process of {self._model.label} has ended")
+        execution, self._begun = self._begun, None
+        is_begun = execution is not None
+        if execution is None:
+            execution = self._executed(requests)
+        failed, numbered = execution.failed, execution.numbered
+        try:
+            answers = self._answers(execution, is_begun=is_begun) if numbered else []
+        finally:
+            self._copy.calls.caller = None
+            execution.caller.end()
+            if not self._model.is_decoupled:
+                self._open.discard(numbered)
+        if not failed:
+            return answers
+        rest = iter(answers)
+        return [failed[place] if place in failed else next(rest) for place in range(len(requests))]
+
+    def _executed(self, requests: Sequence[InferRequest]) -> _Execution:
+        """Begin an execution, whose message is still to be sent."""
         model = self._model
-        if self._open.has_ended and model.is_decoupled:  # none of these was executed: another copy can take them
-            raise InstanceLostError(f"the process of {model.label} has ended")
         messages: list[dict[str, Any]] = []
         tensors: list[WireTensor] = []
-        failed: dict[int, InferenceError] = {}  # requests whose inputs cannot be read, by place
+        failed: dict[int, InferenceError] = {}
         numbered: dict[int, InferRequest] = {}
         for place, request in enumerate(requests):
             try:
@@ -151,27 +219,14 @@ class PythonBackend(RequestBackend):
             numbered[number] = request
             messages.append(request_message(request, number, model.name, model.version))
             tensors += given
-        if not numbered:
-            return [failed[place] for place in range(len(requests))]
         self._open.add(numbered)
         self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
-        try:
-            answers = self._execute(numbered, messages, tensors)
-        finally:
-            self._copy.calls.caller = None
-            caller.end()
-            if not model.is_decoupled:
-                self._open.discard(numbered)
-        if not failed:
-            return answers
-        rest = iter(answers)
-        return [failed[place] if place in failed else next(rest) for place in range(len(requests))]
+        return _Execution({"k": "execute", "requests": messages}, tensors, numbered, failed, caller)
 
-    def _execute(
-        self, numbered: Mapping[int, InferRequest], messages: list[dict[str, Any]], tensors: list[WireTensor]
-    ) -> list[Outcome]:
+    def _answers(self, execution: _Execution, *, is_begun: bool) -> list[Outcome]:
+        numbered = execution.numbered
         try:
-            reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
+            reply, outputs = self._runner.reply() if is_begun else self._runner.call(execution.header, execution.tensors)
         except ChildFailedError as error:
             log_failure(self._model.label, str(error), error.trace)
             if self._model.is_decoupled:
@@ -185,7 +240,7 @@ class PythonBackend(RequestBackend):
             if not self._model.is_decoupled:
                 raise
             return self._lost(numbered)
-        if self._model.is_decoupled and self._open.has_ended:
+        if self._is_lost:
             return self._lost(numbered)
         answers: list[Outcome] = []
         at = 0

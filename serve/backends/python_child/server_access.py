@@ -50,7 +50,7 @@ class Replies(Protocol):
 class EventAccess:
     """Reaches a server by messages: each call has a number, by which its replies come back."""
 
-    def __init__(self, send: Callable[[dict[str, Any], list[WireTensor]], None]) -> None:
+    def __init__(self, send: Callable[[dict[str, Any], list[WireTensor]], object]) -> None:
         """`send` takes each message, on any thread."""
         self._send = send
         self._waiting: dict[int, Replies] = {}

@@ -83,7 +83,8 @@ class Channel:
         self._sending = threading.Lock()
         self._pool = SegmentPool()
         self._mapped = MappedSegments()
-        self._rest = b""
+        self._rest = b""  # received, but not returned yet
+        self._unsent = b""
         self._fds: deque[int] = deque()
 
     def fileno(self) -> int:
@@ -104,12 +105,13 @@ class Channel:
         while self._fds:
             os.close(self._fds.popleft())
 
-    def send(self, header: Header, tensors: Sequence[WireTensor] = ()) -> None:
-        """Send one message.
+    def send(self, header: Header, tensors: Sequence[WireTensor] = (), *, waits: bool = True) -> bool:
+        """Send one message; returns whether all of it was sent.
+
+        `waits`: whether to wait until the other side has read enough. Otherwise `send_rest` sends what is left.
 
         Raises:
             ChannelClosedError: the other side has gone.
-            OSError: there is no memory for a segment.
         """
         with self._sending:
             mapped, pool = self._mapped, self._pool
@@ -130,12 +132,29 @@ class Channel:
             text = ENCODE(header).encode(errors=self._on_lone_surrogate)
             pieces.insert(0, PREFIX.pack(len(text), size) + text)
             try:
-                self._send_all(pieces, PREFIX.size + len(text) + size, ancillary)
+                sent = self._socket.sendmsg(pieces, ancillary, 0 if waits else socket.MSG_DONTWAIT)
             except OSError:
                 raise ChannelClosedError from None
             finally:
                 if segment is not None:
                     segment.close_file()
+            if sent < PREFIX.size + len(text) + size:
+                self._unsent = b"".join(pieces)[sent:]
+                if waits:
+                    self.send_rest()
+            return not self._unsent
+
+    def send_rest(self) -> None:
+        """Send what is left of a message.
+
+        Raises:
+            ChannelClosedError: the other side has gone.
+        """
+        rest, self._unsent = self._unsent, b""
+        try:
+            self._socket.sendall(rest)
+        except OSError:
+            raise ChannelClosedError from None
 
     def _pack(self, header: Header, tensors: Sequence[WireTensor], pieces: list[Any]) -> tuple[int, Any]:
         """Describe the tensors in the header, and lay them into `pieces` or a segment: bytes in pieces, and the segment."""
@@ -151,7 +170,10 @@ class Channel:
         header["t"] = entries
         if end <= INLINE_BYTES or not AVAILABLE:
             return end, None
-        segment = self._pool.take(end)
+        try:
+            segment = self._pool.take(end)
+        except OSError:  # there is no memory or no descriptor for it
+            return end, None
         header["s"] = segment.number
         target, arrays = np.frombuffer(segment.view, np.uint8), (piece for piece in pieces if isinstance(piece, np.ndarray))
         for (_, _, _, start, size), data in zip(entries, arrays, strict=True):
@@ -159,10 +181,31 @@ class Channel:
         pieces.clear()
         return 0, segment
 
-    def _send_all(self, pieces: list[Any], total: int, ancillary: list[tuple[int, int, bytes]]) -> None:
-        sent = self._socket.sendmsg(pieces, ancillary)
-        if sent < total:
-            self._socket.sendall(b"".join(pieces)[sent:])
+    def take_in(self) -> bool | None:
+        """Receive what has come, without waiting.
+
+        Returns:
+            Whether `receive` returns at once. False where it raises, or has to wait for the rest of a large message; None where
+            the message has not come yet.
+        """
+        while True:
+            data, missing = self._rest, PREFIX.size - len(self._rest)
+            if missing <= 0:
+                head, size = PREFIX.unpack_from(data)
+                missing += head + size
+                if missing <= 0:
+                    return True
+                if missing > CHUNK:
+                    return False
+            try:
+                data = self._receive(CHUNK, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            except OSError:
+                return False
+            if not data:
+                return False
+            self._rest += data
 
     def receive(self) -> tuple[Header, list[WireTensor]]:
         """The next message: its header as it was given to `send`, and its tensors.
@@ -201,20 +244,25 @@ class Channel:
         parts, count = [have], len(have)
         while count < size:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(max(CHUNK, min(size - count, 1 << 24)), FD_SPACE)
+                data = self._receive(max(CHUNK, min(size - count, 1 << 24)))
             except OSError:
                 raise ChannelClosedError from None
-            for level, kind, content in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    numbers = array.array("i")
-                    numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
-                    self._fds.extend(numbers)
             if not data:
                 raise ChannelClosedError
             parts.append(data)
             count += len(data)
         self._rest = b"".join(parts) if have else (parts[1] if len(parts) == 2 else b"".join(parts))
         return self._rest
+
+    def _receive(self, size: int, flags: int = 0) -> bytes:
+        """Receive up to `size` bytes, and the descriptors that come with them."""
+        data, ancillary, _, _ = self._socket.recvmsg(size, FD_SPACE, flags)
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+                self._fds.extend(numbers)
+        return data
 
     def _tensors(self, header: Header, payload: bytearray) -> list[WireTensor]:
         if "s" in header:

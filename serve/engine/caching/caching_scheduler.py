@@ -62,19 +62,10 @@ class _Computation:
         self.waiting = [first]
         self.spent_ns = spent_ns
         first.line = self
-        own = first.derived(
-            first.inputs,
-            first.outputs,
-            first.rows,
-            first.bucket,
-            self,
-            first.priority,
-            first.patience,
-            first.leave_by,
-            first.size,
-        )
-        own.arrived_ns = first.arrived_ns
-        self.own = own
+        inputs, outputs, rows, bucket = first.inputs, first.outputs, first.rows, first.bucket
+        priority, patience, leave_by, size = first.priority, first.patience, first.leave_by, first.size
+        self.own = first.derived(inputs, outputs, rows, bucket, self, priority, patience, leave_by, size)
+        self.own.arrived_ns = first.arrived_ns
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         """Take the model's answer or error."""
@@ -190,11 +181,7 @@ class CachingScheduler:
     def _look_up(self, request: InferRequest, key: RequestKey, began: int, read_ns: int) -> None:
         """Answer or compute a request.
 
-        Args:
-            request: a client's request.
-            key: its cache key.
-            began: time at which the look-up began, in nanoseconds.
-            read_ns: nanoseconds for which its inputs were read before.
+        `began`: time at which the look-up began; `read_ns`: time for which its inputs were read before. Both in nanoseconds.
         """
         cached = self._answers.get(key)
         if cached is not None:

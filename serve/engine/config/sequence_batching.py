@@ -168,12 +168,8 @@ def _enough_rows(config: ModelConfig) -> int:
 def sequence_plan(config: ModelConfig, interface: ModelInterface, *, source: Any, copies: int, read: ReadState) -> SequencePlan:
     """Check a configuration's `sequence_batching` against the model.
 
-    Args:
-        config: the configuration, which need not be completed.
-        interface: interface of the model file, with controls and states, batch dimension first if it has one.
-        source: path of the configuration's file, for error texts.
-        copies: number of copies of the model.
-        read: reads a file with an initial state.
+    The configuration need not be completed; `interface`: the model file's, with controls and states; `copies`: number of copies
+    of the model; `read`: reads a file with an initial state.
 
     Raises:
         ModelLoadError: the configuration asks for something that the model does not have, or that this server does not support.
@@ -247,13 +243,7 @@ def _control(entry: Any, inputs: dict[str, TensorSpec], where: str, *, batched: 
 
 
 def _state(
-    entry: Any,
-    inputs: dict[str, TensorSpec],
-    outputs: dict[str, TensorSpec],
-    where: str,
-    *,
-    batched: bool,
-    read: ReadState,
+    entry: Any, inputs: dict[str, TensorSpec], outputs: dict[str, TensorSpec], where: str, *, batched: bool, read: ReadState
 ) -> State:
     given = _found(entry.input_name, inputs, f"{where} state", "input")
     where = f"{where} state {entry.input_name!r}"

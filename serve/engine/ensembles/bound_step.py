@@ -38,10 +38,7 @@ class TensorSource:
 def sources_of(graph: EnsembleGraph, models: Sequence[Model], *, batched: bool) -> dict[str, TensorSource]:
     """Return the sources of the ensemble's tensors by name; a tensor that its step's model does not have is left out.
 
-    Args:
-        graph: the ensemble's graph.
-        models: models of the steps, in their order.
-        batched: whether the ensemble has a batch dimension.
+    `models`: models of the steps, in their order; `batched`: whether the ensemble has a batch dimension.
     """
     found = {
         spec.name: TensorSource(spec=spec, batched=batched, what=f"input {spec.name!r} of the ensemble")

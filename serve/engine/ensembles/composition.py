@@ -199,10 +199,7 @@ def misfit(graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -
     Two shapes fit if each size is equal or open (-1) on one side. Between a model with a batch dimension and one without, they
     also fit if only one of them begins with the batch dimension; such a batch has one row.
 
-    Args:
-        graph: the ensemble's graph.
-        models: models that are served for the steps, in their order.
-        max_batch_size: the ensemble's largest batch; 0 without a batch dimension.
+    `models`: models of the steps, in their order; `max_batch_size`: 0 for an ensemble without a batch dimension.
     """
     for step, model in zip(graph.steps, models, strict=True):
         wrong = _wrong_names(step, model) or _wrong_batch(model, max_batch_size)

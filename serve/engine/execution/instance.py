@@ -1,4 +1,7 @@
-"""One copy of a model with the thread that runs it. A copy that hangs or breaks is taken out of service and loaded again."""
+"""One copy of a model with the thread that runs it. A copy that hangs or breaks is taken out of service and loaded again.
+
+A backend that computes in another process needs no thread for most batches: the event loop sends them and sees their end.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -20,6 +24,7 @@ from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch, 
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES
 from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.padding.padding import Padding
@@ -124,6 +129,8 @@ class _Job:
     computed: bool = False
     fault: str | None = None
     is_behind: bool = False  # whether another batch was there when it was submitted
+    begun_ns: int = 0  # when it was handed to a backend that begins batches on the loop; 0 for others
+    is_on_loop: bool = False  # whether no thread waits for its end
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class _NotLoaded:
 
 
 class Instance:
-    """Runs batches one after the other on its thread, as long as it is up. Used on the event loop only.
+    """Runs batches one after the other, as long as it is up. Used on the event loop only.
 
     It takes the next batch while one runs, so that its thread need not wait until the event loop has seen the end of the first.
 
@@ -162,9 +169,11 @@ class Instance:
         self._is_plain = not how.padded_sizes and how.padding is None and how.ragged is None  # a lone request stays as it is
         self._worker = Worker(f"instance-{number}")
         self._left_behind = False  # whether the thread was abandoned, so that a new one is needed before the next job
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept because get_running_loop() makes a system call
         self._jobs: deque[_Job] = deque()  # the running job comes first
         self._timer: asyncio.TimerHandle | None = None  # checks a running batch, or loads the copy again
         self._wait_s = how.first_wait_s
+        self._is_large = False  # whether the last batch had large outputs; only the thread uses it
         self._stopped = False
         self._closed: asyncio.Event | None = None  # set when a stopped copy has cleaned up, if that takes time
 
@@ -172,6 +181,11 @@ class Instance:
     def batches(self) -> int:
         """Number of batches that it holds: the running one, and the next."""
         return len(self._jobs)
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether it takes another batch now: one behind the running batch saves the way to its thread, if a thread runs it."""
+        return self.is_up and (not self._jobs or (len(self._jobs) < MOST_BATCHES and not self._jobs[0].is_on_loop))
 
     @property
     def caller(self) -> CallingExecution | None:
@@ -197,12 +211,19 @@ class Instance:
 
         `finished` is called once, later, with the results. Afterwards `is_up` tells if the copy can take more.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
         job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
         self._jobs.append(job)
         if self._how.max_compute_s is not None and self._timer is None:  # one timer checks many batches
             self._look_later(loop, self._how.max_compute_s)
-        self._worker.submit(self._compute, job, self._copy)
+        backend = self._copy.backend
+        if isinstance(backend, RequestBackend) and not job.is_behind:
+            job.begun_ns = time.monotonic_ns()
+            job.is_on_loop = backend.begin(requests, partial(self._ready, job))
+        if not job.is_on_loop:
+            self._worker.submit(self._compute, job, self._copy)
 
     @property
     def may_run_on_loop(self) -> bool:
@@ -212,7 +233,7 @@ class Instance:
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
         """Compute a short batch on the calling thread, while no other runs. Afterwards `is_up` tells if it can take more."""
-        results, fault = self._results(requests, self._copy)
+        results, fault = self._results(requests, self._copy, 0)
         if fault is not None:
             self._take_out(fault, asyncio.get_running_loop())
         return results
@@ -225,6 +246,7 @@ class Instance:
         self.on_change = lambda _: None  # breaks a reference cycle that would keep an unloaded model
         self._cancel_timer()
         if isinstance(self._copy.backend, RequestBackend):
+            self._leave_to_thread(self._copy.backend)
             self._closed = asyncio.Event()
             self._worker.submit(self._close, self._copy.backend, asyncio.get_running_loop(), self._closed)
         self._worker.stop()
@@ -243,28 +265,47 @@ class Instance:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(closed.set)
 
+    def _ready(self, job: _Job, at_once: bool) -> None:
+        """End the batch that a backend has begun, on the calling thread if that takes no time."""
+        backend = self._copy.backend
+        if at_once:
+            results, job.fault = self._results(job.requests, self._copy, job.begun_ns)
+            self._done(job, results)
+        elif isinstance(backend, RequestBackend):
+            self._leave_to_thread(backend)
+
+    def _leave_to_thread(self, backend: RequestBackend) -> None:
+        """Have the thread wait for the end of the batch that the backend has begun, if there is one."""
+        backend.let_go()
+        if self._jobs and self._jobs[0].is_on_loop:
+            self._jobs[0].is_on_loop = False
+            self._worker.submit(self._compute, self._jobs[0], self._copy)
+
     def _compute(self, job: _Job, copy: _Copy) -> None:
         """Compute a batch; runs on the worker thread."""
+        if self._is_large:
+            BACKLOG.wait()
         late = _late(job.requests) if job.is_behind else []
         if late:
             in_time = [request for request in job.requests if request not in late]
-            results, job.fault = self._results(in_time, copy) if in_time else ([], None)
+            results, job.fault = self._results(in_time, copy, 0) if in_time else ([], None)
             results = [LateRequests(late), *results]
         else:
-            results, job.fault = self._results(job.requests, copy)
+            results, job.fault = self._results(job.requests, copy, job.begun_ns)
         job.computed = True
+        self._is_large = _are_large(results)
         with contextlib.suppress(RuntimeError):  # the loop is closed because the server gave up waiting for this batch
             job.loop.call_soon_threadsafe(self._done, job, results)
 
-    def _results(self, requests: list[InferRequest], copy: _Copy) -> tuple[Results, str | None]:
-        """Return a batch's results, and the fault if this batch broke the copy."""
+    def _results(self, requests: list[InferRequest], copy: _Copy, begun_ns: int) -> tuple[Results, str | None]:
+        """Return a batch's results, and the fault if this batch broke the copy. `begun_ns`: see `_Job`."""
         how = self._how
-        if copy.is_broken:
+        if copy.is_broken and not begun_ns:
             return [_lost(requests, untouched=True)], None
         results: Results
         try:
             if isinstance(copy.backend, RequestBackend):
-                return run_requests(copy.backend, requests), None
+                return run_requests(copy.backend, requests, begun_ns or time.monotonic_ns()), None
             invariance = how.invariance
             if len(requests) == 1 and self._is_plain and (invariance is None or invariance.is_safe):
                 results = run_one(copy.backend, requests[0], how.guard, self.memory, invariance)
@@ -313,6 +354,8 @@ class Instance:
         if job.looks <= LOOKS or job.computed:
             self._look_later(job.loop, limit_s)
             return
+        if isinstance(self._copy.backend, RequestBackend):
+            self._leave_to_thread(self._copy.backend)
         _, *behind = self._jobs
         self._jobs.clear()
         self._copy.is_broken = True
@@ -398,6 +441,15 @@ def _lost(requests: list[InferRequest], *, untouched: bool = False, what: str = 
     )
 
 
+def _are_large(results: Results) -> bool:
+    """Return whether the outputs of a batch are serialized apart from the event loop."""
+    last = results[-1]
+    if not isinstance(last, Answered):
+        return False
+    size = sum([array.nbytes for array in last.answers[0].values()])
+    return size > LARGE_BYTES
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
@@ -437,5 +489,5 @@ class FreeInstances:
         for free in (self._busy, self.idle):
             if instance in free:
                 free.remove(instance)
-        if instance.is_up and instance.batches < MOST_BATCHES:
+        if instance.takes_next:
             (self._busy if instance.batches else self.idle).append(instance)

@@ -34,14 +34,13 @@ class Rescheduled:
 
 
 def run_requests(
-    backend: RequestBackend, requests: list[InferRequest]
+    backend: RequestBackend, requests: list[InferRequest], started: int
 ) -> list[Answered | Failed | PendingAnswers | Rescheduled]:
-    """Have a backend answer requests.
+    """Have a backend answer requests, which it may have begun at `started` (`time.monotonic_ns`).
 
     Raises:
         InstanceLostError: this copy of the model is broken; none of the requests has an answer.
     """
-    started = time.monotonic_ns()
     given = backend.compute(requests)
     computed = time.monotonic_ns()
     results: list[Answered | Failed | PendingAnswers | Rescheduled] = []

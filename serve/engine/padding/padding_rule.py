@@ -136,12 +136,7 @@ class PaddingSettings:
 
 
 def require_fit(rule: PaddingRule, interface: ModelInterface, where: str) -> None:
-    """Check that a model has the inputs, outputs and axes that a rule names.
-
-    Args:
-        rule: the rule of its configuration.
-        interface: the interface that clients see.
-        where: the model, for error texts.
+    """Check that a model has the inputs, outputs and axes that a rule names; `interface`: the one that clients see.
 
     Raises:
         ModelLoadError: the rule does not fit the model.

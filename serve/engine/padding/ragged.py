@@ -139,12 +139,7 @@ MAKERS: dict[int, Callable[[Sequence[Shape]], Array]] = {
 
 
 def read_ragged(config: ModelConfig, interface: ModelInterface, where: str) -> Ragged | None:
-    """Read how a model's ragged batches are formed; None if its configuration asks for none.
-
-    Args:
-        config: the declared configuration.
-        interface: the interface of the model file.
-        where: the configuration's file, for error texts.
+    """Read how a model's ragged batches are formed; None if its declared configuration asks for none.
 
     Raises:
         ModelLoadError: a setting contradicts another one or the model, or is not supported.

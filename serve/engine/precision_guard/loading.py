@@ -94,14 +94,7 @@ def make_guard(
     The twin of a model with the policy "fallback" is loaded here; for shadow runs alone it is loaded by the first of them, so
     that it costs no time at the start, and no memory if no request is ever sampled.
 
-    Args:
-        model: the model file.
-        runtime: loads the twin.
-        placement: device and CPU settings of the model and its twin.
-        label: "name/version".
-        interface: the interface of the model file.
-        config: the completed configuration.
-        source: the configuration's file, for error texts.
+    `model`: path of the model file, whose interface `interface` is; `source`: the configuration's file, for error texts.
 
     Raises:
         ModelLoadError: a setting is invalid, or the policy needs a twin and the model has none.

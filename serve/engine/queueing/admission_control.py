@@ -88,10 +88,7 @@ class AdmissionControl:
     def finished(self, batch: RunningBatch, now: float, took_s: float | None) -> None:
         """Record the end of a batch.
 
-        Args:
-            batch: the running batch that `started` returned.
-            now: present time in seconds.
-            took_s: seconds of computation; None for a batch that did not run as a whole, from which nothing is learned.
+        `took_s`: seconds of computation; None for a batch that did not run as a whole, from which nothing is learned.
         """
         self.running.discard(batch)
         self._batches += 1

@@ -68,12 +68,9 @@ class ComputeSlots:
         self._floor = 0.0  # least `attained` of a model that returns after a pause
 
     def join(self, wake: Callable[[], None], weight: float = 1.0) -> ComputeShare:
-        """Add a model.
+        """Add a model. One of `weight` 2 gets twice the time of one of weight 1, as long as both are busy.
 
-        Args:
-            wake: called when it is the model's turn, after a refused claim; it should claim a slot at once, if it still wants
-                one.
-            weight: a model of weight 2 gets twice the time of one of weight 1, as long as both are busy.
+        `wake`: called when it is the model's turn, after a refused claim; it should claim a slot at once, if it wants one.
         """
         return ComputeShare(self, wake, weight)
 

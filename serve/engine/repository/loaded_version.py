@@ -313,10 +313,7 @@ def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
 def models_below(repository: ModelRepository, name: str, declared: DeclaredConfig | None = None) -> list[str]:
     """Return the models in a repository that an ensemble needs, each after its own dependencies; none for another model.
 
-    Args:
-        repository: the repository that has the ensemble.
-        name: name of the ensemble.
-        declared: its configuration, in place of the one in the repository.
+    `declared`: configuration of the ensemble `name`, in place of the one in the repository.
 
     Raises:
         UnmetStepsError: an ensemble needs itself.

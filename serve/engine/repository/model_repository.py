@@ -80,10 +80,7 @@ class ModelFiles:
 
 
 def find_models(path: Path) -> list[ModelFiles]:
-    """Return the model versions that should be served from `path`, by name and version.
-
-    Args:
-        path: a repository folder, or an .onnx file.
+    """Return the model versions that should be served from `path`, a repository folder or .onnx file, by name and version.
 
     Raises:
         ModelLoadError: there is nothing to serve at `path`, or a configuration cannot be read.
@@ -189,9 +186,7 @@ class ModelRepository:
 def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:
     """Return the versions that a configuration selects, before they are on this disk.
 
-    Args:
-        declared: the model's configuration.
-        contents: names of the files and folders in each version's folder. A folder without a model file is not a version yet.
+    `contents`: names of the files and folders in each version's folder. A folder without a model file is not a version yet.
     """
     if is_ensemble(declared.message):
         return []

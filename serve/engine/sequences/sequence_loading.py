@@ -38,14 +38,7 @@ def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterf
 def read_plan(
     declared: DeclaredConfig, config: ModelConfig, interface: ModelInterface, copies: int, read: ReadState
 ) -> SequencePlan:
-    """Read how the sequences of a model run; see `sequence_plan`.
-
-    Args:
-        declared: the configuration before it was completed.
-        config: the completed configuration.
-        interface: the interface of the model file.
-        copies: number of copies of the model.
-        read: reads a file with an initial state.
+    """Read how the sequences of a model run, from its completed configuration; see `sequence_plan`.
 
     Raises:
         ModelLoadError: the configuration contradicts the model, or asks for something unsupported.
@@ -87,11 +80,8 @@ def first_step(plan: SequencePlan, inputs: Mapping[str, Array], rows: int) -> Te
 
 
 def hand_over(before: Mapping[int, Model], models: Sequence[Model]) -> None:
-    """Link the sequences of new versions to those of the version that clients used before, if both have the same interface.
-
-    Args:
-        before: the versions served so far.
-        models: the versions served from now on.
+    """Link the sequences of the versions that are served from now on to those of the version that clients used before, if both
+    have the same interface.
     """
     for model in models:
         scheduler = model.scheduler

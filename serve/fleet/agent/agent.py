@@ -19,14 +19,11 @@ from halfserve.serve.fleet.agent.reporting import Reporting, first_of
 from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions, Ports, ServerProcess
 from halfserve.serve.fleet.control.autoscaling import MemberLoad
 from halfserve.serve.fleet.control.reports import ControllerLink
-from halfserve.serve.fleet.member.cluster_member import SOCKET
-from halfserve.serve.fleet.member.cluster_service import AGENT
+from halfserve.serve.fleet.member.cluster_member import AGENT, SOCKET
 from halfserve.serve.fleet.member.handover import GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, SUFFIX, MemberChannel
 from halfserve.serve.protocol.status import Code, Status, status_of
 from halfserve.serve.transports.listening import address_of
-
-__all__ = ["Agent", "AgentError", "AgentOptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +78,6 @@ class Agent:
             AgentError: the server cannot be started, or ended during the start.
         """
         options = self._options
-        options.check()
         self._folders = folders = MemberFolders(options.folder, options.cluster, self.member)
         names = (GRPC,) if "--no-http" in options.arguments else (GRPC, HTTP, METRICS)
         ports = Ports(options.host, options.first_port, names)

@@ -31,12 +31,7 @@ class MemberFolders:
     """
 
     def __init__(self, folder: Path | None, cluster: str, member: str) -> None:
-        """Make the member's folder, and lock it.
-
-        Args:
-            folder: root folder of all clusters of this user; None for a folder in the system's temporary folder.
-            cluster: name of the cluster.
-            member: id of the member.
+        """Make the member's folder, and lock it; `folder` is the root of all clusters of this user, by default a temporary one.
 
         Raises:
             AgentError: the folder cannot be made, or belongs to another user.

@@ -50,15 +50,7 @@ class Reporting:
         process: ServerProcess,
         folders: MemberFolders,
     ) -> None:
-        """Prepare the reports; `run` sends them.
-
-        Args:
-            names: fields of each report that identify the server.
-            link: connection to the controller.
-            server: connection to the server.
-            process: process of the server.
-            folders: folders of this member and of dead ones.
-        """
+        """Prepare the reports, which `run` sends; `names` are the fields of each report that identify the server."""
         self.meter = LoadMeter()
         self.heard_s = time.monotonic()
         self.settled = asyncio.Event()

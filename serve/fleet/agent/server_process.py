@@ -8,14 +8,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from halfserve.serve.fleet.agent.worker_process import in_words, program
 from halfserve.serve.fleet.member.handover import GRPC, HTTP, METRICS, VARIABLE, Handover
@@ -25,18 +23,6 @@ ROWS = 32  # rows of consecutive ports that are tried
 LEAVE = ("--lame-duck-seconds", "1")  # time for clients to see the server leave; later options override it
 LAST_LINES = 20  # lines of the server's log that are kept
 BEFORE_WHY = re.compile(r"^(halfserve serve|Error): ")  # start of the log line that says why the server ended
-# Options that the agent sets itself, or that have no meaning for a server started by an agent.
-MANAGED_OPTIONS = {
-    "--host": "host sets it",
-    "--grpc-port": "first_port sets it",
-    "--http-port": "first_port sets it",
-    "--metrics-port": "first_port sets it",
-    "--model-control": "the controller decides what is served",
-    "--load-model": "the controller decides what is served",
-    "--processes": "a cluster's servers are its members",
-    "--supervise": "the agent starts and replaces the server",
-    "--transport": "members of a cluster use nghttp2",
-}
 
 
 class AgentError(Exception):
@@ -69,28 +55,12 @@ class AgentOptions:
     machine: str = ""
     folder: Path | None = None
 
-    def check(self) -> None:
-        """Check the arguments.
-
-        Raises:
-            AgentError: an option is not allowed for a member of a cluster.
-        """
-        for argument in self.arguments:
-            option = argument.partition("=")[0]
-            if option in MANAGED_OPTIONS:
-                raise AgentError(f"{option} is not for a server of a cluster: {MANAGED_OPTIONS[option]}; leave it out")
-
 
 class Ports:
     """Listening sockets for a server."""
 
     def __init__(self, host: str, first: int, names: Sequence[str]) -> None:
-        """Listen on a row of free ports, one for each name.
-
-        Args:
-            host: address to listen on.
-            first: first port of the first row; 0 for any free ports.
-            names: names of the ports, in order.
+        """Listen on a row of free ports, one for each name, the first on port `first`; 0 for any free ports.
 
         Raises:
             AgentError: none of the rows is free, or this machine does not have the address.
@@ -123,38 +93,31 @@ class ServerProcess:
     """A running `halfserve serve`. Lives on the event loop.
 
     Attributes:
-        pid: process id; 0 before it is started.
         code: exit code of the process, or negative number of the signal that ended it; None while it runs.
         ended: set when the process has ended.
     """
 
     def __init__(self) -> None:
-        self.pid = 0
         self.code: int | None = None
         self.ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._starting: asyncio.Future[None] | None = None  # done once the process runs, or its start has failed
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._held = -1  # write end of a pipe; the server ends when this end closes, that is, when this process is gone
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
 
     async def start(self, path: str, arguments: Sequence[str], host: str, ports: Ports, folder: Path, member: str) -> None:
-        """Start the server, and return once it is ready.
-
-        Args:
-            path: path or URL of the model repository.
-            arguments: further options of `halfserve serve`.
-            host: address that the ports belong to.
-            ports: sockets to listen on; this process's copies are closed.
-            folder: folder that the server and the agent share.
-            member: id of the member.
+        """Start the server, and return once it is ready; this process's copies of the sockets are closed.
 
         Raises:
             AgentError: the server cannot be started, or ended before it was ready.
         """
-        self._starting = started = self._loop.create_future()
-        lifeline, held = os.pipe()
+        lifeline, held = os.pipe()  # the server ends when `held` closes, that is, when this process is gone
         ready_file, ready = os.pipe()
-        self._held = held
+        log_file, log = os.pipe()
         handover = Handover(
             sockets={name: [one.fileno() for one in sockets] for name, sockets in ports.sockets.items()},
             lifeline=lifeline,
@@ -165,33 +128,26 @@ class ServerProcess:
             parent=os.getpid(),
         )
         given = [*(one.fileno() for sockets in ports.sockets.values() for one in sockets), lifeline, ready]
-        command = [
-            *program("halfserve"),
-            "serve",
-            path,
-            "--model-control",
-            "explicit",
-            "--host",
-            host,
-            *_ports(ports),
-            *LEAVE,
-            *arguments,
-        ]
+        options = ("--model-control", "explicit", "--host", host, *_ports(ports), *LEAVE, *arguments)
+        command = [*program("halfserve"), "serve", path, *options]
         environment = {**os.environ, VARIABLE: handover.to_text()}
-        # The system kills the server when the thread that started it ends; this thread lives as long as the server.
-        threading.Thread(
-            target=self._live, args=(command, environment, given, started), name="halfserve server", daemon=True
-        ).start()
         try:
-            await asyncio.shield(started)
-        except OSError as error:
-            os.close(held)
-            os.close(ready_file)
-            raise AgentError(f"the server cannot be started: {error.strerror}") from None
+            # The system kills the server when the thread that started it ends; that of the event loop lives as long as this
+            # process. In a session of its own: Ctrl-C in a terminal reaches only the agent, which then drains the server.
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=environment, pass_fds=given, stderr=log, start_new_session=True
+            )
+        except BaseException as error:
+            for file in (held, ready_file, log_file):
+                os.close(file)
+            if isinstance(error, OSError):
+                raise AgentError(f"the server cannot be started: {error.strerror}") from None
+            raise
         finally:
             ports.close()
-            os.close(lifeline)
-            os.close(ready)
+            for file in (lifeline, ready, log):
+                os.close(file)
+        self._waiting = asyncio.create_task(self._wait(self._process, log_file, held))
         if not await self._is_ready(ready_file):
             await self.ended.wait()
             raise AgentError(f"the server cannot serve {path}: {self.why()}")
@@ -208,38 +164,22 @@ class ServerProcess:
             os.kill(self.pid, signal.SIGTERM)
 
     async def stop(self) -> None:
-        """End the server, whether it runs, its start has failed, or the start is given up; return when it has ended."""
-        if self._starting is None:
-            return
-        await asyncio.wait([self._starting])
-        if self._starting.exception() is None:
+        """End the server if it was started; return when it has ended."""
+        if self._process is not None:
             self.terminate()
             await self.ended.wait()
 
-    def _live(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        given: Sequence[int],
-        started: asyncio.Future[None],
-    ) -> None:
-        """Start the process and wait for its end; on a thread of its own."""
-        try:
-            # In a process group of its own: Ctrl-C in a terminal reaches only the agent, which then drains the server.
-            process = subprocess.Popen(command, env=environment, pass_fds=given, stderr=subprocess.PIPE, process_group=0)
-        except OSError as error:
-            self._tell(started.set_exception, error)
-            return
-        self.pid = process.pid
-        self._tell(started.set_result, None)
-        reader = threading.Thread(target=self._read_log, args=(process.stderr,), name="halfserve server log", daemon=True)
+    async def _wait(self, process: asyncio.subprocess.Process, log_file: int, held: int) -> None:
+        reader = threading.Thread(target=self._read_log, args=(log_file,), name="halfserve server log", daemon=True)
         reader.start()
-        code = process.wait()
-        reader.join(1.0)  # a child process of the server may still hold the pipe's other end
-        self._tell(self._has_ended, code)
+        code = await process.wait()
+        await asyncio.to_thread(reader.join, 1.0)  # a child process of the server may still hold the pipe's other end
+        self.code = code
+        os.close(held)
+        self.ended.set()
 
-    def _read_log(self, log: IO[bytes]) -> None:
-        with log:
+    def _read_log(self, log_file: int) -> None:
+        with open(log_file, "rb") as log:
             for line in log:
                 text = line.decode(errors="replace")
                 self._lines.append(text.strip())
@@ -247,24 +187,16 @@ class ServerProcess:
                     sys.stderr.write(text)
                     sys.stderr.flush()
 
-    def _tell(self, call: object, *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]  # callers pass what `call` takes
-
-    def _has_ended(self, code: int) -> None:
-        self.code = code
-        os.close(self._held)
-        self.ended.set()
-
     async def _is_ready(self, ready_file: int) -> bool:
         """Wait until the server is ready; False if it ended instead."""
-        readable: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(ready_file, lambda: None if readable.done() else readable.set_result(None))
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(ready_file, lambda: None if readable.done() else readable.set_result(None))
         try:
             await readable
             return bool(os.read(ready_file, 1))
         finally:
-            self._loop.remove_reader(ready_file)
+            loop.remove_reader(ready_file)
             os.close(ready_file)
 
 

@@ -62,17 +62,14 @@ class ScalingOptions:
 def wanted_members(
     loads: Collection[MemberLoad], target: int, options: ScalingOptions, state: Mapping[str, Any], now: float
 ) -> tuple[int, dict[str, Any]]:
-    """Compute the number of members that the cluster needs.
+    """Compute the number of members that the cluster needs, and the state for the next call, which consists of JSON values.
 
     Args:
         loads: load of each member that serves.
         target: number of members requested so far; some of them may still be starting.
         options: limits and targets of the cluster.
-        state: state returned by the last call; empty for the first. It consists of plain JSON values.
+        state: state returned by the last call; empty for the first.
         now: monotonic time in seconds.
-
-    Returns:
-        Number of members, and the state for the next call.
     """
     kept = dict(state)
     if not loads:

@@ -8,9 +8,9 @@ from typing import Any
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.fleet.control.autoscaling import ModelLoad
-from halfserve.serve.fleet.control.member_record import MemberRecord
+from halfserve.serve.fleet.control.member_table import MemberRecord
 from halfserve.serve.fleet.control.reports import ModelOrder
-from halfserve.serve.fleet.member.shared_rpcs import STATES
+from halfserve.serve.fleet.member.shared_rpcs import worst
 
 ModelIndex = pb.RepositoryIndexResponse.ModelIndex
 ShallServe = Callable[[MemberRecord, str], bool]
@@ -34,25 +34,22 @@ def _versions(name: str, order: ModelOrder | None, members: Sequence[MemberRecor
     versions = sorted({one for record in staying for one in record.model(name).versions}, key=lambda one: (len(one), one))
     found = []
     for version in versions or [""]:
-        states = [(*_state(record, name, version, order), record) for record in staying]
-        state, reason, record = max(states, key=lambda one: STATES.index(one[0]), default=(None, "", None))
-        if state is None or record is None:
+        state, reason = worst(_state(record, name, version, order) for record in staying)
+        if not state:
             state, reason = VersionState.UNAVAILABLE, "no member serves it now" if order else "not loaded"
-        elif state is not VersionState.READY:
-            reason = f"{record.title}: {reason}" if order else reason
-        found.append(ModelIndex(name=name, version=version, state=state.value, reason=reason))
+        found.append(ModelIndex(name=name, version=version, state=state, reason=reason))
     return found
 
 
-def _state(record: MemberRecord, name: str, version: str, order: ModelOrder | None) -> tuple[VersionState, str]:
+def _state(record: MemberRecord, name: str, version: str, order: ModelOrder | None) -> tuple[str, str]:
     model = record.model(name)
     if order is None:  # a model that only an ensemble needs is served without an order
         return (VersionState.UNLOADING if model.generation else VersionState.READY), ""
     if model.is_served and (version in model.versions or not version):
         return VersionState.READY, ""
     if model.generation < order.generation:
-        return VersionState.LOADING, "it loads the model"
-    return VersionState.UNAVAILABLE, model.error or "it has no such version now"
+        return VersionState.LOADING, f"{record.title}: it loads the model"
+    return VersionState.UNAVAILABLE, f"{record.title}: {model.error or 'it has no such version now'}"
 
 
 def cluster_status(

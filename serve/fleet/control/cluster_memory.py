@@ -52,12 +52,7 @@ class ClusterMemory:
         self.number += 1
 
     def order(self, name: str, request: bytes = b"") -> ModelOrder:
-        """Create a new order, which does not apply to all members yet.
-
-        Args:
-            name: name of the model.
-            request: serialized RepositoryModelLoadRequest; empty for the model as it is in the repository.
-        """
+        """Create a new order, which does not apply to all members yet; for `request` see `ModelOrder`."""
         self.generation += 1
         plain = pb.RepositoryModelLoadRequest(model_name=name)
         return ModelOrder(generation=self.generation, request=request or plain.SerializeToString())
@@ -124,13 +119,7 @@ class EndedCounters:
         self._known: dict[str, None] = {}
 
     def end(self, member: str, counters: bytes, *, exact: bool) -> bool:
-        """Count a member's last counters, replacing an estimate. Returns whether this changed the sum.
-
-        Args:
-            member: id of the member.
-            counters: `MemberCounters.to_bytes()`.
-            exact: whether the counters are final rather than estimated.
-        """
+        """Count a member's last counters; `exact` ones replace estimates. Returns whether this changed the sum."""
         if member in self._known:
             return False
         self._estimated.pop(member, None)

@@ -23,21 +23,19 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from halfserve.serve.fleet.control.autoscaling import MemberLoad
 from halfserve.serve.fleet.control.cluster_index import cluster_index, cluster_status
 from halfserve.serve.fleet.control.cluster_memory import ClusterMemory, added
-from halfserve.serve.fleet.control.member_record import MemberRecord
-from halfserve.serve.fleet.control.member_table import MemberTable
+from halfserve.serve.fleet.control.member_table import MemberRecord, MemberTable
 from halfserve.serve.fleet.control.model_rollout import ModelRollout, carried_out
 from halfserve.serve.fleet.control.placement import PlacedModels
 from halfserve.serve.fleet.control.reports import LEASE_S, REPORT_S, Orders, Report
 from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.shared_rpcs import (
+    COMMANDS,
     INDEX,
     LOAD,
     LOG_SETTINGS,
     METRICS,
-    OTHER_COMMANDS,
     READY,
     STATISTICS,
     TRACE_SETTING,
@@ -119,15 +117,7 @@ class Controller:
         return orders
 
     async def call(self, path: str, request: bytes) -> bytes:
-        """Answer a management RPC for the whole cluster.
-
-        Args:
-            path: method path of RepositoryIndex, RepositoryModelLoad, RepositoryModelUnload, ModelStatistics, ModelReady,
-                TraceSetting or LogSettings, or METRICS.
-            request: serialized request of that method.
-
-        Returns:
-            The serialized answer.
+        """Answer a management RPC for the whole cluster; `path` is that of its method, or METRICS, and messages are serialized.
 
         Raises:
             InferenceError: the request is invalid, or the cluster could not carry it out.
@@ -155,10 +145,6 @@ class Controller:
             "directory_version": self._table.version,
             **cluster_status(members, self._memory.loaded, self._placed.has, self._clock()),
         }
-
-    def loads(self) -> dict[str, MemberLoad]:
-        """Load of each member that is not leaving, by id; the input of autoscaling."""
-        return {record.id: record.meter.load for record in self._members.values() if not record.is_leaving}
 
     def drain(self, member: str) -> None:
         """Have a member refuse new requests, answer the accepted ones, and leave, once other members serve its models.
@@ -292,7 +278,7 @@ class Controller:
             }
             return Orders(controller=self.id, models=kept)
         memory, version = self._memory, self._table.version
-        keeps = record.given.memory != memory.number and record.id in self._keepers()
+        keeps = record.sent_memory != memory.number and record.id in self._keepers()
         return Orders(
             controller=self.id,
             models=self._rollout.orders(record),
@@ -329,7 +315,7 @@ class Controller:
 
     async def _change_settings(self, path: str, request: Any) -> Message:
         """Apply settings that one member accepted to all members, present and future."""
-        command = OTHER_COMMANDS[path]
+        command = COMMANDS[path]
         self._memory.set({f"{kind} {name}": one.SerializeToString() for kind, name, one in command.targets(request)}, path)
         number, asked = self._memory.settings_number, set(self._members)
         self._table.wake_all()

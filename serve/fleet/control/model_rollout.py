@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 from halfserve.serve.engine.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from halfserve.serve.fleet.control.cluster_memory import ClusterMemory
-from halfserve.serve.fleet.control.member_record import MemberRecord
-from halfserve.serve.fleet.control.member_table import MemberTable
+from halfserve.serve.fleet.control.member_table import MemberRecord, MemberTable
 from halfserve.serve.fleet.control.placement import PlacedModels
 from halfserve.serve.fleet.control.reports import ModelOrder
+from halfserve.serve.fleet.member.shared_rpcs import finished
 from halfserve.serve.protocol.status import Code, error_of
 
 logger = logging.getLogger(__name__)
@@ -33,20 +32,16 @@ class ModelRollout:
         self._trials: dict[str, tuple[str, ModelOrder]] = {}  # by model: id of the first member, and its order
         self._coming = set[str]()  # models being loaded that still need a placement
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, request: bytes) -> None:
-        """Load or reload a model. Returns when all members that are assigned the model serve it.
-
-        Args:
-            name: name of the model.
-            request: serialized RepositoryModelLoadRequest; empty for the model as it is in the repository.
+        """Load or reload a model; for `request` see `ModelOrder`. Returns when all members that are assigned it serve it.
 
         Raises:
             UnavailableError: the cluster has no member.
             InferenceError: the first member refused, and all members keep what they served; or a later member refused.
         """
-        await self._finish(self._load(name, request))
+        await finished(self._load(name, request), self._tasks)
 
     async def unload(self, name: str) -> None:
         """Unload a model. Returns when no member serves it any more.
@@ -55,7 +50,7 @@ class ModelRollout:
             NotFoundError: the model is not loaded.
         """
         self.require(name)
-        await self._finish(self._unload(name))
+        await finished(self._unload(name), self._tasks)
 
     def require(self, name: str) -> None:
         """Check that a model is loaded in the cluster.
@@ -89,17 +84,6 @@ class ModelRollout:
             # This member tried the order first and failed; it still serves the model as before.
             return carried_out(reported.generation)
         return order
-
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # mark the exception as retrieved: the client may have disconnected
 
     async def _load(self, name: str, request: bytes) -> None:
         async with self._lock(name):

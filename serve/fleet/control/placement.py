@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from halfserve.serve.fleet.control.member_record import MemberRecord
+from halfserve.serve.fleet.control.member_table import MemberRecord
 from halfserve.serve.fleet.control.reports import ModelOrder
 
 HOLD = 2.0  # weight of an existing copy, relative to a new one
@@ -114,12 +114,9 @@ class _Placing:
 
 
 def place(models: Iterable[ModelDemand], members: Sequence[MemberRoom], models_per_member: int) -> Placement:
-    """Decide which members serve each model.
+    """Decide which members, which are in a stable order, serve each model.
 
-    Args:
-        models: all models to serve.
-        members: all members to place them on, in a stable order.
-        models_per_member: most models per member; raised if the members together could not hold all models otherwise.
+    A member gets at most `models_per_member`, or more where the members together could not hold all models otherwise.
 
     Returns:
         Ids of the members of each model; empty for a model that fits in no member's memory, or that all members refuse.
@@ -254,13 +251,9 @@ class PlacedModels:
     def review(
         self, members: Collection[MemberRecord], models: Mapping[str, ModelOrder | None], now: float, *, at_once: bool = False
     ) -> bool:
-        """Compute a new placement if that is due. Returns whether it differs from the last one.
+        """Compute a new placement if that is due, or `at_once`. Returns whether it differs from the last one.
 
-        Args:
-            members: all members; leaving ones are assigned no new models.
-            models: all models to serve, with their orders; None for a model whose first load is in progress.
-            now: time in seconds.
-            at_once: compute a placement even if none is due.
+        Leaving members are assigned no new models. `models` has None for a model whose first load is in progress.
         """
         is_due = now >= self._review_at or (self._is_stale and now >= self._may_review_at)
         if not self._most or not (is_due or at_once):
@@ -301,7 +294,7 @@ class PlacedModels:
             return [*placed, *waiting]
         used = sum(record.model(name).size for name in served)
         found = [*(placed & served), *waiting]
-        for name in sorted(placed - served, key=lambda name: (name not in record.given.generations, name)):
+        for name in sorted(placed - served, key=lambda name: (name not in record.sent.models, name)):
             size = largest(members.values(), name)
             if used + size <= record.report.memory_size:
                 used += size

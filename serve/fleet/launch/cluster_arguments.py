@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from halfserve.serve.fleet.agent.server_process import MANAGED_OPTIONS
-
 REPLICAS = re.compile(r"(\d+)(?::(\d+))?")
+# Options that the agent sets itself, or that have no meaning for its server: they are not allowed among a server's options.
+MANAGED_OPTIONS = {
+    "--host": "host sets it",
+    "--grpc-port": "first_port sets it",
+    "--http-port": "first_port sets it",
+    "--metrics-port": "first_port sets it",
+    "--model-control": "the controller decides what is served",
+    "--load-model": "the controller decides what is served",
+    "--processes": "a cluster's servers are its members",
+    "--supervise": "the agent starts and replaces the server",
+    "--transport": "members of a cluster use nghttp2",
+}
 MOST_REPLICAS = 1000  # most that one controller can handle, measured by benchmarks/cluster_simulation.py
 
 
@@ -89,16 +99,15 @@ class ClusterArguments(MemberOptions):
         Raises:
             ClusterArgumentError: a name is unknown, or a value is invalid.
         """
-        known = {field.name for field in fields(cls)}
+        types = get_type_hints(cls)
         for name in given:
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                raise ClusterArgumentError(
-                    f"{name} is no argument; " + (f"did you mean {near[0]}?" if near else _expected(known))
-                )
+            if name not in types:
+                near = get_close_matches(name, types, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(types))}"
+                raise ClusterArgumentError(f"{name} is no argument; {hint}")
         if "path" not in given:
             raise ClusterArgumentError("path is missing, expected a folder or a URL such as s3://bucket/models")
-        return cls(**{name: READERS[name](name, value) for name, value in given.items()})
+        return cls(**{name: READERS[types[name]](name, value) for name, value in given.items()})
 
     def as_given(self) -> dict[str, Any]:
         """Input of `read` that gives these arguments: JSON values, without those equal to the default."""
@@ -140,10 +149,6 @@ def _check(name: str, value: object, fits: bool, expected: str) -> None:
         raise ClusterArgumentError(f"{name} is {value}, expected {expected}")
 
 
-def _expected(names: set[str]) -> str:
-    return f"expected one of {', '.join(sorted(names))}"
-
-
 def _number(name: str, value: Any) -> float:
     try:
         return float("nan" if isinstance(value, bool) else value)
@@ -171,15 +176,4 @@ def _options(name: str, value: Any) -> tuple[str, ...]:
     return tuple(options)
 
 
-READERS: dict[str, Callable[[str, Any], Any]] = {
-    "path": _text,
-    "replicas": _text,
-    "cpus": _number,
-    "gpus": _number,
-    "models_per_member": _whole,
-    "latency_target_ms": _number,
-    "scale_down_seconds": _number,
-    "host": _text,
-    "first_port": _whole,
-    "server": _options,
-}
+READERS: dict[Any, Callable[[str, Any], Any]] = {str: _text, float: _number, int: _whole, tuple[str, ...]: _options}

@@ -145,15 +145,10 @@ def find_program(given: Path | None) -> str | None:
 def start(
     program: str, folder: Path, *, grpc: Sequence[socket.socket], http: Sequence[socket.socket], drain_s: int, tls: Encryption
 ) -> tuple[subprocess.Popen[str], RuntimeSocket]:
-    """Start HAProxy without servers.
+    """Start HAProxy without servers, on these listening sockets; without `http` there is no REST.
 
-    Args:
-        program: path of HAProxy.
-        folder: folder private to this user, for the configuration and the runtime socket.
-        grpc: listening sockets for gRPC.
-        http: listening sockets for REST; empty for no REST.
-        drain_s: time to answer accepted requests after SIGUSR1, in seconds.
-        tls: TLS settings.
+    The folder, which is private to this user, gets its configuration and its runtime socket. After SIGUSR1, HAProxy answers
+    accepted requests for at most `drain_s` seconds.
     """
     control = socket.socket(socket.AF_UNIX)
     control.bind(str(folder / "runtime"))

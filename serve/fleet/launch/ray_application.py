@@ -21,7 +21,8 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.util import get_node_ip_address
 
-from halfserve.serve.fleet.agent.agent import Agent, AgentError, AgentOptions
+from halfserve.serve.fleet.agent.agent import Agent
+from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions
 from halfserve.serve.fleet.control.autoscaling import MemberLoad, ScalingOptions, wanted_members
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import LEASE_S, REPORT_S, Orders, Report

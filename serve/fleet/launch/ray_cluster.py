@@ -59,14 +59,9 @@ class Deployed:
 
 
 def connect(*, start: bool = False, detach: bool = False) -> bool:
-    """Connect to the Ray of RAY_ADDRESS, or else to the one on this machine.
+    """Connect to the Ray of RAY_ADDRESS, or else to the one on this machine; returns whether Ray was started.
 
-    Args:
-        start: start Ray if there is none.
-        detach: let a started Ray outlive this process.
-
-    Returns:
-        Whether Ray was started.
+    With `start` it starts Ray where there is none, and with `detach` that outlives this process.
 
     Raises:
         ClusterError: there is no Ray, it cannot be reached, or its version differs from the installed one.
@@ -204,13 +199,8 @@ def deployed(name: str) -> Deployed | None:
 def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callable[[str], None]) -> Deployed:
     """Deploy or change a cluster's application, and wait until it runs as requested.
 
-    A new application that cannot run is deleted. An existing one continues with its previous servers.
-
-    Args:
-        name: name of the application.
-        arguments: arguments of the cluster.
-        wait_s: longest time to wait, in seconds.
-        say: called with a line for the user when replicas wait for a machine.
+    A new application that cannot run is deleted. An existing one continues with its previous servers. `say` is called with a
+    line for the user when replicas wait for a machine.
 
     Raises:
         ClusterError: the application does not run in time, or cannot run.

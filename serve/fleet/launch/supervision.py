@@ -1,4 +1,4 @@
-"""Supervision from the server's command: open the sockets, and become the supervisor."""
+"""Supervision from the server's command: count the processes, open the sockets, and become the supervisor."""
 
 from __future__ import annotations
 
@@ -11,24 +11,58 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.engine.resource_limits import FEWEST_FILES, available_bytes, most_files, usable_cores
 from halfserve.serve.fleet.agent.worker_process import program
 from halfserve.serve.fleet.member.handover import ConnectionCounts, SupervisorPlan
 from halfserve.serve.log_handler import LineFormat
 from halfserve.serve.transports.listening import Address, close, listen
 
+AUTO = "auto"
+PROCESS_BYTES = 100 * 2**20  # memory of a server without models
+FILES_EACH = 4  # open files in each process per other process
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
+
+
+def process_count(text: str, *, use_gpu: bool) -> int:
+    """Parse the option's text; "auto" means one process if models run on a GPU, else one for each usable core.
+
+    Raises:
+        ValueError: the text is neither "auto" nor a whole number of 1 or more.
+    """
+    if text == AUTO:
+        return 1 if use_gpu and device_count() else usable_cores()
+    if not (text.isascii() and text.isdigit() and int(text[:9]) and len(text) < 7):
+        raise ValueError(f"is {text[:20]!r}, expected {AUTO!r} or a whole number from 1 to 999999")
+    return int(text)
+
+
+def check_room(count: int) -> None:
+    """Check that `count` processes can start at all.
+
+    Raises:
+        FailedPreconditionError: there is too little memory, or the limit on open files is too low.
+    """
+    room = available_bytes()
+    if room is not None and count * PROCESS_BYTES > room:
+        raise FailedPreconditionError(
+            f"--processes {count} needs {count * PROCESS_BYTES >> 20} MiB before any model is loaded, and {room >> 20} MiB are "
+            f"available; ask for {max(1, room // PROCESS_BYTES)} or fewer"
+        )
+    needed = FEWEST_FILES + FILES_EACH * count
+    if needed > most_files():
+        raise FailedPreconditionError(
+            f"--processes {count} needs {needed} open files in each process, and the limit is {most_files()}; "
+            "raise it (ulimit -n), or ask for fewer processes"
+        )
 
 
 def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line_format: LineFormat = LineFormat.TEXT) -> None:
     """Open the sockets and replace this program by the supervisor, which starts the same command again as its worker.
 
-    A fresh interpreter without this one's imports needs a quarter of the memory. Does not return.
-
-    Args:
-        addresses: addresses to listen on, by purpose.
-        processes: number of workers that accept from these sockets.
-        line_format: format of the supervisor's log lines.
+    A fresh interpreter without this one's imports needs a quarter of the memory. Does not return. `addresses` are those to
+    listen on, by purpose; `processes` workers accept from them.
 
     Raises:
         BindError: an address is in use, not this machine's, or not permitted; no socket stays open then.
@@ -77,4 +111,4 @@ def _shared_folder(processes: int) -> Path:
 
 
 def supervisor_command(plan: SupervisorPlan) -> list[str]:
-    return [*program("halfserve.serve.fleet.launch"), plan.to_text(), sys.executable, *sys.orig_argv[1:]]
+    return [*program("halfserve.serve.fleet.launch.supervisor"), plan.to_text(), sys.executable, *sys.orig_argv[1:]]

@@ -1,4 +1,7 @@
-"""The supervisor: starts workers, and replaces a worker that ends. Imports only the standard library."""
+"""The supervisor: starts workers, and replaces a worker that ends. Imports only the standard library.
+
+`supervision` runs it as a program: python -m halfserve.serve.fleet.launch.supervisor PLAN COMMAND ...
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -14,8 +19,9 @@ from pathlib import Path
 
 from halfserve.serve.fleet.agent.worker_process import WorkerProcess, exit_code, in_words, reap, start_worker
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts, Handover, SupervisorPlan
+from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("halfserve.serve.fleet.launch.supervisor")  # as a program, this module has another name
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = signal.SIGHUP
@@ -56,12 +62,7 @@ class Supervisor:
     """
 
     def __init__(self, plan: SupervisorPlan, command: Sequence[str]) -> None:
-        """Create a supervisor without workers.
-
-        Args:
-            plan: sockets and number of workers.
-            command: command that starts a worker; its first word is the path of a program.
-        """
+        """Create a supervisor without workers; `command` starts one, and its first word is the path of a program."""
         self._plan = plan
         self._sockets = dict(plan.sockets)
         self._command = command
@@ -273,3 +274,23 @@ def signal_reader(names: Iterable[signal.Signals]) -> Iterator[SignalReader]:
 def _instead(title: str) -> str:
     """Title of a worker for the log; before the server has served, its user knows of no workers."""
     return "the server" if title == "the worker" else title
+
+
+def main(text: str, *command: str) -> int:
+    """Supervise until the end; returns the exit code."""
+    plan = SupervisorPlan.from_text(text)
+    log_to_standard_error(LineFormat(plan.line_format))
+    logging.raiseExceptions = False  # a closed standard error must not end the supervisor
+    try:
+        return Supervisor(plan, command).run()
+    finally:
+        if plan.socket_path is not None:
+            Path(plan.socket_path).unlink(missing_ok=True)
+        if plan.folder:
+            shutil.rmtree(plan.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)

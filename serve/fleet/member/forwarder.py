@@ -196,14 +196,9 @@ class StreamedRequest:
     def __init__(
         self, data: bytes, name: str, time_left_s: float | None, many: ManyReplies, is_decoupled: dict[str, bool]
     ) -> None:
-        """Prepare a request; `ask` sends it.
+        """Prepare a serialized ModelInferRequest, which `ask` sends; `many` receives the responses of a decoupled model.
 
-        Args:
-            data: serialized ModelInferRequest.
-            name: name of the model.
-            time_left_s: time until the client's deadline in seconds; None without a deadline.
-            many: receives the responses of a decoupled model.
-            is_decoupled: whether models are decoupled, by name, as far as is known; this model is added.
+        `is_decoupled` says of models by name whether they are, as far as is known; this one is added.
         """
         self._data = data
         self._name = name

@@ -96,12 +96,7 @@ class MemberChannel:
         return answer.FromString(await self.call(path, request.SerializeToString(), timeout_s))
 
     async def call(self, path: str, request: bytes, timeout_s: float | None) -> bytes:
-        """Call a method with a serialized message, and return the serialized answer.
-
-        Args:
-            path: path of the method.
-            request: serialized request.
-            timeout_s: time limit in seconds; None for no limit.
+        """Call a method with a serialized message, and return the serialized answer; `timeout_s` None is no time limit.
 
         Raises:
             UnreachableError: there was no answer.
@@ -160,13 +155,7 @@ class Siblings:
     ) -> dict[str, M | InferenceError]:
         """Call a method of all other members concurrently; a member that refuses answers with its error.
 
-        Members that have ended are left out.
-
-        Args:
-            path: path of the method.
-            request: request to send.
-            answer: class of the answers.
-            timeout_s: time limit of each answer in seconds; None for no limit.
+        Members that have ended are left out. Without `timeout_s` there is no time limit for an answer.
         """
         names = self.names()
         answers = await asyncio.gather(*(self._ask(name, path, request, answer, timeout_s) for name in names))

@@ -15,15 +15,14 @@ from halfserve.serve.engine.errors import FailedPreconditionError, InferenceErro
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.resource_limits import available_bytes
-from halfserve.serve.fleet.member.command_journal import Journal, JournalEntry
 from halfserve.serve.fleet.member.counter_file import CounterFile
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
 from halfserve.serve.fleet.member.kept_counters import CounterFolder, CounterKeeper
 from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.member_socket import MemberSocket, Siblings
-from halfserve.serve.fleet.member.process_service import ProcessService
-from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, local_method, request_class
-from halfserve.serve.fleet.member.supervisor_link import SupervisorLink
+from halfserve.serve.fleet.member.process_service import Journal, JournalEntry, ProcessService
+from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, MODELS_TURN, SETTINGS_TURN, local_method, request_class
+from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.listener import ConnectionLimit
 
@@ -34,7 +33,7 @@ STATM = Path("/proc/self/statm")  # sizes in pages: total, resident, shared
 SLACK_PART = 16  # a member may have up to 1/16 more connections than another, so that bursts are accepted fast
 
 
-class ProcessMember:
+class ProcessMember(Membership):
     """One of several servers that answer as one. Lives on the event loop."""
 
     def __init__(self, link: SupervisorLink, core: InferenceCore) -> None:
@@ -50,9 +49,7 @@ class ProcessMember:
         self._siblings = Siblings(self._folder, name)
         self._left = CounterFolder(self._folder, name)
         self._counters = CounterKeeper(self._folder, name, core, self._forget, partial(MemberCounters.of, core))
-        self._service = ProcessService(
-            self._siblings, self._left, Journal(self._folder / "models"), Journal(self._folder / "others")
-        )
+        self._service = ProcessService(self._siblings, self._left, Journal(self._folder / "commands"))
         self._connections: SharedConnectionLimit | None = None
         core.figures.readings["processes"] = lambda: 1  # summed over the members
 
@@ -66,14 +63,11 @@ class ProcessMember:
         if self._speaks:
             check_room_for_models(self._given.places)
         own = Service(self._core, server_version=service.server_version, beside=service)
-        journals = (self._service.models, self._service.others)
-        done = set[str]()
-        for journal in journals:  # without the lock, as this may take long and nothing depends on it
+        journal, done = self._service.journal, set[str]()
+        await self._repeat(own, journal, done)  # without the locks, as this may take long and nothing depends on it
+        async with journal.turn(MODELS_TURN), journal.turn(SETTINGS_TURN):
             await self._repeat(own, journal, done)
-        async with self._service.models.turn(), self._service.others.turn():
-            for journal in journals:
-                await self._repeat(own, journal, done)
-                await self._complete(own, journal)
+            await self._complete(own, journal)
             self._left.fold(self._siblings.names())
             await self._socket.listen(own, partial(MemberCounters.of, self._core))
         self._counters.begin(self._counted)

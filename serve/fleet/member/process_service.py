@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Container, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import empty_pb2, wrappers_pb2
@@ -17,7 +24,6 @@ from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, RegionInUseError
-from halfserve.serve.fleet.member.command_journal import Journal
 from halfserve.serve.fleet.member.kept_counters import CounterFolder
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
 from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
@@ -25,13 +31,14 @@ from halfserve.serve.fleet.member.shared_rpcs import (
     COMMANDS,
     CUDA_REGISTER,
     INDEX,
-    MODEL_COMMANDS,
+    MODEL,
     READY,
     STATISTICS,
     SYSTEM_REGISTER,
     Command,
     Local,
     answer_for_all,
+    finished,
     local_method,
     merge_index,
     request_class,
@@ -41,22 +48,104 @@ from halfserve.serve.protocol.rpcs import Health
 from halfserve.serve.protocol.service import SERVICE, Service
 
 HealthResponse = health_pb2.HealthCheckResponse
+RETRY_S = 0.01  # polled, because a thread that blocks on the lock could not be cancelled
+BEGUN = "-begun"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEntry:
+    """One command: the path of its method, and the serialized request.
+
+    Attributes:
+        name: name of its file, which sorts in the order of the commands.
+        is_begun: a member began it and ended before all others had carried it out.
+    """
+
+    name: str
+    path: str
+    request: bytes
+    is_begun: bool = False
+
+
+class Journal:
+    """Commands that all members have carried out, kept for members that join later: one file per target.
+
+    A command that replaces an earlier one replaces its file. Members take turns by an exclusive lock, which the system releases
+    when a member ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Use the journal in this folder, which need not exist yet."""
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[None]:
+        """Hold the lock of this name inside the context, so that no other member issues commands under it."""
+        file = os.open(self._folder / f".{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(RETRY_S)
+            yield
+        finally:
+            os.close(file)
+
+    def begin(self, kind: str, name: str, path: str, request: bytes) -> JournalEntry:
+        """Record a command that this member has carried out, but the others have not; `kind` has no dash."""
+        # The monotonic clock is shared by all processes of a machine, and never set back.
+        entry = JournalEntry(name=f"{time.monotonic_ns():020}-{_key(kind, name)}", path=path, request=request)
+        hidden = self._folder / f".{entry.name}"
+        hidden.write_bytes(path.encode() + b"\n" + request)
+        hidden.rename(self._folder / f"{entry.name}{BEGUN}")
+        return entry
+
+    def done(self, entry: JournalEntry) -> None:
+        """Mark a command as carried out by all members; it replaces earlier commands for the same target."""
+        key = entry.name.partition("-")[2]
+        for older in self._files():
+            if older.name.partition("-")[2] == key:
+                older.unlink(missing_ok=True)
+        (self._folder / f"{entry.name}{BEGUN}").rename(self._folder / entry.name)
+
+    def forget(self, kind: str, name: str) -> None:
+        """Remove the commands for a target."""
+        for file in self._files():
+            if file.name.partition("-")[2].startswith(_key(kind, name)):
+                file.unlink(missing_ok=True)
+
+    def entries(self, known: Container[str] = ()) -> list[JournalEntry]:
+        """The commands in order, those for models first, as others may be about them, except those whose names are known."""
+        found = []
+        for file in self._files():
+            name = file.name.removesuffix(BEGUN)
+            if name in known:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another member, in its turn, has just replaced or finished it
+                path, _, request = file.read_bytes().partition(b"\n")
+                found.append(JournalEntry(name=name, path=path.decode(), request=request, is_begun=file.name != name))
+        return found
+
+    def _files(self) -> list[Path]:
+        files = (file for file in self._folder.iterdir() if file.name[0].isdigit())
+        return sorted(files, key=lambda file: (f"-{MODEL}-" not in file.name, file.name))
 
 
 class ProcessService:
     """Makes services answer for all members. Lives on the event loop.
 
     Attributes:
-        models: journal of loads and unloads.
-        others: journal of all other commands.
+        journal: commands for processes that join later.
     """
 
-    def __init__(self, siblings: Siblings, left: CounterFolder, models: Journal, others: Journal) -> None:
+    def __init__(self, siblings: Siblings, left: CounterFolder, journal: Journal) -> None:
         self._siblings = siblings
         self._left = left
-        self.models = models
-        self.others = others
-        self._tasks: set[asyncio.Task[Message]] = set()
+        self.journal = journal
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def spread(self, service: Service) -> None:
         """Have a service answer for all members."""
@@ -64,38 +153,33 @@ class ProcessService:
             path: (request_class(service, path), local_method(service, path)) for path in (SYSTEM_REGISTER, CUDA_REGISTER)
         }
         for path, command in COMMANDS.items():
-            journal = self.models if path in MODEL_COMMANDS else self.others
             work = partial(self._unregister, *registers[command.undoes]) if command.undoes else self._carry_out
-            answer_for_all(service, path, partial(self._finished, partial(work, journal, path, command)))
+            answer_for_all(service, path, partial(self._finished, partial(work, path, command)))
         answer_for_all(service, STATISTICS, self._statistics)
         answer_for_all(service, INDEX, self._index)
+        ready = local_method(service, READY)
         answer_for_all(service, READY, self._model_ready)
-        answer_for_all(service, Health.CHECK_PATH, self._check_health)
+        answer_for_all(service, Health.CHECK_PATH, partial(self._check_health, ready))
         service.exposition = partial(self._exposition, service)
 
     async def _finished(
         self, work: Callable[[Local, Any], Coroutine[Any, Any, Message]], local: Local, request: Any
     ) -> Message:
-        """Complete a command that was begun even if the client disconnects."""
-        task = asyncio.get_running_loop().create_task(work(local, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await finished(work(local, request), self._tasks)
 
-    async def _carry_out(self, journal: Journal, path: str, command: Command, local: Local, request: Any) -> Message:
+    async def _carry_out(self, path: str, command: Command, local: Local, request: Any) -> Message:
         targets = list(command.targets(request))
         if not targets:
             asked: Message = await local(request)
             return asked
-        async with journal.turn():
+        async with self.journal.turn(command.turn):
             answer: Message = await local(request)
             # On a thread, as a load request may contain a model's files.
-            begun = [
-                await asyncio.to_thread(journal.begin, kind, name, path, one.SerializeToString()) for kind, name, one in targets
-            ]
+            begin = partial(asyncio.to_thread, self.journal.begin)
+            begun = [await begin(kind, name, path, one.SerializeToString()) for kind, name, one in targets]
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
             for entry in begun:
-                journal.done(entry)
+                self.journal.done(entry)
         raise_first(answers)
         return answer
 
@@ -103,7 +187,6 @@ class ProcessService:
         self,
         registration: type[Message],
         register: Local,
-        journal: Journal,
         path: str,
         command: Command,
         local: Local,
@@ -111,8 +194,8 @@ class ProcessService:
     ) -> Message:
         """Take back what `register` has done, each region at all members or at none: a member refuses one that it uses."""
         registers, refusals = COMMANDS[command.undoes], list[str]()
-        async with journal.turn():
-            for entry in journal.entries():
+        async with self.journal.turn(command.turn):
+            for entry in self.journal.entries():
                 if entry.path != command.undoes:
                     continue
                 region = registration.FromString(entry.request)
@@ -128,7 +211,7 @@ class ProcessService:
                 answers = await self._siblings.ask(path, one, command.answer, timeout_s=command.timeout_s)
                 refused = [str(answer) for answer in answers.values() if isinstance(answer, InferenceError)]
                 if not refused:
-                    journal.forget(kind, name)
+                    self.journal.forget(kind, name)
                     continue
                 refusals += refused
                 # Those that still have it refuse that.
@@ -160,14 +243,12 @@ class ProcessService:
             answer.ready = all(not isinstance(one, InferenceError) and one.ready for one in others.values())
         return answer
 
-    async def _check_health(self, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
+    async def _check_health(self, ready: Local, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
         answer: Message = await local(request)
         if request.service in {"", SERVICE} or answer.status != HealthResponse.SERVING:  # type: ignore[attr-defined]  # grpc_health ships no types
             return answer  # the server as a whole is as ready as this member
-        others = await self._siblings.ask(Health.CHECK_PATH, request, HealthResponse)
-        if any(isinstance(one, InferenceError) or one.status != HealthResponse.SERVING for one in others.values()):
-            return HealthResponse(status=HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
-        return answer
+        everywhere = await self._model_ready(ready, pb.ModelReadyRequest(name=request.service))
+        return HealthResponse(status=HealthResponse.SERVING if everywhere.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
 
     async def _exposition(self, service: Service) -> tuple[bytes, str]:
         own = await MemberCounters.of(service.core)
@@ -178,3 +259,7 @@ class ProcessService:
         texts = MetricTexts()
         texts.add(merge_metrics(own.metrics, (one.metrics for one in others)))
         return texts.joined(), CONTENT_TYPE
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{kind}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"

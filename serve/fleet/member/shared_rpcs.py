@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -14,7 +15,10 @@ from halfserve.serve.engine.model import VersionState
 from halfserve.serve.protocol.rpcs import one_message
 from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
 
+T = TypeVar("T")
 Local = Callable[[Any], Awaitable[Any]]
+MODEL = "model"  # kind of the target of loads and unloads
+MODELS_TURN, SETTINGS_TURN = "models", "settings"
 Target = tuple[str, str, Message]  # kind and name of what a command changes, such as a model, and the command for it alone
 
 
@@ -28,16 +32,18 @@ class Command:
             query.
         undoes: path of the command whose targets (that of the request's `name`, or all) this one takes back; "" for none.
         timeout_s: time limit of another member's answer in seconds; None for no limit.
+        turn: name of the lock under which members issue it; loads take long, so that they have one of their own.
     """
 
     answer: type[Message]
     targets: Callable[[Any], Iterable[Target]] = lambda _: ()
     undoes: str = ""
     timeout_s: float | None = 5.0
+    turn: str = SETTINGS_TURN
 
 
 def _model(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> list[Target]:
-    return [("model", request.model_name, request)]
+    return [(MODEL, request.model_name, request)]
 
 
 def _settings(kind: str, request: Any) -> list[Target]:
@@ -55,12 +61,9 @@ def _settings(kind: str, request: Any) -> list[Target]:
 LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
 TRACE_SETTING, LOG_SETTINGS = f"/{SERVICE}/TraceSetting", f"/{SERVICE}/LogSettings"
 SYSTEM_REGISTER, CUDA_REGISTER = f"/{SERVICE}/SystemSharedMemoryRegister", f"/{SERVICE}/CudaSharedMemoryRegister"
-# Loads take long, so they have a journal and a lock of their own.
-MODEL_COMMANDS = {
-    LOAD: Command(answer=pb.RepositoryModelLoadResponse, targets=_model, timeout_s=None),
-    UNLOAD: Command(answer=pb.RepositoryModelUnloadResponse, targets=_model, timeout_s=None),
-}
-OTHER_COMMANDS = {
+COMMANDS = {
+    LOAD: Command(answer=pb.RepositoryModelLoadResponse, targets=_model, timeout_s=None, turn=MODELS_TURN),
+    UNLOAD: Command(answer=pb.RepositoryModelUnloadResponse, targets=_model, timeout_s=None, turn=MODELS_TURN),
     TRACE_SETTING: Command(answer=pb.TraceSettingResponse, targets=partial(_settings, "trace")),
     LOG_SETTINGS: Command(answer=pb.LogSettingsResponse, targets=partial(_settings, "log")),
     SYSTEM_REGISTER: Command(
@@ -72,10 +75,10 @@ OTHER_COMMANDS = {
     ),
     f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, undoes=CUDA_REGISTER),
 }
-COMMANDS = MODEL_COMMANDS | OTHER_COMMANDS
 # From best to worst: a version has the worst state among its members.
 STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
-Versions = dict[tuple[str, str], pb.RepositoryIndexResponse.ModelIndex]
+Index = pb.RepositoryIndexResponse.ModelIndex
+Versions = dict[tuple[str, str], Index]
 METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the metrics of all members
 STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
 
@@ -120,6 +123,11 @@ async def only(request: Any) -> AsyncIterator[Any]:
     yield request
 
 
+def worst(states: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """The state of a version among its states at all members, each with a reason: the first one of the worst."""
+    return max(states, key=lambda one: STATES.index(VersionState(one[0])), default=("", ""))
+
+
 def merge_index(
     own: pb.RepositoryIndexResponse, others: Mapping[str, pb.RepositoryIndexResponse], *, ready: bool
 ) -> pb.RepositoryIndexResponse:
@@ -134,13 +142,26 @@ def merge_index(
     for title, other in others.items():
         found: Versions = {(one.name, one.version): one for one in other.models}
         for key, mine in merged.items():
-            theirs = found.get(key)
-            if theirs is None:
-                state, reason = VersionState.UNAVAILABLE, "it has no such version now"
-            else:
-                state, reason = VersionState(theirs.state), theirs.reason
-            if STATES.index(state) > STATES.index(VersionState(mine.state)):
-                mine.state, mine.reason = state.value, f"{title}: {reason}" if reason else title
+            theirs = found.get(key) or Index(state=VersionState.UNAVAILABLE, reason="it has no such version now")
+            there = f"{title}: {theirs.reason}" if theirs.reason else title
+            mine.state, mine.reason = worst([(mine.state, mine.reason), (theirs.state, there)])
     return pb.RepositoryIndexResponse(
         models=[one for one in merged.values() if one.state == VersionState.READY.value or not ready]
     )
+
+
+async def finished(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:
+    """Wait for work that is completed even if its caller is cancelled, because the client has disconnected.
+
+    `tasks` holds the task meanwhile.
+    """
+
+    def end(task: asyncio.Task[T]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # mark the exception as retrieved: the caller may be gone
+
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(end)
+    return await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""A worker's connection to the supervisor or agent that started it, from which it takes over its sockets."""
+"""What a server has of those that it serves with: the link to the supervisor or agent that started it, and its membership."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.fleet.member.handover import VARIABLE, Handover
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports.listener import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,31 @@ class SupervisorLink:
             self._ready = None
 
 
+class Membership:
+    """A server's membership in a group of servers that answer as one; that of a server on its own. Lives on the event loop."""
+
+    def connections(self, most: float, reason: str) -> ConnectionLimit:
+        """Create the limit of the server's connections; `reason` explains it in the log."""
+        return ConnectionLimit(most, reason)
+
+    async def join(self, service: Service) -> None:
+        """Have the service answer for all members; must be called before the server listens.
+
+        Raises:
+            FailedPreconditionError: there is not enough memory for this number of servers.
+            BindError: the members' folder is not writable.
+        """
+
+    async def all_here(self) -> None:
+        """Start accepting connections, and wait until the start may be reported; one of several servers reports for all."""
+
+    def retire(self) -> None:
+        """Stop accepting connections."""
+
+    async def leave(self) -> None:
+        """Leave the group; must be called after all requests are answered."""
+
+
 def end_with(parent: int) -> None:
     """Have the system kill this process when the thread that started it ends; exit now if it has ended already (Linux)."""
     if sys.platform == "linux":
@@ -86,12 +113,12 @@ def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
         given = Handover.from_text(text)
         if given.parent:
             end_with(given.parent)
-        for descriptor in (given.lifeline, given.ready):
-            os.set_inheritable(descriptor, False)
         sockets = {name: [socket.socket(fileno=number) for number in numbers] for name, numbers in given.sockets.items()}
         for one in (one for opened in sockets.values() for one in opened):
             one.set_inheritable(False)
-    except (ValueError, TypeError, OSError) as error:
+        for descriptor in (given.lifeline, given.ready):
+            os.set_inheritable(descriptor, False)
+    except (ValueError, TypeError, AttributeError, OSError) as error:
         raise FailedPreconditionError(
             f"the environment variable {VARIABLE} is not what a supervisor has set ({error}); unset it, "
             "and use --supervise to start one"

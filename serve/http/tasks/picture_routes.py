@@ -55,17 +55,11 @@ DATA_URL: Final = "data:"
 
 @dataclass(frozen=True, kw_only=True)
 class AskedPicture:
-    """Content of a classification request.
+    """Content of a classification request."""
 
-    Attributes:
-        data: an encoded picture.
-        top: the number of classes that are wanted.
-        function: name in FUNCTIONS of the function that makes scores; None for the model's own.
-    """
-
-    data: bytes
-    top: int = TOP
-    function: str | None = None
+    data: bytes  # an encoded picture
+    top: int = TOP  # the number of classes that are wanted
+    function: str | None = None  # name in FUNCTIONS of the function that makes scores; None for the model's own
 
 
 class PictureRoutes:
@@ -80,11 +74,8 @@ class PictureRoutes:
         return [Route(f"{path}/classify", self.classify, methods=["POST"]) for path in (MODEL, VERSION)]
 
     async def classify(self, request: Request) -> Response:
-        """The best classes of a picture: the body is a picture file, or JSON with one in base64.
-
-        Raises:
-            InferenceError: the picture is wrong, or the request was refused or failed.
-            ClientDisconnect: the client has gone.
+        """The best classes of a picture: the body is a picture file, or JSON with one in base64. Raises InferenceError: the
+        picture is wrong, or the request was refused or failed; ClientDisconnect: the client has gone.
         """
         name, version = named(request)
         try:
@@ -153,11 +144,8 @@ class _PixelMessages:
 
 
 def _picture_input(model: Model) -> tuple[str, PicturePreparation]:
-    """The input that takes pictures, and how they are prepared.
-
-    Raises:
-        InvalidArgumentError: the model is for another task.
-        FailedPreconditionError: nothing says how its pictures are prepared.
+    """The input that takes pictures, and how they are prepared. Raises InvalidArgumentError: the model is for another task;
+    FailedPreconditionError: nothing says how its pictures are prepared.
     """
     task = task_of(model)
     if task != IMAGE_CLASSIFICATION:

@@ -13,14 +13,17 @@ from starlette.requests import ClientDisconnect, Request
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError, UnavailableError
+from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.request_body import RequestMemory, answered_or_gone
 from halfserve.serve.protocol.inference import AnyInference, Cancel
+from halfserve.serve.transports.task_turns import task_turns
 
 R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
 Vector = NDArray[np.float32]
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
+ROWS_A_STEP = 8  # queued in one step of the event loop; each takes 0.05 to 0.1 ms
 LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's largest batches, four times, if that is more
 BYTES_AT_ONCE = 4 * 2**20  # size limit of the messages of these rows; one row is always queued
 
@@ -64,7 +67,9 @@ class RowRequests(Generic[R]):
         self._memory = memory
         self._deadline_s = None if time_left_s is None else loop.time() + time_left_s
         self._loop = loop
+        self._turns, self._client = task_turns(), ""
         self._next = 0
+        self._fills = False  # whether further rows are queued in a later step
         self._cancels: dict[int, Cancel] = {}
         self._sizes: dict[int, int] = {}  # bytes of the messages in the queue
         self._queued_bytes = 0
@@ -79,6 +84,7 @@ class RowRequests(Generic[R]):
             InferenceError: a row was refused or failed; the others are cancelled.
             ClientDisconnect: the client has gone; all are cancelled.
         """
+        self._client = client_of(request.scope)
         self._fill()
         await answered_or_gone(request, self.answered, self._cancel)
         if self.answered.cancelled():
@@ -88,8 +94,14 @@ class RowRequests(Generic[R]):
         return self._answers
 
     def _fill(self) -> None:
-        while self._next < len(self._rows) and self._has_room() and not self.answered.done():
+        """Queue rows while there is room, in steps that take turns with those of other requests."""
+        self._fills = False
+        end = min(self._next + ROWS_A_STEP, len(self._rows))
+        while self._has_room() and not self.answered.done():
             index = self._next
+            if index == end:
+                self._fill_later()
+                return
             left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
             message = self._maker.message(self._rows[index])
             try:
@@ -137,8 +149,13 @@ class RowRequests(Generic[R]):
         self._left -= 1
         if not self._left:
             self.answered.set_result(None)
-        elif self._next < len(self._rows):
-            self._fill()
+        else:
+            self._fill_later()
+
+    def _fill_later(self) -> None:
+        if self._next < len(self._rows) and not self._fills:
+            self._fills = True
+            self._turns.call_later(self._client, self._fill)
 
     def _fail(self, index: int, error: InferenceError) -> None:
         self._entry.failed(self._maker.message(self._rows[index]), error)

@@ -44,9 +44,7 @@ class TextEndpoint:
 
     async def content(self, request: Request) -> Content:
         """The JSON object of a request.
-
-        Raises:
-            InferenceError: the body is too large, too slow or not such an object, or there is no memory; it is recorded.
+        Raises InferenceError: the body is too large, too slow or not such an object, or there is no memory; it is recorded.
         """
         try:
             body = await self._bodies.read_texts(request)
@@ -64,9 +62,7 @@ class TextEndpoint:
 
     def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
         """The model that the field `model` names, in its latest version; without the field, the only one with these tasks.
-
-        Raises:
-            InferenceError: there is none, it is for another task, or there are several; it is recorded.
+        Raises InferenceError: there is none, it is for another task, or there are several; it is recorded.
         """
         name = ""
         try:
@@ -80,9 +76,7 @@ class TextEndpoint:
 
     def only(self, request: Request, tasks: AbstractSet[str]) -> Model:
         """The only model with one of these tasks, in its latest version, or the one that the query names: ?model=NAME.
-
-        Raises:
-            InferenceError: there is none, or there are several; it is recorded.
+        Raises InferenceError: there is none, or there are several; it is recorded.
         """
         name = request.query_params.get("model", "")
         try:
@@ -144,11 +138,8 @@ class TextEndpoint:
     async def tokenized(
         self, request: Request, model: Model, make_work: Callable[[TokenizedModel], TokenizerWork[R]]
     ) -> tuple[TokenizedModel, list[R]]:
-        """A model's tokenizer, and the tokens of a request's texts.
-
-        Raises:
-            InferenceError: a text is wrong, the model takes none, or there is no memory; it is recorded.
-            ClientDisconnect: the client has gone; it is recorded.
+        """A model's tokenizer, and the tokens of a request's texts. Raises InferenceError: a text is wrong, the model takes
+        none, or there is no memory; it is recorded; ClientDisconnect: the client has gone; it is recorded.
         """
         try:
             loaded = await self.models.of(model)

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, NotFoundError
 from halfserve.serve.engine.model import Model
+from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.responses import json_in_pieces, json_response
 from halfserve.serve.http.tasks.classification import ClassificationRoutes
 from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
@@ -86,7 +87,7 @@ class TextRoutes:
         written = json_pieces(tokens)
         if sum(len(one.ids) for one in tokens) <= TOGETHER:
             return await endpoint.answer(request, 0, lambda: b"".join(written))
-        return json_in_pieces(written)
+        return json_in_pieces(written, client_of(request.scope))
 
 
 def _kind(model: Model) -> dict[str, Any]:

@@ -158,9 +158,9 @@ class TokenizedModel:
             InputError: a text has more than `max_characters`.
         """
         most = self.max_characters
-        for index, text in enumerate(texts):
-            if _longest(text) > most:
-                raise self._too_long(param, index, f"{_longest(text)} characters", f"{most} characters")
+        for index, length in enumerate(map(_longest, texts)):
+            if length > most:
+                raise self._too_long(param, index, f"{length} characters", f"{most} characters")
 
     def described(self, texts: Sequence[str], param: str, *, with_special: bool) -> TokenizerWork[DescribedTokens]:
         """The tokens of each text as TEI describes them.
@@ -229,7 +229,7 @@ class TokenizedModel:
         return TokenRow(np.array(encoding.ids, np.int32), np.array(types, np.int32) if any(types) else None)
 
     def _work(self, texts: Sequence[Text], param: str, tokens_of: Callable[[range], list[R]]) -> TokenizerWork[R]:
-        characters = [_characters(text, self.max_characters) for text in texts]
+        characters = _costs(texts, self.max_characters)
         if sum(characters) > MAX_CHARACTERS_TOGETHER:
             raise InputError(
                 f"the texts have {sum(characters)} characters, those of a query counted with each text, expected at most "
@@ -313,10 +313,14 @@ def _cut(text: Text, most: int) -> Text:
     return text[:most] if isinstance(text, str) else (text[0][:most], text[1][:most])
 
 
-def _characters(text: Text, most: int) -> int:
-    """The tokenizing cost of a text in characters; `most`: characters that are tokenized of it at most."""
-    parts = (text,) if isinstance(text, str) else text
-    return CHARACTERS_PER_TEXT + sum(min(most, len(part)) for part in parts)
+def _costs(texts: Sequence[Text], most: int) -> list[int]:
+    """The cost of each text to tokenize, in characters; `most`: characters that are tokenized of it at most."""
+    if set(map(type, texts)) == {str}:  # in half the time
+        return [CHARACTERS_PER_TEXT + min(most, length) for length in map(len, texts)]
+    return [
+        CHARACTERS_PER_TEXT + sum(min(most, len(part)) for part in ((text,) if isinstance(text, str) else text))
+        for text in texts
+    ]
 
 
 def _longest(text: Text) -> int:

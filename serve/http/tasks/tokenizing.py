@@ -16,7 +16,8 @@ from halfserve.serve.http.request_body import memory_held
 from halfserve.serve.transports.task_turns import ClientQueue
 
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
-PIECE_CHARACTERS: Final = 16_384  # tokenized at once, which takes 3 to 25 ms; at least one text
+PIECE_CHARACTERS: Final = 4096  # tokenized at once, which takes 1 to 6 ms; at least one text
+LONG_CHARACTERS: Final = 16_384  # of a text that takes longer than others may have to wait, 3 to 25 ms
 CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, besides its own
 BYTES_PER_CHARACTER: Final = 640  # most memory while a text is tokenized; 50 to 600 were measured
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
@@ -66,7 +67,7 @@ class TokenizerThreads:
         tokens: list[R] = []
         for piece in pieces(work.characters):
             characters = sum(work.characters[piece.start : piece.stop])
-            is_long = characters > PIECE_CHARACTERS
+            is_long = characters > LONG_CHARACTERS
             some = await self.done(request, BYTES_PER_CHARACTER * characters, partial(work.tokens_of, piece), is_long=is_long)
             memory_held(request).grow(sum(one.nbytes for one in some))
             tokens += some
@@ -79,7 +80,7 @@ class TokenizerThreads:
             request: request that the work belongs to.
             size: bytes of memory that the work takes meanwhile.
             work: releases the interpreter lock most of the time.
-            is_long: whether it takes longer than PIECE_CHARACTERS do.
+            is_long: whether it takes longer than LONG_CHARACTERS do.
 
         Raises:
             UnavailableError: the memory budget is spent.

@@ -164,9 +164,12 @@ class GrpcConnection(GrpcSession):
             repeated.acknowledge()
             # First: libnghttp2 may acknowledge new settings that these frames do not follow yet.
             if repeated.unsent:
-                unsent = b"".join(repeated.unsent)
+                if repeated.has_large:
+                    transport.writelines(repeated.unsent)
+                    repeated.has_large = False
+                else:
+                    transport.write(b"".join(repeated.unsent))
                 repeated.unsent.clear()
-                transport.write(unsent)
         try:
             listens = send_buffer.ending or send_buffer.waiting
             if explains or listens or not repeated.is_open or http2.want_write or http2.queued_body_size():

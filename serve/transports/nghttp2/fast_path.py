@@ -16,7 +16,7 @@ from typing import Final
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
 from halfserve.serve.security.memory_budget import MemoryShare
-from halfserve.serve.transports.grpc_framing import OK_TRAILERS, PREFIX_BYTES, RESPONSE, Headers
+from halfserve.serve.transports.grpc_framing import LARGE_MESSAGE_BYTES, OK_TRAILERS, PREFIX_BYTES, RESPONSE, Headers
 from halfserve.serve.transports.nghttp2.fairness import TransportLimits
 from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows
 from halfserve.serve.transports.nghttp2.frames import (
@@ -84,7 +84,7 @@ class FastPath:
 
     __slots__ = (
         "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained", "granted", "has_fed",
-        "http2_latest", "is_open", "is_over", "latest", "requests", "spare", "templates", "unsent",
+        "has_large", "http2_latest", "is_open", "is_over", "latest", "requests", "spare", "templates", "unsent",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +102,7 @@ class FastPath:
         self.spare = 0  # bytes of the connection's send window
         self.latest = self.http2_latest = 0  # the highest stream opened by the client, and the highest known to libnghttp2
         self.unsent: list[bytes] = []  # frames to send
+        self.has_large = False  # whether a large message is among them
         # Responses to calls that libnghttp2 is about to reset, sent before the resets unless the connection ends.
         self.explained: list[bytes] = []
         self.closed: list[int] = []  # streams that libnghttp2 closed during a hand-over
@@ -197,6 +198,8 @@ class FastPath:
         if self._windows.answering:
             self._windows.answered(stream)
         self.spare -= length
+        if length >= LARGE_MESSAGE_BYTES:
+            self.has_large = True
         number = stream.to_bytes(4, "big")
         self.unsent += [
             _BEGIN_HEAD,

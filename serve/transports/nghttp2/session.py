@@ -32,7 +32,17 @@ from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, Denial
 from halfserve.serve.engine.errors import InvalidArgumentError, RateLimitedError
 from halfserve.serve.protocol.status import Status, status_of
 from halfserve.serve.security.memory_budget import MemoryBudget, MemoryShare
-from halfserve.serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, Headers, frame, oversize, refusal, trailers_of
+from halfserve.serve.transports.grpc_framing import (
+    LARGE_MESSAGE_BYTES,
+    OK_TRAILERS,
+    PREFIX,
+    RESPONSE,
+    Headers,
+    frame,
+    oversize,
+    refusal,
+    trailers_of,
+)
 from halfserve.serve.transports.nghttp2.fairness import MessageQuota, TransportLimits, configuration, greeting
 from halfserve.serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTemplate, FastPath
 from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows, SendBuffer
@@ -219,7 +229,7 @@ class GrpcSession(ABC):
         try:
             if self._send_buffer.add(len(message)):
                 http2.send_response(stream, RESPONSE)
-                http2.send_data(stream, frame(message))
+                self._send_message(stream, message)
                 http2.send_trailers(stream, OK_TRAILERS)
             else:
                 http2.send_response(stream, RESPONSE + trailers_of(status_of(_unread())), end_stream=True)
@@ -254,8 +264,16 @@ class GrpcSession(ABC):
             call.give_up(_unread())
         elif call is not None:
             with contextlib.suppress(*CANNOT_BE_ANSWERED):
-                self._http2.send_data(stream, frame(message))
+                self._send_message(stream, message)
             self._flush_soon()
+
+    def _send_message(self, stream: int, message: bytes) -> None:
+        """Have libnghttp2 send a message with its prefix."""
+        if len(message) < LARGE_MESSAGE_BYTES:
+            self._http2.send_data(stream, frame(message))
+        else:
+            self._http2.send_data(stream, PREFIX.pack(0, len(message)))
+            self._http2.send_data(stream, message)
 
     def is_behind(self, stream: int) -> bool:
         """Whether the client reads a call's responses more slowly than they are produced."""

@@ -42,7 +42,7 @@ def test_defaults_are_the_device_in_use_and_its_dtype() -> None:
 def test_nesting_switching_off_and_another_dtype() -> None:
     with autocast("cpu", HALF):
         assert product() is HALF
-        with autocast("cpu", enabled=False):
+        with autocast("cpu", FULL, enabled=False):
             assert product() is FULL
             with autocast("cpu", BRAIN):
                 assert product() is BRAIN
@@ -72,19 +72,6 @@ def test_state_is_the_threads_own() -> None:
         assert pool.submit(product).result() is FULL
 
 
-def test_a_region_cannot_be_left_in_a_thread_that_did_not_enter_it() -> None:
-    def in_a_region_of_its_own() -> None:
-        with autocast("cpu", BRAIN):
-            with pytest.raises(RuntimeError, match="this autocast region is not open in this thread"):
-                region.__exit__(None, None, None)
-            assert product() is BRAIN
-
-    region = autocast("cpu", HALF)
-    with region, ThreadPoolExecutor(1) as pool:
-        pool.submit(in_a_region_of_its_own).result()
-        assert product() is HALF
-
-
 def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None:
     def suspended() -> Iterator[None]:
         with autocast("cpu", HALF, cache_enabled=False, policy="cuda"):
@@ -96,17 +83,6 @@ def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None
         generator.close()  # type: ignore[attr-defined]
         assert product() is BRAIN
         assert torch.ones(2, dtype=BRAIN).exp().dtype is BRAIN
-
-
-def test_methods_and_the_functions_own_name() -> None:
-    class Layer(nn.Module):
-        @autocast("cpu", HALF)
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Square."""
-            return x @ x
-
-    assert Layer()(torch.ones(2, 2)).dtype is HALF
-    assert (Layer.forward.__name__, Layer.forward.__doc__) == ("forward", "Square.")
 
 
 def test_generator_receives_values_exceptions_and_its_end() -> None:
@@ -140,20 +116,14 @@ def test_generator_receives_values_exceptions_and_its_end() -> None:
 
 
 def test_coroutines_are_in_the_region_only_while_they_run() -> None:
-    @autocast("cpu", HALF)
-    async def work(turns: int) -> set[torch.dtype]:
-        seen = set()
-        for _ in range(turns):
-            seen.add(product())
-            await asyncio.sleep(0)
-        return seen
-
     async def others(turns: int) -> set[torch.dtype]:
         seen = set()
         for _ in range(turns):
             seen.add(product())
             await asyncio.sleep(0)
         return seen
+
+    work = autocast("cpu", HALF)(others)
 
     async def both() -> list[set[torch.dtype]]:
         return list(await asyncio.gather(work(5), others(5), work(5)))
@@ -194,24 +164,6 @@ def test_activation_checkpointing_recomputes_in_the_same_dtypes() -> None:
         y = checkpoint(block, x, use_reentrant=False)
     torch.autograd.backward(y.sum())
     assert seen == [HALF, HALF]
-
-
-@pytest.mark.parametrize("device_type", ["cpu:0", 0, torch.device("cpu")])
-def test_a_device_is_not_a_kind_of_device(device_type: Any) -> None:
-    with pytest.raises(ValueError, match="device_type must be the name of a kind of device, such as 'cuda' or 'cpu'"):
-        autocast(device_type)
-
-
-def test_what_torch_refuses_is_refused_and_so_is_what_it_only_warns_of() -> None:
-    with pytest.raises(RuntimeError, match="no autocast for the device type 'meta'"):
-        autocast("meta")
-    with pytest.raises(RuntimeError, match="no autocast for the device type 'cup'"):
-        autocast("cup")
-    for dtype in (torch.float64, torch.int8, "float16"):
-        with pytest.raises(ValueError, match="dtype must be torch.float16 or torch.bfloat16, got"):
-            autocast("cpu", dtype)  # type: ignore[arg-type]
-    with autocast("cpu", FULL, enabled=False):
-        assert product() is FULL
 
 
 def test_decorating_what_cannot_be_called() -> None:
@@ -299,6 +251,7 @@ def test_a_dtype_that_is_not_low(device_type: str, dtype: Any) -> None:
         ("CPU", RuntimeError, "torch has no autocast for the device type 'CPU'"),
         ("meta", RuntimeError, "torch has no autocast for the device type 'meta'"),
         ("cuda:0", ValueError, "must be the name of a kind of device, such as 'cuda' or 'cpu'; got 'cuda:0'"),
+        (0, ValueError, "must be the name of a kind of device"),
         (torch.device("cpu"), ValueError, "must be the name of a kind of device"),
     ],
 )
@@ -349,16 +302,3 @@ def test_leaving_in_another_thread_that_has_a_region_of_its_own() -> None:
         assert product() is HALF
     assert len(errors) == 1
     assert "leave a region once, in the thread that entered it" in errors[0]
-
-
-@pytest.mark.usefixtures("around")
-def test_a_suspended_block_that_is_closed_inside_of_another_region() -> None:
-    def suspended(dtype: torch.dtype) -> Iterator[torch.dtype]:
-        with autocast("cpu", dtype):
-            yield product()
-
-    generator = suspended(HALF)
-    assert next(generator) is HALF
-    with autocast("cpu", BRAIN):
-        generator.close()  # type: ignore[attr-defined]
-        assert product() is BRAIN

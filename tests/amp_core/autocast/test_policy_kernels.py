@@ -76,34 +76,6 @@ def test_each_rule(dtype: torch.dtype) -> None:
     assert x.cosh().dtype is torch.float32
 
 
-def test_only_floating_tensors_of_the_device_are_cast() -> None:
-    with autocast("cpu", torch.float16, policy=Policy().low("exp", "sum")):
-        assert torch.ones(2, dtype=torch.float64).exp().dtype is torch.float64
-        assert torch.ones(2, dtype=torch.complex64).exp().dtype is torch.complex64
-        assert torch.ones(2, dtype=torch.int64).sum().dtype is torch.int64
-        assert torch.ones(2).exp_().dtype is torch.float32
-        assert torch.exp(torch.ones(2), out=torch.empty(2)).dtype is torch.float32
-
-
-def test_an_explicit_dtype_is_the_callers_choice() -> None:
-    x = torch.ones(4, dtype=torch.float16)
-    with autocast("cpu", torch.float16, policy="cuda"):
-        assert x.softmax(0).dtype is torch.float32
-        assert x.softmax(0, torch.float16).dtype is torch.float16
-        assert x.softmax(0, dtype=torch.float64).dtype is torch.float64
-        assert x.sum(dtype=torch.float16).dtype is torch.float16
-
-
-def test_backward_runs_in_the_dtypes_of_forward() -> None:
-    x = torch.randn(4, 4, dtype=torch.float16, requires_grad=True)
-    with autocast("cpu", torch.float16, policy="cuda"):
-        y = x.softmax(0)
-    assert y.dtype is torch.float32
-    torch.autograd.backward(y.sum())
-    assert x.grad is not None
-    assert x.grad.dtype is torch.float16
-
-
 def test_a_policy_reaches_operations_inside_composites() -> None:
     cell = nn.LSTMCell(4, 4)
     with autocast("cpu", torch.float16, policy="cuda"):

@@ -26,6 +26,12 @@ def backward(scaler: GradScaler, model: nn.Sequential, *, overflow_in: str | Non
         gradient.view(-1)[0] = by
 
 
+def train_step(scaler: GradScaler, model: nn.Sequential, optimizer: torch.optim.Optimizer, overflow_in: str | None) -> None:
+    backward(scaler, model, overflow_in=overflow_in)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def parameter_with(gradient: list[float], *, fused: bool = False) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     parameter = nn.Parameter(torch.zeros(len(gradient)))
     parameter.grad = torch.tensor(gradient)

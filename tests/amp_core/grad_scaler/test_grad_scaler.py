@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from halfserve import GradScaler
-from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready
+from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready, train_step
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -47,9 +47,7 @@ def test_of_several_optimizers_it_says_whose_step_was_skipped() -> None:
 def test_it_names_the_parameters_that_overflowed(fused: bool) -> None:
     model, optimizer = model_and_optimizer(fused=fused)
     scaler = GradScaler("cpu")
-    backward(scaler, model, overflow_in="1.weight")
-    scaler.step(optimizer)
-    scaler.update()
+    train_step(scaler, model, optimizer, "1.weight")
     assert scaler.overflowed_parameters(model) == ["1.weight"]
     assert scaler.overflowed_parameters() == ["group 0, parameter 2"]
     backward(scaler, model)
@@ -62,9 +60,7 @@ def test_parameters_that_were_taken_out_of_the_optimizer_leave_names_for_the_oth
     model, optimizer = model_and_optimizer(named=True)
     optimizer.param_groups[0]["params"] = list(model[1].parameters())
     scaler = GradScaler("cpu")
-    backward(scaler, model, overflow_in="1.bias")
-    scaler.step(optimizer)
-    scaler.update()
+    train_step(scaler, model, optimizer, "1.bias")
     assert (scaler.overflowed_parameters(), scaler.overflowed_parameters(model)) == (["group 0, parameter 1"], ["1.bias"])
 
 
@@ -96,9 +92,7 @@ def test_the_scale_keeps_within_its_limits() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, min_scale=2.0, max_scale=16.0, on_min_scale="stop")
     scales = []
     for overflow_in in (None, None, "0.bias", "0.bias", "0.bias", "0.bias", "0.bias", None):
-        backward(scaler, model, overflow_in=overflow_in)
-        scaler.step(optimizer)
-        scaler.update()
+        train_step(scaler, model, optimizer, overflow_in)
         scales.append(scaler.get_scale())
     assert scales == [16.0, 16.0, 8.0, 4.0, 2.0, 2.0, 2.0, 4.0]
 
@@ -218,9 +212,7 @@ def test_nothing_works_before_a_loss_was_scaled(method: str) -> None:
 def test_an_optimizer_without_gradients_is_an_error_that_forgets_nothing(fused: bool, explicitly: bool) -> None:
     model, optimizer = model_and_optimizer(fused=fused)
     scaler = GradScaler("cpu")
-    backward(scaler, model, overflow_in="0.bias")
-    scaler.step(optimizer)
-    scaler.update()
+    train_step(scaler, model, optimizer, "0.bias")
     optimizer.zero_grad()
     if explicitly:
         scaler.unscale_(optimizer)  # as torch's: clipping helpers unscale whatever there is
@@ -311,20 +303,11 @@ def test_a_copy_goes_on_where_the_original_is(duplicate: Callable[[GradScaler], 
 
 def test_the_names_that_frameworks_reach_for_are_there() -> None:
     scaler, torchs = GradScaler("cpu"), torch.amp.GradScaler("cpu")
-    for name in (
-        "_scale",
-        "_growth_tracker",
-        "_per_optimizer_states",
-        "_get_scale_async",
-        "_unscale_grads_",
-        "_check_inf_per_device",
-        "_found_inf_per_device",
-        "_check_scale_growth_tracker",
-        "_get_growth_tracker",
-        "_lazy_init_scale_growth_tracker",
-        "_device",
-        "_enabled",
-    ):
+    for name in [
+        "_scale", "_growth_tracker", "_per_optimizer_states", "_get_scale_async",
+        "_unscale_grads_", "_check_inf_per_device", "_found_inf_per_device", "_check_scale_growth_tracker",
+        "_get_growth_tracker", "_lazy_init_scale_growth_tracker", "_device", "_enabled",
+    ]:  # fmt: skip
         assert hasattr(torchs, name), name
         assert hasattr(scaler, name), name
     public = {name for name in dir(torchs) if not name.startswith("_")}

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from halfserve import GradScaler
 from halfserve.amp_core.grad_scaler.optimizers import FOUND
 from halfserve.amp_core.grad_scaler.outcomes import ScaleHistory, ScaleRecord, StepOutcomes
-from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready
+from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready, train_step
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -28,9 +28,7 @@ def test_it_tells_scale_and_skips_with_names(fused: bool) -> None:
     model, optimizer = model_and_optimizer(fused=fused, named=True)
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     for overflow_in in (None, "1.bias", None):
-        backward(scaler, model, overflow_in=overflow_in)
-        scaler.step(optimizer)
-        scaler.update()
+        train_step(scaler, model, optimizer, overflow_in)
     assert scaler.history == [
         ScaleRecord(step=1, scale=8.0, skipped=False),
         ScaleRecord(step=2, scale=16.0, skipped=True, overflowed=("1.bias",)),

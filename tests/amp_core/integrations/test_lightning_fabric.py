@@ -115,11 +115,7 @@ def test_inputs_beyond_halfs_range_reach_the_model() -> None:
             return {"low": torch.log(x).half(), "rest": [x.double(), x.long()]}
 
     output = Run(plugin_for_test()).fabric.setup(Logarithm())(torch.tensor([1e6]))
-    assert (output["low"].dtype, output["rest"][0].dtype, output["rest"][1].dtype) == (
-        torch.float32,
-        torch.float64,
-        torch.int64,
-    )
+    assert [x.dtype for x in (output["low"], *output["rest"])] == [torch.float32, torch.float64, torch.int64]
     torch.testing.assert_close(output["low"], torch.tensor([13.8155]), rtol=1e-3, atol=0)
 
 

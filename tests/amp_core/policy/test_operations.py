@@ -51,23 +51,14 @@ _LEFT_OUT = {"cudnn_convolution", "cudnn_convolution_transpose", "einsum"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of an operation.
+    """One call of an operation."""
 
-    Attributes:
-        op: Its name.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-        namespace: Where the function is; None if there is only a method.
-        runs_in: The dtype its floating inputs must be cast to.
-        returns: The dtype of a tensor that it returns.
-    """
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    namespace: Any
-    runs_in: torch.dtype
-    returns: torch.dtype
+    op: str  # its name
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: dict[str, Any]  # arguments by name
+    namespace: Any  # where the function is; None if there is only a method
+    runs_in: torch.dtype  # the dtype its floating inputs must be cast to
+    returns: torch.dtype  # the dtype of a tensor that it returns
 
     def functions(self) -> list[Callable[..., Any]]:
         """The operation as a function and as a method, as far as torch has them."""

@@ -48,14 +48,8 @@ def test_a_model_in_each_dtype(dtype: torch.dtype) -> None:
 def test_ranges_and_losses_are_those_of_the_output() -> None:
     entry = the(recorded(lambda: torch.tensor([-3.0, 0.0, 1e6, 1e-9, 1e-6, math.inf, math.nan]) * 1.0), "mul")
     found = entry.magnitudes
-    assert (found.elements, found.non_finite, found.zeros, found.overflow, found.underflow, found.subnormal) == (
-        7,
-        2,
-        1,
-        1,
-        1,
-        1,
-    )
+    assert (found.elements, found.non_finite, found.zeros) == (7, 2, 1)
+    assert (found.overflow, found.underflow, found.subnormal) == (1, 1, 1)
     assert found.largest == 1e6
     assert found.smallest == pytest.approx(1e-9)
     assert entry.unscaled_largest == found.largest
@@ -189,21 +183,8 @@ def test_operations_that_take_functions() -> None:
 
 KINDS = [HostMagnitudes, DeviceMagnitudes]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-EDGES = [
-    0.0,
-    -0.0,
-    2.0**-24,
-    2.0**-25,
-    2.0**-14,
-    -(2.0**-14),
-    2.0**-15,
-    65504.0,
-    -65504.0,
-    65536.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-]
+EDGES = [0.0, -0.0, 2.0**-24, 2.0**-25, 2.0**-14, -(2.0**-14), 2.0**-15, 65504.0, -65504.0, 65536.0]
+EDGES += [math.inf, -math.inf, math.nan]
 numbers = st.one_of(st.sampled_from(EDGES), st.floats(width=32), st.floats(-2.0, 2.0, width=32))
 batches = st.lists(st.lists(numbers, min_size=1, max_size=20), max_size=4)
 

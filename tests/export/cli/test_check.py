@@ -14,7 +14,7 @@ PAIRS = command_line.__name__
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = cli.Stage(module="halfserve.export.cli.check", function="check", help="Find what leaves float16.", extra="export")
+    stage = cli.Stage(module="halfserve.export.cli.check", help="Find what leaves float16.", extra="export")
     monkeypatch.setitem(cli.STAGES, "check", stage)
 
 

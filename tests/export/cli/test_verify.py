@@ -21,7 +21,7 @@ g (T[batch,width] x) => (T[batch,width] y) { a = Mul(x, x)  y = Sqrt(a) }
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = cli.Stage(module="halfserve.export.cli.verify", function="verify", help="Compare two models.", extra="export")
+    stage = cli.Stage(module="halfserve.export.cli.verify", help="Compare two models.", extra="export")
     monkeypatch.setitem(cli.STAGES, "verify", stage)
 
 

@@ -19,7 +19,20 @@ from halfserve.serve.engine.tensors import Tensors, TensorSpec
 HOLD_S = 60.0
 
 
-class HeldBackend:
+class FakeBackend:
+    """The parts of a backend in float32 that its `run` does not decide."""
+
+    provider = "test"
+    precision = "fp32"
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def give_up(self) -> None:
+        """Nothing."""
+
+
+class HeldBackend(FakeBackend):
     """Adds 1 to x. Computes nothing until `release` is set; fails on a batch that holds a negative value.
 
     Attributes:
@@ -28,21 +41,12 @@ class HeldBackend:
         batches: the rows of each batch that was tried, in order.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self, *, held: bool = False) -> None:
         self.entered = threading.Event()
         self.release = threading.Event()
         self.batches: list[list[float]] = []
         if not held:
             self.release.set()
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         self.entered.set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -18,30 +19,23 @@ from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
+from tests.serve.engine.fakes import FakeBackend
 
+P = ParamSpec("P")
 WAIT_S = 60.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
 
-class Fragile:
+class Fragile(FakeBackend):
     """Adds 1 to x, until a batch holds a negative value: then its device is lost.
 
     Attributes:
         batches: the values of each batch that was tried.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
         self._lost = False
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]
@@ -124,8 +118,14 @@ class Scene:
         self._changed.clear()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await asyncio.wait_for(test(), WAIT_S)
+def on_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run a test on an event loop of its own, for WAIT_S at most."""
 
-    asyncio.run(main())
+    @wraps(test)
+    def running(*fixtures: P.args, **named: P.kwargs) -> None:
+        async def main() -> None:
+            await asyncio.wait_for(test(*fixtures, **named), WAIT_S)
+
+        asyncio.run(main())
+
+    return running

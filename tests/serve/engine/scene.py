@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import wraps
+from inspect import Signature, signature
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from tests.serve.engine.fakes import HeldBackend
+from tests.serve.engine.fakes import HeldBackend, held_model
+
+P = ParamSpec("P")
 
 
 class Answers:
@@ -21,7 +26,13 @@ class Answers:
 
     def __init__(self) -> None:
         self.results: dict[float, list[Tensors | InferenceError]] = {}
+        self.models: list[Model] = []
         self._news = asyncio.Event()
+
+    def model(self, backend: HeldBackend | None = None, **how: Any) -> Model:
+        """See `held_model`; it is drained after the test."""
+        self.models.append(held_model(backend or HeldBackend(), **how))
+        return self.models[-1]
 
     def request(
         self, value: float, *, deadline: float | None = None, leave_by: float | None = None, rows: int = 1
@@ -51,11 +62,22 @@ class Answers:
         return result
 
 
-def run(test: Callable[[Answers], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test(Answers())
+def on_loop(test: Callable[Concatenate[Answers, P], Awaitable[None]]) -> Callable[P, None]:
+    """Run a test on an event loop of its own, and drain its models."""
 
-    asyncio.run(main())
+    @wraps(test)
+    def running(*fixtures: P.args, **named: P.kwargs) -> None:
+        async def main() -> None:
+            answers = Answers()
+            await test(answers, *fixtures, **named)
+            for model in answers.models:
+                await model.batcher.drain()
+
+        asyncio.run(main())
+
+    _, *parameters = signature(test).parameters.values()
+    running.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # (pytest reads the fixtures from it)
+    return running
 
 
 async def hold_first(backend: HeldBackend, batcher: Batcher, answers: Answers) -> None:

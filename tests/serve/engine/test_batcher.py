@@ -23,25 +23,22 @@ from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, QuickBackend, hold_first, run
+from tests.serve.engine.fakes import HeldBackend
+from tests.serve.engine.scene import Answers, QuickBackend, hold_first, on_loop
 
 
-def test_requests_that_arrive_while_a_batch_runs_share_the_next_one() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        await hold_first(backend, model.batcher, answers)
-        for value in range(5):
-            model.batcher.submit(answers.request(value))
-        backend.release.set()
-        await answers.all(6)
-        assert backend.batches == [[100], [0, 1, 2, 3, 4]]
-        assert [answers.value(v) for v in range(5)] == [1, 2, 3, 4, 5]
-        check_statistics(model, requests=6, batches=2)
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_requests_that_arrive_while_a_batch_runs_share_the_next_one(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    await hold_first(backend, model.batcher, answers)
+    for value in range(5):
+        model.batcher.submit(answers.request(value))
+    backend.release.set()
+    await answers.all(6)
+    assert backend.batches == [[100], [0, 1, 2, 3, 4]]
+    assert [answers.value(v) for v in range(5)] == [1, 2, 3, 4, 5]
+    check_statistics(model, requests=6, batches=2)
 
 
 def check_statistics(model: Model, *, requests: int, batches: int) -> None:
@@ -55,7 +52,8 @@ def check_statistics(model: Model, *, requests: int, batches: int) -> None:
     assert s.last_inference_ms > 1_700_000_000_000
 
 
-def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not() -> None:
+@on_loop
+async def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not(answers: Answers) -> None:
     async def arrive_in_two_turns(batcher: Batcher, answers: Answers, first: list[int], second: list[int]) -> None:
         for value in first:
             batcher.submit(answers.request(value))
@@ -63,275 +61,235 @@ def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not() -> No
         for value in second:
             batcher.submit(answers.request(value))
 
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend()
-        model = held_model(backend)
-        await arrive_in_two_turns(model.batcher, answers, [1, 2], [3])
-        await answers.all(3)
-        many = list(range(10, 18))
-        await arrive_in_two_turns(model.batcher, answers, many, [20])
-        await answers.all(12)
-        await arrive_in_two_turns(model.batcher, answers, [31], [32])
-        await answers.all(14)
-        assert backend.batches == [[1, 2, 3], many, [20], [31], [32]]
-        await model.batcher.drain()
-
-    run(scene)
+    backend = HeldBackend()
+    model = answers.model(backend)
+    await arrive_in_two_turns(model.batcher, answers, [1, 2], [3])
+    await answers.all(3)
+    many = list(range(10, 18))
+    await arrive_in_two_turns(model.batcher, answers, many, [20])
+    await answers.all(12)
+    await arrive_in_two_turns(model.batcher, answers, [31], [32])
+    await answers.all(14)
+    assert backend.batches == [[1, 2, 3], many, [20], [31], [32]]
 
 
-def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = QuickBackend()
-        model = held_model(backend, short_s={8: 1e-6})
-        batcher = model.batcher
-        cancelled = answers.request(7)
-        batcher.submit(cancelled)
-        assert batcher.waiting == 1
-        batcher.cancel(cancelled)
-        assert batcher.waiting == 0
+@on_loop
+async def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn(answers: Answers) -> None:
+    backend = QuickBackend()
+    model = answers.model(backend, short_s={8: 1e-6})
+    batcher = model.batcher
+    cancelled = answers.request(7)
+    batcher.submit(cancelled)
+    assert batcher.waiting == 1
+    batcher.cancel(cancelled)
+    assert batcher.waiting == 0
+    await asyncio.sleep(0)
+    batcher.submit(answers.request(1))
+    await answers.all(1)
+    for value in (2, 3):
+        batcher.submit(answers.request(value))
+    assert batcher.waiting == 2
+    await answers.all(3)
+    assert backend.batches == [[1], [2, 3]]
+    assert answers.results[7] == []
+    totals = model.statistics.totals
+    assert (totals.success.count, totals.fail.count, totals.batches) == (3, 1, 2)
+    batcher.submit(answers.request(4))
+    await batcher.drain()
+    assert answers.value(4) == 5
+    assert backend.threads[0] == threading.get_ident()  # a stall of the machine may send later ones to a thread
+
+
+@on_loop
+async def test_only_the_bad_request_of_a_batch_fails(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    await hold_first(backend, model.batcher, answers)
+    for value in (0, 1, -7, 3, 4):
+        model.batcher.submit(answers.request(value))
+    backend.release.set()
+    await answers.all(6)
+    assert [answers.value(v) for v in (0, 1, 3, 4)] == [1, 2, 4, 5]
+    assert isinstance(answers.error(-7), BackendError)
+    assert "negative values hurt" in str(answers.error(-7))
+    assert (model.statistics.totals.fail.count, model.statistics.totals.success.count) == (1, 5)
+
+
+@on_loop
+async def test_a_callback_that_raises_does_not_disturb_its_batch_mates(
+    answers: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = answers.model()
+    broken = answers.request(1)
+
+    def fail(_: Tensors | InferenceError) -> None:
+        raise RuntimeError("the client's socket exploded")
+
+    broken.done = fail
+    model.batcher.submit(broken)
+    model.batcher.submit(answers.request(2))
+    await answers.all(1)
+    assert answers.value(2) == 3
+    assert "socket exploded" in caplog.text
+
+
+@on_loop
+async def test_a_queue_delay_lets_a_batch_fill(answers: Answers) -> None:
+    backend = HeldBackend()
+    model = answers.model(backend, max_rows=4, max_delay_s=30.0)
+    for value in range(3):
+        model.batcher.submit(answers.request(value))
         await asyncio.sleep(0)
-        batcher.submit(answers.request(1))
-        await answers.all(1)
-        for value in (2, 3):
-            batcher.submit(answers.request(value))
-        assert batcher.waiting == 2
-        await answers.all(3)
-        assert backend.batches == [[1], [2, 3]]
-        assert answers.results[7] == []
-        totals = model.statistics.totals
-        assert (totals.success.count, totals.fail.count, totals.batches) == (3, 1, 2)
-        batcher.submit(answers.request(4))
-        await batcher.drain()
-        assert answers.value(4) == 5
-        assert backend.threads[0] == threading.get_ident()  # a stall of the machine may send later ones to a thread
-
-    run(scene)
+    assert not backend.entered.is_set()
+    model.batcher.submit(answers.request(3))
+    await answers.all(4)
+    assert backend.batches == [[0, 1, 2, 3]]
 
 
-def test_only_the_bad_request_of_a_batch_fails() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        await hold_first(backend, model.batcher, answers)
-        for value in (0, 1, -7, 3, 4):
-            model.batcher.submit(answers.request(value))
-        backend.release.set()
-        await answers.all(6)
-        assert [answers.value(v) for v in (0, 1, 3, 4)] == [1, 2, 4, 5]
-        assert isinstance(answers.error(-7), BackendError)
-        assert "negative values hurt" in str(answers.error(-7))
-        assert (model.statistics.totals.fail.count, model.statistics.totals.success.count) == (1, 5)
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_a_queue_delay_ends_when_the_batch_is_not_full(answers: Answers) -> None:
+    backend = HeldBackend()
+    model = answers.model(backend, max_rows=4, max_delay_s=0.01)
+    model.batcher.submit(answers.request(5, rows=2))
+    await answers.all(1)
+    assert backend.batches == [[5, 5]]
 
 
-def test_a_callback_that_raises_does_not_disturb_its_batch_mates(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(answers: Answers) -> None:
-        model = held_model(HeldBackend())
-        broken = answers.request(1)
+@on_loop
+async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
+    await hold_first(backend, model.batcher, answers)
+    for value in (1, 2, 3):
+        model.batcher.submit(answers.request(value, rows=2 if value == 2 else 1))
+    model.batcher.submit(answers.request(4))
+    backend.release.set()
+    await answers.all(5)
+    assert backend.batches == [[100] * 4, [1, 2, 2, 3, 4, 4, 4, 4]]
+    assert [answers.value(v) for v in (1, 2, 3, 4)] == [2, 3, 4, 5]
+    (two,) = answers.results[2]
+    assert not isinstance(two, InferenceError)
+    assert two["y"].shape == (2, 1)
+    assert (model.statistics.totals.rows, model.statistics.totals.batches) == (6, 2)
 
-        def fail(_: Tensors | InferenceError) -> None:
-            raise RuntimeError("the client's socket exploded")
 
-        broken.done = fail
-        model.batcher.submit(broken)
+@on_loop
+async def test_draining_finishes_accepted_requests_and_refuses_new_ones(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    await hold_first(backend, model.batcher, answers)
+    model.batcher.submit(answers.request(1))
+    draining = asyncio.create_task(model.batcher.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="shutting down"):
         model.batcher.submit(answers.request(2))
-        await answers.all(1)
-        assert answers.value(2) == 3
-        assert "socket exploded" in caplog.text
-        await model.batcher.drain()
-
-    run(scene)
+    assert not draining.done()
+    backend.release.set()
+    await asyncio.wait_for(draining, 60)
+    assert (answers.value(100), answers.value(1)) == (101, 2)
 
 
-def test_a_queue_delay_lets_a_batch_fill() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend()
-        model = held_model(backend, max_rows=4, max_delay_s=30.0)
-        for value in range(3):
-            model.batcher.submit(answers.request(value))
-            await asyncio.sleep(0)
-        assert not backend.entered.is_set()
-        model.batcher.submit(answers.request(3))
-        await answers.all(4)
-        assert backend.batches == [[0, 1, 2, 3]]
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_draining_does_not_wait_for_batches_to_fill(answers: Answers) -> None:
+    model = answers.model(max_delay_s=3600.0)
+    model.batcher.submit(answers.request(1))
+    await asyncio.wait_for(model.batcher.drain(), 60)
+    assert answers.value(1) == 2
 
 
-def test_a_queue_delay_ends_when_the_batch_is_not_full() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend()
-        model = held_model(backend, max_rows=4, max_delay_s=0.01)
-        model.batcher.submit(answers.request(5, rows=2))
-        await answers.all(1)
-        assert backend.batches == [[5, 5]]
-        await model.batcher.drain()
-
-    run(scene)
-
-
-def test_a_batch_is_padded_to_the_next_size() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
-        await hold_first(backend, model.batcher, answers)
-        for value in (1, 2, 3):
-            model.batcher.submit(answers.request(value, rows=2 if value == 2 else 1))
-        model.batcher.submit(answers.request(4))
-        backend.release.set()
-        await answers.all(5)
-        assert backend.batches == [[100] * 4, [1, 2, 2, 3, 4, 4, 4, 4]]
-        assert [answers.value(v) for v in (1, 2, 3, 4)] == [2, 3, 4, 5]
-        (two,) = answers.results[2]
-        assert not isinstance(two, InferenceError)
-        assert two["y"].shape == (2, 1)
-        assert (model.statistics.totals.rows, model.statistics.totals.batches) == (6, 2)
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_draining_does_not_wait_for_a_request_that_was_cancelled(answers: Answers) -> None:
+    model = answers.model(max_delay_s=3600.0)
+    request = answers.request(1)
+    model.batcher.submit(request)
+    draining = asyncio.create_task(model.batcher.drain())
+    await asyncio.sleep(0)
+    model.batcher.cancel(request)
+    await asyncio.wait_for(draining, 60)
+    assert answers.results == {1: []}
 
 
-def test_draining_finishes_accepted_requests_and_refuses_new_ones() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        await hold_first(backend, model.batcher, answers)
-        model.batcher.submit(answers.request(1))
-        draining = asyncio.create_task(model.batcher.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match="shutting down"):
-            model.batcher.submit(answers.request(2))
-        assert not draining.done()
-        backend.release.set()
-        await asyncio.wait_for(draining, 60)
-        assert (answers.value(100), answers.value(1)) == (101, 2)
-
-    run(scene)
-
-
-def test_draining_does_not_wait_for_batches_to_fill() -> None:
-    async def scene(answers: Answers) -> None:
-        model = held_model(HeldBackend(), max_delay_s=3600.0)
-        model.batcher.submit(answers.request(1))
-        await asyncio.wait_for(model.batcher.drain(), 60)
-        assert answers.value(1) == 2
-
-    run(scene)
-
-
-def test_draining_does_not_wait_for_a_request_that_was_cancelled() -> None:
-    async def scene(answers: Answers) -> None:
-        model = held_model(HeldBackend(), max_delay_s=3600.0)
-        request = answers.request(1)
+@on_loop
+async def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    await hold_first(backend, model.batcher, answers)
+    requests = [answers.request(v) for v in range(3)]
+    for request in requests:
         model.batcher.submit(request)
-        draining = asyncio.create_task(model.batcher.drain())
-        await asyncio.sleep(0)
-        model.batcher.cancel(request)
-        await asyncio.wait_for(draining, 60)
-        assert answers.results == {1: []}
-
-    run(scene)
-
-
-def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        await hold_first(backend, model.batcher, answers)
-        requests = [answers.request(v) for v in range(3)]
-        for request in requests:
-            model.batcher.submit(request)
-        model.batcher.cancel(requests[1])
-        assert model.batcher.waiting == 2
-        backend.release.set()
-        await answers.all(3)
-        assert backend.batches[1] == [0, 2]
-        assert (answers.value(0), answers.value(2), answers.results[1]) == (1, 3, [])
-        await model.batcher.drain()
-
-    run(scene)
+    model.batcher.cancel(requests[1])
+    assert model.batcher.waiting == 2
+    backend.release.set()
+    await answers.all(3)
+    assert backend.batches[1] == [0, 2]
+    assert (answers.value(0), answers.value(2), answers.results[1]) == (1, 3, [])
 
 
-def test_cancelling_a_running_request_leaves_its_batch_mates_alone() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        first, second = answers.request(1), answers.request(2)
-        model.batcher.submit(first)
-        model.batcher.submit(second)
-        assert await asyncio.to_thread(backend.entered.wait, 20)
-        model.batcher.cancel(first)
-        backend.release.set()
-        await answers.all(1)
-        assert (answers.results[1], answers.value(2)) == ([], 3)
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_cancelling_a_running_request_leaves_its_batch_mates_alone(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    first, second = answers.request(1), answers.request(2)
+    model.batcher.submit(first)
+    model.batcher.submit(second)
+    assert await asyncio.to_thread(backend.entered.wait, 20)
+    model.batcher.cancel(first)
+    backend.release.set()
+    await answers.all(1)
+    assert (answers.results[1], answers.value(2)) == ([], 3)
 
 
 @pytest.mark.parametrize("stay", [0, 1])
-def test_cancelled_requests_do_not_count_as_successes(stay: int) -> None:
+@on_loop
+async def test_cancelled_requests_do_not_count_as_successes(answers: Answers, stay: int) -> None:
     """Timeouts shorter than the model's time would otherwise count as successes."""
-
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        requests = [answers.request(value) for value in range(2)]
-        for request in requests:
-            model.batcher.submit(request)
-        assert await asyncio.to_thread(backend.entered.wait, 20)
-        for request in requests[stay:]:
-            model.batcher.cancel(request)
-        backend.release.set()
-        await model.batcher.drain()
-        totals = model.statistics.totals
-        assert (totals.success.count, totals.queue.count, totals.compute_infer.count) == (stay, stay, stay)
-        assert (totals.rows, totals.batches, totals.failures) == (2, 1, {"cancelled": 2 - stay})
-        assert model.statistics.histograms()["total"].count == stay
-
-    run(scene)
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    requests = [answers.request(value) for value in range(2)]
+    for request in requests:
+        model.batcher.submit(request)
+    assert await asyncio.to_thread(backend.entered.wait, 20)
+    for request in requests[stay:]:
+        model.batcher.cancel(request)
+    backend.release.set()
+    await model.batcher.drain()
+    totals = model.statistics.totals
+    assert (totals.success.count, totals.queue.count, totals.compute_infer.count) == (stay, stay, stay)
+    assert (totals.rows, totals.batches, totals.failures) == (2, 1, {"cancelled": 2 - stay})
+    assert model.statistics.histograms()["total"].count == stay
 
 
-def test_an_expired_request_is_answered_without_being_computed() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend)
-        await hold_first(backend, model.batcher, answers)
-        model.batcher.submit(answers.request(1, deadline=time.monotonic() - 0.001))
-        model.batcher.submit(answers.request(2, deadline=time.monotonic() + 60))
-        backend.release.set()
-        await answers.all(3)
-        assert isinstance(answers.error(1), DeadlineExceededError)
-        assert backend.batches == [[100], [2]]
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_an_expired_request_is_answered_without_being_computed(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend)
+    await hold_first(backend, model.batcher, answers)
+    model.batcher.submit(answers.request(1, deadline=time.monotonic() - 0.001))
+    model.batcher.submit(answers.request(2, deadline=time.monotonic() + 60))
+    backend.release.set()
+    await answers.all(3)
+    assert isinstance(answers.error(1), DeadlineExceededError)
+    assert backend.batches == [[100], [2]]
 
 
 @pytest.mark.parametrize("target", [None, 60.0])
-def test_a_request_past_its_queue_timeout_is_not_computed(target: float | None) -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = held_model(backend, latency_target_s=target)
-        await hold_first(backend, model.batcher, answers)
-        request = answers.request(1)
-        request.leave_by = request.arrived_ns / 1e9 + 0.000_001
-        model.batcher.submit(request)
-        backend.release.set()
-        await answers.all(2)
-        assert isinstance(answers.error(1), DeadlineExceededError)
-        assert re.fullmatch(
-            r"the request waited \d+\.\d ms in the queue, longer than its timeout allows; it was not computed: send "
-            "it again later, or with a longer timeout",
-            str(answers.error(1)),
-        )
-        assert backend.batches == [[100]]
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers, target: float | None) -> None:
+    backend = HeldBackend(held=True)
+    model = answers.model(backend, latency_target_s=target)
+    await hold_first(backend, model.batcher, answers)
+    request = answers.request(1)
+    request.leave_by = request.arrived_ns / 1e9 + 0.000_001
+    model.batcher.submit(request)
+    backend.release.set()
+    await answers.all(2)
+    assert isinstance(answers.error(1), DeadlineExceededError)
+    assert re.fullmatch(
+        r"the request waited \d+\.\d ms in the queue, longer than its timeout allows; it was not computed: send "
+        "it again later, or with a longer timeout",
+        str(answers.error(1)),
+    )
+    assert backend.batches == [[100]]
 
 
 TIMES = BatchTimes(started=1, assembled=2, computed=3, split=4)

@@ -21,7 +21,7 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
 from tests.models import save_counter, save_mlp, save_model
 from tests.serve.conftest import load_repository
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, run
+from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, on_loop
 from tests.serve.engine.precision_guard.guarded_models import ask_model
 
 
@@ -40,7 +40,7 @@ def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
         assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
         await scene.batcher.drain()
 
-    run(test)
+    on_loop(test)()
     out, up = (record.getMessage() for record in caplog.records)
     assert out == (
         "m/1 instance 0: is taken out (CUDA failure 700: an illegal memory access was encountered); it is loaded again "
@@ -49,86 +49,74 @@ def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     assert up == "m/1 instance 0: is up again"
 
 
-def test_a_request_that_breaks_two_copies_fails() -> None:
-    async def test() -> None:
-        scene = Scene([Fragile()], Fragile)
-        assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
-        assert await scene.ask(5) == [6]
-        assert scene.reloads == 2
-        await scene.batcher.drain()
-
-    run(test)
+@on_loop
+async def test_a_request_that_breaks_two_copies_fails() -> None:
+    scene = Scene([Fragile()], Fragile)
+    assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
+    assert await scene.ask(5) == [6]
+    assert scene.reloads == 2
+    await scene.batcher.drain()
 
 
-def test_a_request_that_breaks_copies_fails_alone() -> None:
-    async def test() -> None:
-        scene = Scene([Fragile()], Fragile)
-        assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
-        assert scene.reloads == 2
-        await scene.batcher.drain()
-
-    run(test)
+@on_loop
+async def test_a_request_that_breaks_copies_fails_alone() -> None:
+    scene = Scene([Fragile()], Fragile)
+    assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
+    assert scene.reloads == 2
+    await scene.batcher.drain()
 
 
-def test_another_copy_takes_over_at_once() -> None:
-    async def test() -> None:
-        good, broken = Fragile(), Fragile()
-        broken._lost = True
-        scene = Scene([good, broken], Fragile, first_wait_s=3600.0)
-        assert await scene.ask(1, 2) == [2, 3]
-        assert [instance.is_up for instance in scene.instances] == [True, False]
-        assert await scene.ask(7) == [8]
-        assert scene.reloads == 0
-        await scene.batcher.drain()
-
-    run(test)
+@on_loop
+async def test_another_copy_takes_over_at_once() -> None:
+    good, broken = Fragile(), Fragile()
+    broken._lost = True
+    scene = Scene([good, broken], Fragile, first_wait_s=3600.0)
+    assert await scene.ask(1, 2) == [2, 3]
+    assert [instance.is_up for instance in scene.instances] == [True, False]
+    assert await scene.ask(7) == [8]
+    assert scene.reloads == 0
+    await scene.batcher.drain()
 
 
-def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> None:
+@on_loop
+async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> None:
     def load() -> Fragile:
         raise ModelLoadError("the file is gone")
 
-    async def test() -> None:
-        broken = Fragile()
-        broken._lost = True
-        scene = Scene([Fragile(), broken], load)
-        assert await scene.ask(1) == [2]
-        while scene.reloads < 2:  # so it could not be loaded the first time
-            await scene.tried_again()
-        assert broken.batches == [[1]]
-        assert await scene.ask(3) == [4]
-        await scene.batcher.drain()
-
-    run(test)
+    broken = Fragile()
+    broken._lost = True
+    scene = Scene([Fragile(), broken], load)
+    assert await scene.ask(1) == [2]
+    while scene.reloads < 2:  # so it could not be loaded the first time
+        await scene.tried_again()
+    assert broken.batches == [[1]]
+    assert await scene.ask(3) == [4]
+    await scene.batcher.drain()
 
 
-def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
-    async def test() -> None:
-        first, second = Slow(), Fragile()
-        scene = Scene([first], lambda: second)
-        gone = InferRequest({"x": np.array([[-1.0]], np.float32)}, ("y",), 1, (1,), None, lambda _: None)
-        scene.batcher.submit(gone)
-        assert await asyncio.to_thread(first.entered.wait, WAIT_S)
-        scene.batcher.cancel(gone)
-        first.release.set()
-        await scene.up_again()
-        assert second.batches == []
-        await scene.batcher.drain()
-
-    run(test)
+@on_loop
+async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
+    first, second = Slow(), Fragile()
+    scene = Scene([first], lambda: second)
+    gone = InferRequest({"x": np.array([[-1.0]], np.float32)}, ("y",), 1, (1,), None, lambda _: None)
+    scene.batcher.submit(gone)
+    assert await asyncio.to_thread(first.entered.wait, WAIT_S)
+    scene.batcher.cancel(gone)
+    first.release.set()
+    await scene.up_again()
+    assert second.batches == []
+    await scene.batcher.drain()
 
 
-def test_draining_waits_for_replayed_requests() -> None:
-    async def test() -> None:
-        broken = Fragile()
-        broken._lost = True
-        scene = Scene([broken], Fragile)
-        answer = scene.submit(1)
-        await asyncio.sleep(0)
-        await scene.batcher.drain()
-        assert not isinstance(answer.result(), InferenceError)
-
-    run(test)
+@on_loop
+async def test_draining_waits_for_replayed_requests() -> None:
+    broken = Fragile()
+    broken._lost = True
+    scene = Scene([broken], Fragile)
+    answer = scene.submit(1)
+    await asyncio.sleep(0)
+    await scene.batcher.drain()
+    assert not isinstance(answer.result(), InferenceError)
 
 
 class OnCpu(Fragile):
@@ -139,30 +127,28 @@ class SlowOnCpu(Slow):
     provider = "CPUExecutionProvider"
 
 
-def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        loop, told = asyncio.get_running_loop(), threading.Event()
-        good, broken = OnCpu(), SlowOnCpu()
-        scene = Scene([good, broken], OnCpu, short_s={1: 1e-6})
-        broken._lost = True
-        lost = scene.submit(1, rows=2)  # nothing is known of batches of two rows: it is computed on a thread
-        assert await asyncio.to_thread(broken.entered.wait, WAIT_S)
-        tell = loop.call_soon_threadsafe
+@on_loop
+async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, told = asyncio.get_running_loop(), threading.Event()
+    good, broken = OnCpu(), SlowOnCpu()
+    scene = Scene([good, broken], OnCpu, short_s={1: 1e-6})
+    broken._lost = True
+    lost = scene.submit(1, rows=2)  # nothing is known of batches of two rows: it is computed on a thread
+    assert await asyncio.to_thread(broken.entered.wait, WAIT_S)
+    tell = loop.call_soon_threadsafe
 
-        def tell_both(*what: Any) -> None:
-            tell(*what)
-            told.set()
+    def tell_both(*what: Any) -> None:
+        tell(*what)
+        told.set()
 
-        monkeypatch.setattr(loop, "call_soon_threadsafe", tell_both)
-        broken.release.set()
-        assert told.wait(WAIT_S)  # the end of the one and the beginning of the other are for the same turn of the loop
-        short = scene.submit(5)
-        answers = await asyncio.gather(lost, short)
-        assert [not isinstance(answer, InferenceError) and answer["y"][:, 0].tolist() for answer in answers] == [[2, 2], [6]]
-        assert good.batches == [[5], [1, 1]]
-        await scene.batcher.drain()
-
-    run(test)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", tell_both)
+    broken.release.set()
+    assert told.wait(WAIT_S)  # the end of the one and the beginning of the other are for the same turn of the loop
+    short = scene.submit(5)
+    answers = await asyncio.gather(lost, short)
+    assert [not isinstance(answer, InferenceError) and answer["y"][:, 0].tolist() for answer in answers] == [[2, 2], [6]]
+    assert good.batches == [[5], [1, 1]]
+    await scene.batcher.drain()
 
 
 STICKY = "CUDA failure 700: an illegal memory access was encountered"
@@ -201,21 +187,18 @@ def wrapped() -> ModelLoadError:
 
 
 @pytest.mark.parametrize("error", [RuntimeError(f"{STICKY}\n in x"), wrapped()], ids=["plain", "wrapped"])
-def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) -> None:
+@on_loop
+async def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) -> None:
     told: list[str] = []
-
-    async def test() -> None:
-        first = Fragile()
-        first._lost = True
-        scene = Scene([first], Refusing(error, error))
-        scene.instances[0].on_lost_device = told.append
-        assert "cannot be loaded just now" in str((await scene.ask(1))[0])
-        assert told == [str(error).split("\n")[0]]
-        await scene.up_again()
-        assert len(told) == 2
-        await scene.batcher.drain()
-
-    run(test)
+    first = Fragile()
+    first._lost = True
+    scene = Scene([first], Refusing(error, error))
+    scene.instances[0].on_lost_device = told.append
+    assert "cannot be loaded just now" in str((await scene.ask(1))[0])
+    assert told == [str(error).split("\n")[0]]
+    await scene.up_again()
+    assert len(told) == 2
+    await scene.batcher.drain()
 
 
 @pytest.mark.parametrize("file", ["m", "illegal memory access"])
@@ -232,7 +215,7 @@ def test_other_reasons_are_not_told(file: str) -> None:
         await asyncio.sleep(0)
         await scene.batcher.drain()
 
-    run(test)
+    on_loop(test)()
     assert told == []
 
 

@@ -17,7 +17,8 @@ import pytest
 from halfserve import Client, RetryPolicy, Tls
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
-from halfserve.serve.fleet.agent.agent import Agent, AgentError, AgentOptions
+from halfserve.serve.fleet.agent.agent import Agent
+from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions
 from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
 from halfserve.serve.fleet.control.reports import Orders, Report
 from tests.serve.fleet.fleet import WAIT_S, Fleet

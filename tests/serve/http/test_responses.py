@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from google.protobuf import text_format
+from starlette.responses import StreamingResponse
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine import errors
-from halfserve.serve.http.responses import HTTP_STATUSES, WriteTurns, http_status, message_dict
+from halfserve.serve.http.responses import HTTP_STATUSES, http_status, json_in_pieces, message_dict
 from halfserve.serve.protocol.status import CODES
 
 CONFIG = """
@@ -71,23 +74,25 @@ def test_defaults_are_written_out() -> None:
     assert content["batch_stats"] == []
 
 
-def test_one_large_answer_is_written_per_loop_iteration_in_order() -> None:
-    iteration, written = 0, list[tuple[int, int]]()
+def test_pieces_of_several_responses_are_written_in_turns() -> None:
+    iteration, written = 0, dict[int, int]()
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(5):
+            written[iteration] = written.get(iteration, 0) + 1
+            yield b"[]"
+
+    async def read(client: str) -> None:
+        async for _ in cast("StreamingResponse", json_in_pieces(pieces(), client)).body_iterator:
+            pass
 
     async def run() -> None:
         nonlocal iteration
-        turns = WriteTurns()
-
-        async def write(number: int) -> None:
-            await turns.wait()
-            written.append((iteration, number))
-
-        tasks = [asyncio.create_task(write(number)) for number in range(6)]
-        for _ in range(20):
+        reading = [asyncio.create_task(read(client)) for client in ("a", "a", "b")]
+        while not all(task.done() for task in reading):
             iteration += 1
             await asyncio.sleep(0)
-            tasks[3].cancel()
 
     asyncio.run(run())
-    assert [number for _, number in written] == [0, 1, 2, 4, 5]
-    assert len({at for at, _ in written}) == len(written)
+    assert sum(written.values()) == 15
+    assert sorted(written.values())[:-1] == [1] * 12, "but for the first piece of each"

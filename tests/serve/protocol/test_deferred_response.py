@@ -15,9 +15,10 @@ from onnx import TensorProto, helper
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
+from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES, MOST_BYTES
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.protocol.deferred_response import LARGE_BYTES, MANY_TEXTS, MOST_WAITING_BYTES, WRITERS, DeferredResponse
+from halfserve.serve.protocol.deferred_response import MANY_TEXTS, WRITERS, DeferredResponse
 from halfserve.serve.protocol.raw_tensors import to_raw
 from halfserve.serve.protocol.service import INFER_PATH
 from tests.models import save_model
@@ -62,29 +63,27 @@ def test_many_are_written_on_a_thread_and_few_where_they_are(few: Tensors, many:
     assert written.startswith(b"dict on responses_")
 
 
-def test_where_much_waits_for_the_threads_the_rest_does_not() -> None:
-    go_on, size = threading.Event(), MOST_WAITING_BYTES // 2
-    large: Tensors = {"y": np.zeros(size, np.uint8)}
+def test_the_event_loop_serializes_no_large_response_however_many_wait() -> None:
+    go_on = threading.Event()
+    large: Tensors = {"y": np.zeros(MOST_BYTES // 2, np.uint8)}
 
     def held(result: Any) -> bytes:
-        if threading.current_thread() is not threading.main_thread():
-            assert go_on.wait(WAIT_S)
+        assert go_on.wait(WAIT_S)
         return where(result)
 
-    async def run() -> tuple[list[bytes | InferenceError], list[bytes | InferenceError]]:
+    async def run() -> list[bytes | InferenceError]:
         replies, kept = list[bytes | InferenceError](), set[asyncio.Task[None]]()
         for _ in range(5):
             DeferredResponse(held, replies.append, kept.add).done(large)
-        at_once = replies.copy()
+        assert replies == []
+        assert BACKLOG.size == 5 * MOST_BYTES // 2
         go_on.set()
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*kept)
-        return at_once, replies
+        return replies
 
-    at_once, replies = asyncio.run(run())
-    assert at_once == [b"dict on MainThread"] * 2
-    assert len(replies) == 5
-    assert WRITERS.waiting_bytes == 0
+    assert [str(reply).startswith("b'dict on responses_") for reply in asyncio.run(run())] == [True] * 5
+    assert BACKLOG.size == 0
 
 
 def test_nobody_is_answered_who_has_gone() -> None:
@@ -151,7 +150,7 @@ def test_large_answers_come_back_to_who_sent_them(
         submit = ThreadPoolExecutor.submit
 
         def noted(pool: ThreadPoolExecutor, write: Callable[[Any], Any], *outputs: Any) -> Any:
-            if pool is WRITERS.threads:
+            if pool is WRITERS:
                 on_threads.append(outputs)
             return submit(pool, write, *outputs)
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.fleet.member.cluster_service import WATCH
+from halfserve.serve.fleet.member.cluster_member import WATCH
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.private_socket import private_socket

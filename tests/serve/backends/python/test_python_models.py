@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +75,24 @@ def test_tensors_of_any_size_reach_the_process_and_come_back(client: InferenceSe
     metadata = client.get_model_metadata("twice")
     config = client.get_model_config("twice").config
     assert (metadata.platform, config.backend) == ("python", "python")
+
+
+def test_small_requests_wake_no_thread_of_their_instance(tmp_path: Path) -> None:
+    """The event loop sends them to the process and reads the answers; large ones are copied by the thread."""
+    save_python_model(tmp_path, "twice")
+    others = set(threading.enumerate())
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        (thread,) = [one for one in threading.enumerate() if one.name == "instance-0" and one not in others]
+        small, large = np.ones(4, np.float32), np.ones(500_000, np.float32)
+
+        def wakes(x: Array) -> bool:
+            status = Path(f"/proc/self/task/{thread.native_id}/status")
+            before = re.findall(r"_switches:\s+(\d+)", status.read_text())
+            np.testing.assert_array_equal(infer(client, "twice", x), x * 2)
+            return before != re.findall(r"_switches:\s+(\d+)", status.read_text())
+
+        wakes(small)
+        assert [wakes(x) for x in (small, small, small, large)] == [False, False, False, True]
 
 
 def test_texts_bits_and_halves_keep_their_datatype(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from halfserve.serve.engine.requests import (
 )
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, run
+from tests.serve.engine.scene import Answers, on_loop
 
 
 def cached_model(backend: HeldBackend, cache: ResponseCache | None = None, *, levels: int = 1) -> Model:
@@ -43,148 +43,132 @@ def counts(model: Model) -> tuple[int, int, int, int]:
     return totals.cache_hit.count, totals.cache_miss.count, totals.success.count, totals.fail.count
 
 
-def test_a_second_request_is_not_computed_again() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend()
-        model = cached_model(backend)
-        for count in (1, 2, 3):
-            model.scheduler.submit(answers.request(4))
-            await answers.all(count)
-        model.scheduler.submit(answers.request(5))
-        await answers.all(4)
-        results = [result for of in answers.results.values() for result in of]
-        assert [float(result["y"][0, 0]) for result in results if not isinstance(result, InferenceError)] == [5, 5, 5, 6]
-        assert (backend.batches, counts(model)) == ([[4.0], [5.0]], (2, 2, 4, 0))
-        totals = model.statistics.totals
-        assert (totals.queue.count, totals.compute_infer.count, totals.rows) == (4, 2, 2)
-        await model.scheduler.drain()
-
-    run(scene)
-
-
-def test_a_hit_is_answered_later_and_not_within_submit() -> None:
-    async def scene(answers: Answers) -> None:
-        model = cached_model(HeldBackend())
+@on_loop
+async def test_a_second_request_is_not_computed_again(answers: Answers) -> None:
+    backend = HeldBackend()
+    model = cached_model(backend)
+    for count in (1, 2, 3):
         model.scheduler.submit(answers.request(4))
-        await answers.all(1)
+        await answers.all(count)
+    model.scheduler.submit(answers.request(5))
+    await answers.all(4)
+    results = [result for of in answers.results.values() for result in of]
+    assert [float(result["y"][0, 0]) for result in results if not isinstance(result, InferenceError)] == [5, 5, 5, 6]
+    assert (backend.batches, counts(model)) == ([[4.0], [5.0]], (2, 2, 4, 0))
+    totals = model.statistics.totals
+    assert (totals.queue.count, totals.compute_infer.count, totals.rows) == (4, 2, 2)
+    await model.scheduler.drain()
+
+
+@on_loop
+async def test_a_hit_is_answered_later_and_not_within_submit(answers: Answers) -> None:
+    model = cached_model(HeldBackend())
+    model.scheduler.submit(answers.request(4))
+    await answers.all(1)
+    model.scheduler.submit(answers.request(4))
+    assert len(answers.results[4]) == 1
+    gone = answers.request(4)
+    model.scheduler.submit(gone)
+    model.scheduler.cancel(gone)
+    await model.scheduler.drain()
+    assert (len(answers.results[4]), counts(model)) == (2, (1, 1, 2, 1))
+
+
+@on_loop
+async def test_identical_requests_in_flight_are_computed_once(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = cached_model(backend)
+    for _ in range(5):
         model.scheduler.submit(answers.request(4))
-        assert len(answers.results[4]) == 1
-        gone = answers.request(4)
-        model.scheduler.submit(gone)
-        model.scheduler.cancel(gone)
-        await model.scheduler.drain()
-        assert (len(answers.results[4]), counts(model)) == (2, (1, 1, 2, 1))
-
-    run(scene)
-
-
-def test_identical_requests_in_flight_are_computed_once() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = cached_model(backend)
-        for _ in range(5):
-            model.scheduler.submit(answers.request(4))
-        backend.release.set()
-        await answers.all(5)
-        assert (backend.batches, counts(model)) == ([[4.0]], (4, 1, 5, 0))
-        await model.scheduler.drain()
-
-    run(scene)
+    backend.release.set()
+    await answers.all(5)
+    assert (backend.batches, counts(model)) == ([[4.0]], (4, 1, 5, 0))
+    await model.scheduler.drain()
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_cancelled_first_request_does_not_cost_the_others_their_answer(begun: bool) -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = cached_model(backend)
-        first, second = answers.request(4), answers.request(4)
-        model.scheduler.submit(first)
-        if begun:
-            assert await asyncio.to_thread(backend.entered.wait, 20)
-        model.scheduler.submit(second)
-        model.scheduler.cancel(first)
-        backend.release.set()
-        await answers.all(1)
-        assert (answers.value(4), backend.batches, counts(model)) == (5.0, [[4.0]], (0, 1, 1, 1))
-        await model.scheduler.drain()
-
-    run(scene)
+@on_loop
+async def test_a_cancelled_first_request_does_not_cost_the_others_their_answer(answers: Answers, begun: bool) -> None:
+    backend = HeldBackend(held=True)
+    model = cached_model(backend)
+    first, second = answers.request(4), answers.request(4)
+    model.scheduler.submit(first)
+    if begun:
+        assert await asyncio.to_thread(backend.entered.wait, 20)
+    model.scheduler.submit(second)
+    model.scheduler.cancel(first)
+    backend.release.set()
+    await answers.all(1)
+    assert (answers.value(4), backend.batches, counts(model)) == (5.0, [[4.0]], (0, 1, 1, 1))
+    await model.scheduler.drain()
 
 
-def test_what_all_clients_have_left_is_not_computed() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend()
-        model = cached_model(backend)
-        both = answers.request(4), answers.request(4)
-        for request in both:
-            model.scheduler.submit(request)
-        for request in both:
-            model.scheduler.cancel(request)
-            model.scheduler.cancel(request)
-        model.scheduler.submit(answers.request(5))
-        await answers.all(1)
-        assert (backend.batches, counts(model)) == ([[5.0]], (0, 1, 1, 2))
-        await model.scheduler.drain()
-
-    run(scene)
+@on_loop
+async def test_what_all_clients_have_left_is_not_computed(answers: Answers) -> None:
+    backend = HeldBackend()
+    model = cached_model(backend)
+    both = answers.request(4), answers.request(4)
+    for request in both:
+        model.scheduler.submit(request)
+    for request in both:
+        model.scheduler.cancel(request)
+        model.scheduler.cancel(request)
+    model.scheduler.submit(answers.request(5))
+    await answers.all(1)
+    assert (backend.batches, counts(model)) == ([[5.0]], (0, 1, 1, 2))
+    await model.scheduler.drain()
 
 
-def test_an_error_reaches_all_that_wait_and_is_not_kept() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = cached_model(backend)
-        for _ in range(2):
-            model.scheduler.submit(answers.request(-1))
-        backend.release.set()
-        await answers.all(2)
+@on_loop
+async def test_an_error_reaches_all_that_wait_and_is_not_kept(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = cached_model(backend)
+    for _ in range(2):
         model.scheduler.submit(answers.request(-1))
-        await answers.all(3)
-        assert [type(result) for result in answers.results[-1]] == [BackendError] * 3
-        assert (backend.batches, counts(model)) == ([[-1.0], [-1.0]], (0, 0, 0, 3))
-        await model.scheduler.drain()
-
-    run(scene)
-
-
-def test_one_whose_time_is_up_fails_alone() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = cached_model(backend)
-        model.scheduler.submit(answers.request(100))  # holds the worker
-        assert await asyncio.to_thread(backend.entered.wait, 20)
-        hurried = answers.request(4, leave_by=time.monotonic())
-        model.scheduler.submit(hurried)
-        model.scheduler.submit(answers.request(4, leave_by=time.monotonic()))
-        model.scheduler.submit(answers.request(4))
-        backend.release.set()
-        await answers.all(4)
-        kinds = [type(result) for result in answers.results[4]]
-        assert kinds[:2] == [DeadlineExceededError] * 2
-        last = answers.results[4][2]
-        assert not isinstance(last, InferenceError)
-        assert (float(last["y"][0, 0]), counts(model)) == (5.0, (0, 2, 2, 2))
-        await model.scheduler.drain()
-
-    run(scene)
+    backend.release.set()
+    await answers.all(2)
+    model.scheduler.submit(answers.request(-1))
+    await answers.all(3)
+    assert [type(result) for result in answers.results[-1]] == [BackendError] * 3
+    assert (backend.batches, counts(model)) == ([[-1.0], [-1.0]], (0, 0, 0, 3))
+    await model.scheduler.drain()
 
 
-def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = HeldBackend(held=True)
-        model = cached_model(backend, levels=2)
-        model.scheduler.submit(answers.request(100))
-        assert await asyncio.to_thread(backend.entered.wait, 20)
-        for priority in (1, 0, 1):
-            request = answers.request(4)
-            request.priority = priority
-            model.scheduler.submit(request)
-        assert model.batcher.waiting == 2
-        backend.release.set()
-        await answers.all(4)
-        assert counts(model)[:2] == (1, 3)
-        await model.scheduler.drain()
+@on_loop
+async def test_one_whose_time_is_up_fails_alone(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = cached_model(backend)
+    model.scheduler.submit(answers.request(100))  # holds the worker
+    assert await asyncio.to_thread(backend.entered.wait, 20)
+    hurried = answers.request(4, leave_by=time.monotonic())
+    model.scheduler.submit(hurried)
+    model.scheduler.submit(answers.request(4, leave_by=time.monotonic()))
+    model.scheduler.submit(answers.request(4))
+    backend.release.set()
+    await answers.all(4)
+    kinds = [type(result) for result in answers.results[4]]
+    assert kinds[:2] == [DeadlineExceededError] * 2
+    last = answers.results[4][2]
+    assert not isinstance(last, InferenceError)
+    assert (float(last["y"][0, 0]), counts(model)) == (5.0, (0, 2, 2, 2))
+    await model.scheduler.drain()
 
-    run(scene)
+
+@on_loop
+async def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = cached_model(backend, levels=2)
+    model.scheduler.submit(answers.request(100))
+    assert await asyncio.to_thread(backend.entered.wait, 20)
+    for priority in (1, 0, 1):
+        request = answers.request(4)
+        request.priority = priority
+        model.scheduler.submit(request)
+    assert model.batcher.waiting == 2
+    backend.release.set()
+    await answers.all(4)
+    assert counts(model)[:2] == (1, 3)
+    await model.scheduler.drain()
 
 
 def request_of(
@@ -222,28 +206,26 @@ def test_only_equal_requests_have_equal_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["text", "priority"])  # one that decides the answer, and one that does not
-def test_long_parameters_of_past_requests_are_not_held(name: str) -> None:
-    async def scene(answers: Answers) -> None:
-        model = cached_model(HeldBackend(), ResponseCache(2**23))
-        gc.collect()
-        gc.disable()  # in a server the garbage collector runs rarely
-        tracemalloc.start()
-        for count in range(64):
-            layout = RawLayout((RawInput("x", np.dtype(np.float32), (1, 1), 1, 4),))  # as of a request that is not remembered
-            request = answers.request(count)
-            request.inputs = RawInputs(layout, np.float32(count).tobytes(), (0,))
-            request.parameters = {name: f"{count:03}" + "x" * 100_000}
-            model.scheduler.submit(request)
-            await answers.all(count + 1)
-        del request
-        held_bytes, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        gc.enable()
-        assert held_bytes < 1_000_000
-        assert counts(model)[:2] == (0, 64)
-        await model.scheduler.drain()
-
-    run(scene)
+@on_loop
+async def test_long_parameters_of_past_requests_are_not_held(answers: Answers, name: str) -> None:
+    model = cached_model(HeldBackend(), ResponseCache(2**23))
+    gc.collect()
+    gc.disable()  # in a server the garbage collector runs rarely
+    tracemalloc.start()
+    for count in range(64):
+        layout = RawLayout((RawInput("x", np.dtype(np.float32), (1, 1), 1, 4),))  # as of a request that is not remembered
+        request = answers.request(count)
+        request.inputs = RawInputs(layout, np.float32(count).tobytes(), (0,))
+        request.parameters = {name: f"{count:03}" + "x" * 100_000}
+        model.scheduler.submit(request)
+        await answers.all(count + 1)
+    del request
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    gc.enable()
+    assert held_bytes < 1_000_000
+    assert counts(model)[:2] == (0, 64)
+    await model.scheduler.drain()
 
 
 def test_long_parameters_tell_requests_apart() -> None:
@@ -254,64 +236,58 @@ def test_long_parameters_tell_requests_apart() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_large_inputs_and_those_to_be_parsed_are_read_once_on_a_thread(late: bool) -> None:
-    async def scene(answers: Answers) -> None:
-        backend, reads = HeldBackend(), []
-        model = cached_model(backend)
+@on_loop
+async def test_large_inputs_and_those_to_be_parsed_are_read_once_on_a_thread(answers: Answers, late: bool) -> None:
+    backend, reads = HeldBackend(), []
+    model = cached_model(backend)
 
-        def read() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-            reads.append(asyncio.events._get_running_loop())
-            return np.full((1, 1), len(reads), np.float32)
+    def read() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        reads.append(asyncio.events._get_running_loop())
+        return np.full((1, 1), len(reads), np.float32)
 
-        for count in (1, 2):
-            request = answers.request(4)
-            if late:
-                request.inputs = LateInputs({"x": LateArray((1, 1), read)})
-            request.size = APART_BYTES + 1
-            model.scheduler.submit(request)
-            await answers.all(count)
-        assert backend.batches == ([[1.0], [2.0]] if late else [[4.0]])  # what was read is what was computed
-        assert reads == ([None, None] if late else [])
-        await model.scheduler.drain()
-
-    run(scene)
-
-
-def test_inputs_that_cannot_be_read_are_the_requests_own_error() -> None:
-    async def scene(answers: Answers) -> None:
-        model = cached_model(HeldBackend())
-
-        def refuse() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-            raise BackendError("not there")
-
-        def break_down() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-            raise ZeroDivisionError
-
-        for read in (refuse, break_down):
-            request = answers.request(4)
+    for count in (1, 2):
+        request = answers.request(4)
+        if late:
             request.inputs = LateInputs({"x": LateArray((1, 1), read)})
-            model.scheduler.submit(request)
-        await answers.all(2)
-        assert {str(error) for error in answers.results[4]} == {"not there", "the inputs of this request cannot be read"}
-        assert counts(model) == (0, 0, 0, 2)
-        await model.scheduler.drain()
+        request.size = APART_BYTES + 1
+        model.scheduler.submit(request)
+        await answers.all(count)
+    assert backend.batches == ([[1.0], [2.0]] if late else [[4.0]])  # what was read is what was computed
+    assert reads == ([None, None] if late else [])
+    await model.scheduler.drain()
 
-    run(scene)
+
+@on_loop
+async def test_inputs_that_cannot_be_read_are_the_requests_own_error(answers: Answers) -> None:
+    model = cached_model(HeldBackend())
+
+    def refuse() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        raise BackendError("not there")
+
+    def break_down() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        raise ZeroDivisionError
+
+    for read in (refuse, break_down):
+        request = answers.request(4)
+        request.inputs = LateInputs({"x": LateArray((1, 1), read)})
+        model.scheduler.submit(request)
+    await answers.all(2)
+    assert {str(error) for error in answers.results[4]} == {"not there", "the inputs of this request cannot be read"}
+    assert counts(model) == (0, 0, 0, 2)
+    await model.scheduler.drain()
 
 
-def test_a_draining_model_answers_what_it_took_and_forgets() -> None:
-    async def scene(answers: Answers) -> None:
-        cache, backend = ResponseCache(2**20), HeldBackend()
-        model = cached_model(backend, cache)
+@on_loop
+async def test_a_draining_model_answers_what_it_took_and_forgets(answers: Answers) -> None:
+    cache, backend = ResponseCache(2**20), HeldBackend()
+    model = cached_model(backend, cache)
+    model.scheduler.submit(answers.request(4))
+    await answers.all(1)
+    model.scheduler.submit(answers.request(4))
+    large = answers.request(6)
+    large.size = APART_BYTES + 1
+    model.scheduler.submit(large)
+    await model.scheduler.drain()
+    assert (len(answers.results[4]), answers.value(6), cache.size) == (2, 7.0, 0)
+    with pytest.raises(UnavailableError, match="shutting down"):
         model.scheduler.submit(answers.request(4))
-        await answers.all(1)
-        model.scheduler.submit(answers.request(4))
-        large = answers.request(6)
-        large.size = APART_BYTES + 1
-        model.scheduler.submit(large)
-        await model.scheduler.drain()
-        assert (len(answers.results[4]), answers.value(6), cache.size) == (2, 7.0, 0)
-        with pytest.raises(UnavailableError, match="shutting down"):
-            model.scheduler.submit(answers.request(4))
-
-    run(scene)

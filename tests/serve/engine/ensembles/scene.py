@@ -24,6 +24,7 @@ from halfserve.serve.engine.repository.loaded_version import load_ensemble
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.engine.requests import InferRequest, Parameter, Respond
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
+from tests.serve.engine.fakes import FakeBackend
 
 WAIT_S = 60.0
 Shape = tuple[int, ...]
@@ -34,7 +35,7 @@ def add(number: float) -> Compute:
     return lambda inputs: {"y": inputs["x"] + np.float32(number)}
 
 
-class StepBackend:
+class StepBackend(FakeBackend):
     """Computes with a function; nothing until `release` is set.
 
     Attributes:
@@ -43,9 +44,6 @@ class StepBackend:
         batches: the inputs of each batch that was tried, in order.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self, compute: Compute, *, held: bool = False) -> None:
         self._compute = compute
         self.entered = threading.Event()
@@ -53,12 +51,6 @@ class StepBackend:
         self.batches: list[Tensors] = []
         if not held:
             self.release.set()
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         self.entered.set()

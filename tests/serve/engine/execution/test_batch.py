@@ -29,29 +29,21 @@ from halfserve.serve.engine.requests import (
     RawLayout,
 )
 from halfserve.serve.engine.tensors import Array, Tensors
+from tests.serve.engine.fakes import FakeBackend
 
 POISON = -1.0
 
 
-class Doubling:
+class Doubling(FakeBackend):
     """Doubles x, after `check` has had a look at all rows.
 
     Attributes:
         runs: the rows of each run that was tried.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self, check: Callable[[Array], None] = lambda _: None) -> None:
         self.runs: list[list[float]] = []
         self._check = check
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]
@@ -311,17 +303,8 @@ def test_small_batches_become_bytes_once() -> None:
     assert batch.row_shapes == ((3,),)
 
 
-class Halving:
+class Halving(FakeBackend):
     """Halves x."""
-
-    provider = "test"
-    precision = "fp32"
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         return {"y": inputs["x"] / 2}

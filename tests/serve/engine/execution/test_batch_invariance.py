@@ -9,7 +9,6 @@ import weakref
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,8 +33,8 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.model_control.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
-from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.scene import Answers, run
+from tests.serve.engine.fakes import FakeBackend, HeldBackend
+from tests.serve.engine.scene import Answers, on_loop
 from tests.serve.engine.simulation import new_request, offer, queue, take
 from tests.serve.running_server import running_server
 
@@ -132,15 +131,7 @@ def test_a_batch_found_unsafe_in_pieces_is_computed_again(tmp_path: Path, limit:
 
 
 def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
-    class Full:
-        provider = precision = "test"
-
-        def compute_dtype(self, name: str) -> np.dtype[Any]:
-            return np.dtype(np.float32)
-
-        def give_up(self) -> None:
-            """Nothing."""
-
+    class Full(FakeBackend):
         def run(self, inputs: Tensors) -> Tensors:
             raise MemoryError(f"{len(inputs['x'])} rows")
 
@@ -321,37 +312,33 @@ def batcher_of(*backends: HeldBackend, invariance: BatchInvariance, max_delay_s:
     return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics(), invariance=invariance)
 
 
-def test_every_copy_takes_one() -> None:
-    async def scene(answers: Answers) -> None:
-        backends = [Finding(held=True), Finding(held=True)]
-        invariance = BatchInvariance("m/1")
-        invariance.is_safe = False
-        batcher = batcher_of(*backends, invariance=invariance)
-        for value in (1, 2):
-            batcher.submit(answers.request(value))
-        for backend in backends:
-            assert await asyncio.to_thread(backend.entered.wait, 5), "one copy has taken both"
-        for backend in backends:
-            backend.release.set()
-        await answers.all(2)
-        assert sorted(chain.from_iterable(backend.batches for backend in backends)) == [[1], [2]]
-        await batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_every_copy_takes_one(answers: Answers) -> None:
+    backends = [Finding(held=True), Finding(held=True)]
+    invariance = BatchInvariance("m/1")
+    invariance.is_safe = False
+    batcher = batcher_of(*backends, invariance=invariance)
+    for value in (1, 2):
+        batcher.submit(answers.request(value))
+    for backend in backends:
+        assert await asyncio.to_thread(backend.entered.wait, 5), "one copy has taken both"
+    for backend in backends:
+        backend.release.set()
+    await answers.all(2)
+    assert sorted(chain.from_iterable(backend.batches for backend in backends)) == [[1], [2]]
+    await batcher.drain()
 
 
-def test_a_model_that_is_not_batch_invariant_does_not_delay_requests() -> None:
-    async def scene(answers: Answers) -> None:
-        backend, invariance = Finding(), BatchInvariance("m/1")
-        batcher = batcher_of(backend, invariance=invariance, max_delay_s=3600.0)
-        batcher.submit(answers.request(1))
-        invariance.look({"y": np.zeros((2, 1))}, 1)
-        batcher.submit(answers.request(2))
-        await answers.all(2)
-        assert backend.batches == [[1], [2]]
-        await batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_a_model_that_is_not_batch_invariant_does_not_delay_requests(answers: Answers) -> None:
+    backend, invariance = Finding(), BatchInvariance("m/1")
+    batcher = batcher_of(backend, invariance=invariance, max_delay_s=3600.0)
+    batcher.submit(answers.request(1))
+    invariance.look({"y": np.zeros((2, 1))}, 1)
+    batcher.submit(answers.request(2))
+    await answers.all(2)
+    assert backend.batches == [[1], [2]]
+    await batcher.drain()
 
 
 @pytest.mark.parametrize("learned", [False, True])

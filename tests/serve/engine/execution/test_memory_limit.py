@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,11 @@ from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.memory_limit import FIRST_WAIT_S, LONGEST_WAIT_S, MemoryLimit
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
+from tests.serve.engine.fakes import FakeBackend
 from tests.serve.runtimes import RUNTIMES
 
 
-class Cramped:
+class Cramped(FakeBackend):
     """Doubles x, with memory for a number of rows.
 
     Attributes:
@@ -28,20 +28,11 @@ class Cramped:
         breaks: it computes nothing more once memory has run out.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self, room: int) -> None:
         self.room = room
         self.runs: list[int] = []
         self.breaks = False
         self._is_broken = False
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         rows = len(inputs["x"])

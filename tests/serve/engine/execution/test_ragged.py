@@ -21,6 +21,7 @@ from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors
 from tests.models import save_model
+from tests.serve.engine.fakes import FakeBackend
 from tests.serve.model_control.controlled import loader
 from tests.serve.running_server import running_server
 
@@ -97,20 +98,11 @@ def test_batch_inputs_describe_the_batch(kind: int, shapes: list[tuple[int, ...]
     assert made.tolist() == expected
 
 
-class Summing:
+class Summing(FakeBackend):
     """x [elements] -> twice [elements]; fails on a negative value."""
-
-    provider = "test"
-    precision = "fp32"
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         self.seen.append(inputs["x"].tolist())

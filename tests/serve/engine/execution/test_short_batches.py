@@ -34,7 +34,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Done
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, QuickBackend, run
+from tests.serve.engine.scene import Answers, QuickBackend, on_loop
 
 SHORT, LONG = SHORT_S / 2, SHORT_S * 2
 
@@ -141,48 +141,42 @@ def test_no_model_is_alone_soon_after_another(turns: list[tuple[str, float]]) ->
         latest[who] = now
 
 
-def test_short_batches_move_to_the_event_loop_and_are_answered_there() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = QuickBackend()
-        model = held_model(backend, max_rows=2)
-        here, value = threading.get_ident(), 0
-        while here not in backend.threads:
-            assert value < 20_000, "a batch of one row takes a few microseconds"
-            model.batcher.submit(answers.request(value))
-            value += 1
-            await answers.all(value)
-        assert backend.threads[0] != here
-        for more in range(5):  # three batches, one after the other
-            model.batcher.submit(answers.request(value + more))
-        await answers.all(value + 5)
-        assert [answers.value(v) for v in range(value + 5)] == [v + 1 for v in range(value + 5)]
-        bad = answers.request(-1)
-        model.batcher.submit(bad)
-        await answers.all(value + 6)
-        assert "negative values hurt" in str(answers.error(-1))
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_short_batches_move_to_the_event_loop_and_are_answered_there(answers: Answers) -> None:
+    backend = QuickBackend()
+    model = answers.model(backend, max_rows=2)
+    here, value = threading.get_ident(), 0
+    while here not in backend.threads:
+        assert value < 20_000, "a batch of one row takes a few microseconds"
+        model.batcher.submit(answers.request(value))
+        value += 1
+        await answers.all(value)
+    assert backend.threads[0] != here
+    for more in range(5):  # three batches, one after the other
+        model.batcher.submit(answers.request(value + more))
+    await answers.all(value + 5)
+    assert [answers.value(v) for v in range(value + 5)] == [v + 1 for v in range(value + 5)]
+    bad = answers.request(-1)
+    model.batcher.submit(bad)
+    await answers.all(value + 6)
+    assert "negative values hurt" in str(answers.error(-1))
 
 
-def test_answers_come_in_order_when_batches_move_to_the_event_loop() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = QuickBackend()
-        model = held_model(backend, max_rows=2)
-        order: list[int] = []
-        here, asked = threading.get_ident(), 0
-        while here not in backend.threads:
-            assert asked < 20_000, "a batch of two rows takes a few microseconds"
-            for _ in range(3):
-                request = answers.request(asked, rows=2)
-                request.done = partial(_note, order, asked, request.done)
-                model.batcher.submit(request)
-                asked += 1
-            await answers.all(asked)
-        assert order == list(range(asked))
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_answers_come_in_order_when_batches_move_to_the_event_loop(answers: Answers) -> None:
+    backend = QuickBackend()
+    model = answers.model(backend, max_rows=2)
+    order: list[int] = []
+    here, asked = threading.get_ident(), 0
+    while here not in backend.threads:
+        assert asked < 20_000, "a batch of two rows takes a few microseconds"
+        for _ in range(3):
+            request = answers.request(asked, rows=2)
+            request.done = partial(_note, order, asked, request.done)
+            model.batcher.submit(request)
+            asked += 1
+        await answers.all(asked)
+    assert order == list(range(asked))
 
 
 def _note(order: list[int], number: int, done: Done, result: Tensors | InferenceError) -> None:
@@ -201,22 +195,19 @@ async def learned_short(backend: QuickBackend, model: Model, answers: Answers) -
     return asked
 
 
-def test_batches_of_many_bytes_run_on_a_thread() -> None:
-    async def scene(answers: Answers) -> None:
-        backend = QuickBackend()
-        model = held_model(backend, max_rows=2)
-        asked = await learned_short(backend, model, answers)
-        backend.threads.clear()
-        for size in (LOOP_BYTES, LOOP_BYTES + 1):
-            request = answers.request(asked, rows=2)
-            request.size = size
-            model.batcher.submit(request)
-            asked += 1
-            await answers.all(asked)
-        assert [thread == threading.get_ident() for thread in backend.threads] == [True, False]
-        await model.batcher.drain()
-
-    run(scene)
+@on_loop
+async def test_batches_of_many_bytes_run_on_a_thread(answers: Answers) -> None:
+    backend = QuickBackend()
+    model = answers.model(backend, max_rows=2)
+    asked = await learned_short(backend, model, answers)
+    backend.threads.clear()
+    for size in (LOOP_BYTES, LOOP_BYTES + 1):
+        request = answers.request(asked, rows=2)
+        request.size = size
+        model.batcher.submit(request)
+        asked += 1
+        await answers.all(asked)
+    assert [thread == threading.get_ident() for thread in backend.threads] == [True, False]
 
 
 class Middling(QuickBackend):
@@ -239,44 +230,38 @@ class Middling(QuickBackend):
     ],
     ids=["alone", "in occupancy", "many requests", "large requests"],
 )
-def test_small_batches_of_a_lone_model_may_take_longer_on_the_loop(
-    occupancy: bool, requests: int, request_bytes: int, on_loop: bool
+@on_loop
+async def test_small_batches_of_a_lone_model_may_take_longer_on_the_loop(
+    answers: Answers, occupancy: bool, requests: int, request_bytes: int, on_loop: bool
 ) -> None:
-    async def scene(answers: Answers) -> None:
-        backend = Middling()
-        model = held_model(backend, max_rows=16, short_s={16: 2 * SHORT_S})
-        model.batcher.occupancy.is_alone(model.batcher, -ALONE_AFTER_S)
-        if occupancy:
-            model.batcher.occupancy.is_alone("another", -1.0)
-        for value in range(requests):
-            request = answers.request(value)
-            request.size = request_bytes
-            model.batcher.submit(request)
-        await answers.all(requests)
-        assert backend.threads == [threading.get_ident()] if on_loop else threading.get_ident() not in backend.threads
-        await model.batcher.drain()
-
-    run(scene)
+    backend = Middling()
+    model = answers.model(backend, max_rows=16, short_s={16: 2 * SHORT_S})
+    model.batcher.occupancy.is_alone(model.batcher, -ALONE_AFTER_S)
+    if occupancy:
+        model.batcher.occupancy.is_alone("another", -1.0)
+    for value in range(requests):
+        request = answers.request(value)
+        request.size = request_bytes
+        model.batcher.submit(request)
+    await answers.all(requests)
+    assert backend.threads == [threading.get_ident()] if on_loop else threading.get_ident() not in backend.threads
 
 
 @pytest.mark.parametrize(("turn_s", "answered_at_once"), [(60.0, 30), (1e-9, 1)])
-def test_a_turn_of_the_loop_computes_for_a_bounded_time(
-    turn_s: float, answered_at_once: int, monkeypatch: pytest.MonkeyPatch
+@on_loop
+async def test_a_turn_of_the_loop_computes_for_a_bounded_time(
+    answers: Answers, turn_s: float, answered_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(answers: Answers) -> None:
-        backend = QuickBackend()
-        model = held_model(backend, max_rows=2)
-        asked = await learned_short(backend, model, answers)
-        monkeypatch.setattr(batcher_module, "TURN_S", turn_s)
-        monkeypatch.setattr(batcher_module, "LONGEST_TURN_S", turn_s)
-        for value in range(30):
-            model.batcher.submit(answers.request(100_000 + value, rows=2))
-        await asyncio.sleep(0)
-        assert sum(map(len, answers.results.values())) == asked + answered_at_once
-        await answers.all(asked + 30)
-        await model.batcher.drain()
-
-    run(scene)
+    backend = QuickBackend()
+    model = answers.model(backend, max_rows=2)
+    asked = await learned_short(backend, model, answers)
+    monkeypatch.setattr(batcher_module, "TURN_S", turn_s)
+    monkeypatch.setattr(batcher_module, "LONGEST_TURN_S", turn_s)
+    for value in range(30):
+        model.batcher.submit(answers.request(100_000 + value, rows=2))
+    await asyncio.sleep(0)
+    assert sum(map(len, answers.results.values())) == asked + answered_at_once
+    await answers.all(asked + 30)
 
 
 def test_a_model_under_watch_stays_on_its_thread() -> None:

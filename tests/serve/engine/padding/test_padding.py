@@ -17,28 +17,20 @@ from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionG
 from halfserve.serve.engine.precision_guard.tally import Tally
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from tests.serve.engine.fakes import FakeBackend
 
 BAD = 999.0
 
 
-class Echo:
+class Echo(FakeBackend):
     """x FP16 [rows, length], computed in fp32 -> twice FP32 [rows, length] and total [rows]; a batch with BAD fails.
 
     Attributes:
         seen: x of each run.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self) -> None:
         self.seen: list[Array] = []
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]

@@ -22,6 +22,7 @@ from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
 from halfserve.serve.http.http_options import HttpOptions
+from tests.serve.engine.fakes import FakeBackend
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
@@ -30,26 +31,17 @@ from tests.serve.runtimes import RUNTIMES
 TWIN_VALUE = 7.0
 
 
-class Constant:
+class Constant(FakeBackend):
     """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13.
 
     Attributes:
         rows: of each run.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self, value: float = TWIN_VALUE, *, rows_each: int = 1) -> None:
         self.rows: list[int] = []
         self._value = value
         self._rows_each = rows_each
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +31,7 @@ from halfserve.serve.engine.precision_guard.tally import (
 from halfserve.serve.engine.precision_guard.twin import MAX_WAITING, Fp32Twin, Shadow
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors
+from tests.serve.engine.fakes import FakeBackend
 
 
 def test_equal_answers_have_no_distance() -> None:
@@ -159,7 +159,7 @@ def test_a_change_is_reported_exactly_when_the_state_changes(errors: list[float]
 WAIT_S = 60.0
 
 
-class Doubling:
+class Doubling(FakeBackend):
     """A twin that doubles x, and can be held; signals each run.
 
     Attributes:
@@ -167,20 +167,11 @@ class Doubling:
         entered: counts the runs that began.
     """
 
-    provider = "test"
-    precision = "fp32"
-
     def __init__(self) -> None:
         self.release = threading.Event()
         self.release.set()
         self.entered = threading.Semaphore(0)
         self.seen: list[list[float]] = []
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(np.float32)
-
-    def give_up(self) -> None:
-        """Nothing."""
 
     def run(self, inputs: Tensors) -> Tensors:
         self.entered.release()

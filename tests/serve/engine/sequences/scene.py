@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
@@ -24,6 +26,7 @@ from halfserve.serve.engine.sequences.sequence_scheduler import SequenceSchedule
 from halfserve.serve.engine.tensors import Array, Tensors
 from tests.models import save_model
 
+P = ParamSpec("P")
 WAIT_S = 60.0
 STATE = 'state { input_name: "total" output_name: "new_total" data_type: TYPE_FP32 dims: 1 }'
 SUM = f"max_batch_size: 4 sequence_batching {{ max_sequence_idle_microseconds: 60000000 oldest {{ }} {STATE} }}"
@@ -173,6 +176,22 @@ def play(root: Path, test: Callable[[Scene], Awaitable[None]], defaults: Default
             await asyncio.wait_for(scene.scheduler.drain(), WAIT_S)
 
     asyncio.run(main())
+
+
+def played(make: Callable[[Path], Path]) -> Callable[[Callable[Concatenate[Scene, P], Awaitable[None]]], Callable[..., None]]:
+    """Run a test on the model that `make` writes into a folder; see `play`."""
+
+    def decorated(test: Callable[Concatenate[Scene, P], Awaitable[None]]) -> Callable[..., None]:
+        @wraps(test)
+        def playing(tmp_path: Path, *fixtures: P.args, **named: P.kwargs) -> None:
+            play(make(tmp_path), lambda scene: test(scene, *fixtures, **named))
+
+        _, *parameters = inspect.signature(test).parameters.values()
+        folder = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        playing.__signature__ = inspect.Signature([folder, *parameters])  # type: ignore[attr-defined]  # (pytest reads it)
+        return playing
+
+    return decorated
 
 
 def sum_model(root: Path, config: str = SUM) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto
 
 from halfserve.serve.engine.errors import InvalidArgumentError
-from tests.serve.engine.sequences.scene import TELLING, WAIT_S, Scene, play, save_telling
+from tests.serve.engine.sequences.scene import TELLING, WAIT_S, Scene, play, played, save_telling
 
 TOLD = ("y", "told_start", "told_end", "told_ready", "told_id")
 
@@ -41,56 +41,50 @@ def test_controls_tell_where_in_its_sequence_a_row_is(tmp_path: Path, strategy: 
     play(telling_model(tmp_path, strategy), test)
 
 
-def test_each_sequence_has_its_row(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await asyncio.gather(*(told(scene, key, key, start=True) for key in (1, 2, 3, 4)))
-        assert scene.held.batches == [[1, 2, 3, 4]]
-        answers = await asyncio.gather(told(scene, 4, 40), told(scene, 2, 20))
-        assert [answer[0] for answer in answers] == [40, 20]
-        assert scene.held.batches[1:] == [[20, 20, 40, 40]]  # rows without a request are like the next one
-        await told(scene, 2, 21, end=True)
-        await told(scene, 5, 50, start=True)  # takes the free row
-        assert scene.held.batches[2:] == [[21, 21], [50, 50]]
-        totals = scene.model.statistics.totals
-        assert (totals.success.count, totals.batches) == (8, 4)
-
-    play(telling_model(tmp_path), test)
+@played(telling_model)
+async def test_each_sequence_has_its_row(scene: Scene) -> None:
+    await asyncio.gather(*(told(scene, key, key, start=True) for key in (1, 2, 3, 4)))
+    assert scene.held.batches == [[1, 2, 3, 4]]
+    answers = await asyncio.gather(told(scene, 4, 40), told(scene, 2, 20))
+    assert [answer[0] for answer in answers] == [40, 20]
+    assert scene.held.batches[1:] == [[20, 20, 40, 40]]  # rows without a request are like the next one
+    await told(scene, 2, 21, end=True)
+    await told(scene, 5, 50, start=True)  # takes the free row
+    assert scene.held.batches[2:] == [[21, 21], [50, 50]]
+    totals = scene.model.statistics.totals
+    assert (totals.success.count, totals.batches) == (8, 4)
 
 
-def test_rows_without_a_request_are_not_ready(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await asyncio.gather(*(told(scene, key, key, start=True) for key in (1, 2, 3)))
-        seen: list[dict[str, list[float]]] = []
-        run = scene.held.run
+@played(telling_model)
+async def test_rows_without_a_request_are_not_ready(scene: Scene) -> None:
+    await asyncio.gather(*(told(scene, key, key, start=True) for key in (1, 2, 3)))
+    seen: list[dict[str, list[float]]] = []
+    run = scene.held.run
 
-        def watched(inputs: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]) -> object:
-            seen.append({name: array.ravel().tolist() for name, array in inputs.items()})
-            return run(inputs)
+    def watched(inputs: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]) -> object:
+        seen.append({name: array.ravel().tolist() for name, array in inputs.items()})
+        return run(inputs)
 
-        scene.held.run = watched  # type: ignore[method-assign,assignment]
-        await told(scene, 3, 9, end=True)
-        assert seen == [{"x": [9, 9, 9], "start": [0, 0, 0], "end": [5, 5, 6], "ready": [False, False, True], "id": [0, 0, 3]}]
-
-    play(telling_model(tmp_path), test)
+    scene.held.run = watched  # type: ignore[method-assign,assignment]
+    await told(scene, 3, 9, end=True)
+    assert seen == [{"x": [9, 9, 9], "start": [0, 0, 0], "end": [5, 5, 6], "ready": [False, False, True], "id": [0, 0, 3]}]
 
 
-def test_a_cancelled_row_stays_in_its_batch(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await asyncio.gather(*(told(scene, key, key, start=True) for key in (1, 2, 3)))
-        await scene.until_computing()
-        await scene.hold()
-        first = scene.send(3, 30, outputs=TOLD)
-        await scene.until_computing()
-        gone, _ = scene.request(1, 10, outputs=TOLD)
-        scene.scheduler.submit(gone)
-        beside = scene.send(2, 20, outputs=TOLD)
-        scene.scheduler.cancel(gone)
-        again = scene.send(1, 11, outputs=TOLD)
-        scene.held.release.set()
-        assert [float((await one)["y"][0, 0]) for one in (first, beside, again)] == [30, 20, 11]
-        assert scene.held.batches[2:] == [[11, 20]]
-
-    play(telling_model(tmp_path), test)
+@played(telling_model)
+async def test_a_cancelled_row_stays_in_its_batch(scene: Scene) -> None:
+    await asyncio.gather(*(told(scene, key, key, start=True) for key in (1, 2, 3)))
+    await scene.until_computing()
+    await scene.hold()
+    first = scene.send(3, 30, outputs=TOLD)
+    await scene.until_computing()
+    gone, _ = scene.request(1, 10, outputs=TOLD)
+    scene.scheduler.submit(gone)
+    beside = scene.send(2, 20, outputs=TOLD)
+    scene.scheduler.cancel(gone)
+    again = scene.send(1, 11, outputs=TOLD)
+    scene.held.release.set()
+    assert [float((await one)["y"][0, 0]) for one in (first, beside, again)] == [30, 20, 11]
+    assert scene.held.batches[2:] == [[11, 20]]
 
 
 def test_a_batch_waits_for_the_asked_share_of_its_rows(tmp_path: Path) -> None:
@@ -144,10 +138,8 @@ def test_a_string_id_is_told_to_a_model_that_reads_strings(tmp_path: Path) -> No
     play(tmp_path, test)
 
 
-def test_a_string_id_is_refused_by_a_model_that_reads_numbers(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        with pytest.raises(InvalidArgumentError, match="sequence_id is a string, expected a number: model 'telling' reads it"):
-            scene.send("five", 1, start=True)
-        assert scene.scheduler.running_sequences == 0
-
-    play(telling_model(tmp_path), test)
+@played(telling_model)
+async def test_a_string_id_is_refused_by_a_model_that_reads_numbers(scene: Scene) -> None:
+    with pytest.raises(InvalidArgumentError, match="sequence_id is a string, expected a number: model 'telling' reads it"):
+        scene.send("five", 1, start=True)
+    assert scene.scheduler.running_sequences == 0

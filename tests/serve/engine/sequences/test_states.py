@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from halfserve.serve.engine.errors import RequestCancelledError
 from halfserve.serve.engine.sequences.sequence import Sequence, Step
 from tests.models import save_model
-from tests.serve.engine.sequences.scene import Scene, play, sum_model
+from tests.serve.engine.sequences.scene import Scene, play, played, sum_model
 
 
 def halves(root: Path) -> Path:
@@ -33,15 +33,13 @@ def halves(root: Path) -> Path:
     return root
 
 
-def test_an_fp16_state_is_rounded_after_each_step(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        state = np.float16(0)
-        for step in range(20):
-            expected = np.float32(state) + np.float32(step) / np.float32(3)
-            assert np.float32(await scene.step(1, step, start=step == 0)) == expected
-            state = np.float16(expected)
-
-    play(halves(tmp_path), test)
+@played(halves)
+async def test_an_fp16_state_is_rounded_after_each_step(scene: Scene) -> None:
+    state = np.float16(0)
+    for step in range(20):
+        expected = np.float32(state) + np.float32(step) / np.float32(3)
+        assert np.float32(await scene.step(1, step, start=step == 0)) == expected
+        state = np.float16(expected)
 
 
 def growing(root: Path) -> Path:
@@ -60,14 +58,12 @@ def growing(root: Path) -> Path:
     return root
 
 
-def test_sequences_whose_states_differ_in_size_share_no_batch(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        assert [await scene.step(1, x, start=x == 1) for x in (1, 2, 3)] == [1, 3, 6]
-        answers = await asyncio.gather(scene.step(1, 4), *(scene.step(key, key, start=True) for key in (2, 3)))
-        assert answers == [10, 2, 3]
-        assert sorted(map(len, scene.held.batches[3:])) == [1, 2]
-
-    play(growing(tmp_path), test)
+@played(growing)
+async def test_sequences_whose_states_differ_in_size_share_no_batch(scene: Scene) -> None:
+    assert [await scene.step(1, x, start=x == 1) for x in (1, 2, 3)] == [1, 3, 6]
+    answers = await asyncio.gather(scene.step(1, 4), *(scene.step(key, key, start=True) for key in (2, 3)))
+    assert answers == [10, 2, 3]
+    assert sorted(map(len, scene.held.batches[3:])) == [1, 2]
 
 
 def test_a_state_is_a_copy_of_its_row(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from halfserve import ServerUnavailable
-from halfserve.serve.fleet.agent.agent import Agent, AgentError
+from halfserve.serve.fleet.agent.agent import Agent
+from halfserve.serve.fleet.agent.server_process import AgentError
 from tests.serve.fleet.fleet import WAIT_S, infer, rows, states
 from tests.serve.fleet.local_cluster import ONCE, LocalCluster, Watch
 

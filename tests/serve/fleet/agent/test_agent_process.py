@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from halfserve import Client
-from halfserve.serve.fleet.agent.agent import Agent, AgentError
+from halfserve.serve.fleet.agent.agent import Agent
 from halfserve.serve.fleet.agent.member_folders import MemberFolders
-from halfserve.serve.fleet.agent.server_process import AgentOptions, Ports
+from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions, Ports
 from halfserve.serve.fleet.control.controller import Controller
 from tests.models import save_mlp
 from tests.serve.fleet.fleet import WAIT_S
@@ -91,18 +91,6 @@ def test_a_repository_that_cannot_be_served_is_one_line(folder: Path) -> None:
         start(agent_options(folder, folder / "nothing"))
     assert "\n" not in str(raised.value)
     assert list(folder.glob("*/*")) == []
-
-
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ("--processes=2", "--processes is not for a server of a cluster: a cluster's servers are its members; leave it out"),
-        ("--grpc-port", "--grpc-port is not for a server of a cluster: first_port sets it; leave it out"),
-    ],
-)
-def test_options_that_the_agent_sets_are_refused(folder: Path, argument: str, text: str) -> None:
-    with pytest.raises(AgentError, match=text):
-        start(agent_options(folder, folder, argument))
 
 
 def test_the_next_row_of_ports_is_taken_where_one_is_in_use() -> None:

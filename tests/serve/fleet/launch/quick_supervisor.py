@@ -6,9 +6,8 @@ import signal
 import sys
 
 from halfserve.serve.fleet.launch import supervisor
-from halfserve.serve.fleet.launch.__main__ import main
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a suite that was started under nohup has ignored
     supervisor.FIRST_S = supervisor.LONGEST_S = float(sys.argv[1])
-    sys.exit(main(*sys.argv[2:]))
+    sys.exit(supervisor.main(*sys.argv[2:]))

@@ -256,14 +256,15 @@ def test_the_folder_of_several_workers_goes_with_the_supervisor(tmp_path: Path) 
     counts = ConnectionCounts(tmp_path)
     counts.set(1, 0)
     plan = SupervisorPlan(sockets={}, socket_path=None, processes=2, folder=str(tmp_path))
-    command = [sys.executable, "-m", "halfserve.serve.fleet.launch", plan.to_text(), *WORKER, "exit:1 / serve"]
+    command = [sys.executable, "-m", "halfserve.serve.fleet.launch.supervisor", plan.to_text(), *WORKER, "exit:1 / serve"]
     assert subprocess.run(command, capture_output=True, cwd=ROOT, timeout=WAIT_S, check=False).returncode == 1
     assert not tmp_path.exists()
     assert counts.fewest() == GONE  # of a worker that has ended
 
 
 def test_a_program_that_is_not_there_is_one_line() -> None:
-    command = [sys.executable, "-m", "halfserve.serve.fleet.launch", SupervisorPlan({}, None).to_text(), "/no/such/python"]
+    plan = SupervisorPlan({}, None).to_text()
+    command = [sys.executable, "-m", "halfserve.serve.fleet.launch.supervisor", plan, "/no/such/python"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (126, 1)
     assert "ERROR the worker cannot be started: /no/such/python: No such file or directory" in done.stderr

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.fleet.launch.process_count import check_room, process_count
+from halfserve.serve.fleet.launch.supervision import check_room, process_count
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
 from halfserve.serve.fleet.member.shared_rpcs import merge_index
 from halfserve.serve.protocol.rpcs import model_statistics
@@ -115,6 +115,6 @@ def test_auto_is_a_process_for_each_core(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     monkeypatch.setattr("halfserve.serve.engine.resource_limits.group_folders", lambda *_: [])
     assert process_count("auto", use_gpu=False) == 3
-    monkeypatch.setattr("halfserve.serve.fleet.launch.process_count.device_count", lambda: 1)
+    monkeypatch.setattr("halfserve.serve.fleet.launch.supervision.device_count", lambda: 1)
     assert process_count("auto", use_gpu=True) == 1
     check_room(1)

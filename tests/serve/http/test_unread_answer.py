@@ -1,0 +1,90 @@
+"""Large answers are written in pieces, and arrive whole."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from halfserve.serve.http.http_options import HttpLimits, HttpOptions
+from halfserve.serve.http.http_server import HttpServer
+from halfserve.serve.http.rest_server import application
+from halfserve.serve.http.unread_answer import PIECE_BYTES, PieceTransport
+from halfserve.serve.transports.task_turns import task_turns
+from tests.serve.engine.fakes import HOLD_S
+from tests.serve.running_server import RunningServer
+
+BODY = np.random.default_rng(0).bytes(8 * PIECE_BYTES + 17)  # more than sockets hold
+GET = b"GET /large HTTP/1.1\r\nhost: localhost\r\n"
+KEPT, LAST = GET + b"\r\n", GET + b"connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("requests", "ends", "answers"),
+    [(LAST, False, 1), (KEPT, True, 1), (KEPT + LAST, False, 2)],
+    ids=["to_be_closed", "half_closed", "pipelined"],
+)
+def test_a_large_answer_arrives_whole(server: RunningServer, requests: bytes, ends: bool, answers: int) -> None:
+    async def large(_: Request) -> Response:
+        return Response(BODY)
+
+    app = application([Route("/large", large)], "127.0.0.1", HttpOptions())
+    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
+    port = server.run(listening.start())
+    with socket.create_connection(("127.0.0.1", port), HOLD_S) as peer:
+        peer.sendall(requests)
+        received = bytearray(peer.recv(1))
+        if ends:
+            peer.shutdown(socket.SHUT_WR)
+        while piece := peer.recv(2**20):
+            received += piece
+    assert [part.partition(b"\r\n\r\n")[2] for part in bytes(received).split(b"HTTP/1.1 200")[1:]] == [BODY] * answers
+    server.run(listening.stop(0.0))
+
+
+class Taking(asyncio.Transport):
+    """Takes every byte at once.
+
+    Attributes:
+        written: what was written, with the loop iteration.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.iteration, self.written = 0, list[tuple[int, bytes]]()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append((self.iteration, bytes(data)))
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_each_iteration_of_the_loop_writes_a_piece() -> None:
+    transport, told = Taking(), list[str]()
+
+    async def run() -> None:
+        pieces = PieceTransport(transport, task_turns(), lambda: told.append("pause"), lambda: told.append("resume"))
+        pieces.write(b"head")
+        pieces.write(BODY)
+        pieces.write(b"end")
+        assert pieces.get_write_buffer_size() == len(BODY) + len(b"end") - PIECE_BYTES
+        while told[-1] != "resume":
+            transport.iteration += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert b"".join(data for _, data in transport.written) == b"head" + BODY + b"end"
+    sizes = dict.fromkeys(range(transport.iteration + 1), 0)
+    for iteration, data in transport.written:
+        sizes[iteration] += len(data)
+    assert max(sizes.values()) <= PIECE_BYTES + len(b"head")
+    assert told == ["pause", "resume"]
