@@ -18,14 +18,13 @@ from halfserve.serve.benchmark import BenchmarkArgumentError
 from halfserve.serve.benchmark.bench_command import report_writers
 from halfserve.serve.benchmark.benchmark_report import (
     BenchmarkReport,
-    Differences,
     hdr_histogram,
     percentile_text,
     write_csv,
     write_json,
     write_percentiles,
 )
-from halfserve.serve.benchmark.comparison import Difference
+from halfserve.serve.benchmark.comparison import Difference, Differences
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load.spec import LoadStatistics
 from halfserve.serve.benchmark.measurement import Goal
