@@ -198,11 +198,10 @@ def _isolate(cluster: Cluster, cut: Callable[[Host], AbstractContextManager[None
     controller = found.place(CONTROLLER)[1]  # it continues there alone, beside its replacement
     mark = controller if controller in members else next(iter(members))
     address, host = members[mark], found.host(mark)
-    with ExitStack() as isolated:
-        with cluster.restored() as restored:
-            isolated.enter_context(cut(host))
-            cluster.isolated = host
-        if serves:
+    with ExitStack() as isolated, cluster.restored() as restored:
+        isolated.enter_context(cut(host))
+        cluster.isolated = host
+        if serves:  # asked at once: Ray ends what it has lost, on a busy machine before there is a replacement
             with Client(address, timeout_s=TIMEOUT_S) as client:
                 ask_affine(client, np.random.default_rng(), cluster.tally)
     until(lambda: not [*processes_of(mark, SERVER), *processes_of(mark, RAYLET)], "end of what was cut off")
