@@ -14,7 +14,8 @@ from typing import Final
 from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.delivery import Delivery
-from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, Results, seconds_of
+from halfserve.serve.engine.execution.free_instances import FreeInstances
+from halfserve.serve.engine.execution.instance import Instance, LateRequests, Results, seconds_of
 from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, LoopOccupancy, ShortBatches, limit_s
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths

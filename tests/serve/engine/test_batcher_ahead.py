@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.execution.instance import AHEAD_S
+from halfserve.serve.engine.execution.free_instances import AHEAD_S
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
