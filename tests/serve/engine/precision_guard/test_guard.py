@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from halfserve.serve.engine.precision_guard.guard import GuardPolicy, GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS, Degradation, Distance, GuardCounters, Tally
 from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
@@ -60,6 +60,13 @@ def guard_of(policy: GuardPolicy, twin: Constant | None = None, *, batched: bool
     return PrecisionGuard(specs, Tally("m/1", policy, ["y", "n"], None), policy=policy, batched=batched, fallback=fallback)
 
 
+def judged(guard: PrecisionGuard, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> GuardVerdict:
+    """What the guard changes in a batch, of which it changes something."""
+    verdict = guard.after(requests, inputs, outputs)
+    assert verdict is not None
+    return verdict
+
+
 def batch(
     *rows: int, outputs: tuple[str, ...] = ("y", "n"), bad: tuple[int, ...] = ()
 ) -> tuple[Any, Tensors, dict[str, Array]]:
@@ -78,8 +85,7 @@ def test_finite_answers_pass() -> None:
 
 
 def test_each_request_is_judged_by_its_own_rows() -> None:
-    verdict = guard_of(GuardPolicy.REJECT).after(*batch(2, 3, 1, bad=(2, 4)))
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.REJECT), *batch(2, 3, 1, bad=(2, 4)))
     assert list(verdict.rejected) == [1]
     assert str(verdict.rejected[1]).startswith("output 'y' holds 2 of 6 values that are NaN or infinite, though every input is")
 
@@ -88,8 +94,7 @@ def test_requests_with_bad_inputs_are_let_be_and_counted_apart() -> None:
     requests, inputs, outputs = batch(2, 1, 3, 1, bad=(1, 2, 4, 6))
     inputs["x"][[0, 3]] = np.inf  # rows of the first and the third
     guard = guard_of(GuardPolicy.REJECT)
-    verdict = guard.after(requests, inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard, requests, inputs, outputs)
     assert sorted(verdict.rejected) == [1, 3]
     counted = guard.counters().outputs["y"]
     assert (counted.non_finite_requests, counted.non_finite_values, counted.from_inputs) == (2, 2, 2)
@@ -129,8 +134,7 @@ def test_the_twin_answers_exactly_the_bad_requests_in_one_run() -> None:
     twin = Constant()
     requests, inputs, outputs = batch(2, 1, 3, bad=(0, 5))
     before = {name: array.copy() for name, array in outputs.items()}
-    verdict = guard_of(GuardPolicy.FALLBACK, twin).after(requests, inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, twin), requests, inputs, outputs)
     assert twin.rows == [5]
     assert verdict.outputs["y"].tolist() == [[7, 7]] * 2 + [[1, 1]] + [[7, 7]] * 3
     assert verdict.outputs["n"].ravel().tolist() == [3, 3, 1, 3, 3, 3]
@@ -146,8 +150,7 @@ def test_each_request_gets_the_twins_answer_to_its_rows() -> None:
 
     requests, inputs, outputs = batch(2, 1, 3, 2, bad=(0, 4, 7))
     inputs["x"][:, 0] = np.arange(8) + 20
-    verdict = guard_of(GuardPolicy.FALLBACK, Telling()).after(requests, inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, Telling()), requests, inputs, outputs)
     assert verdict.outputs["y"][:, 0].tolist() == [20, 21, 1, 23, 24, 25, 26, 27]
 
 
@@ -170,16 +173,14 @@ def test_a_request_that_is_rejected_has_no_other_end() -> None:
 def test_a_model_without_a_batch_dimension_is_answered_whole() -> None:
     requests, inputs, outputs = batch(2, bad=(1,))
     assert guard_of(GuardPolicy.FALLBACK, Constant(), batched=False).after(*batch(2)) is None
-    verdict = guard_of(GuardPolicy.FALLBACK, Constant(), batched=False).after(requests, inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, Constant(), batched=False), requests, inputs, outputs)
     assert verdict.outputs["y"].tolist() == [[7, 7]] * 2
 
 
 def test_a_request_computed_alone_is_judged_by_all_rows_that_it_gets() -> None:
     (request,), inputs, _ = batch(1)
     _, _, outputs = batch(3, bad=(2,))  # as models answer that find boxes
-    verdict = guard_of(GuardPolicy.REJECT).after([request], inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.REJECT), [request], inputs, outputs)
     assert str(verdict.rejected[0]).startswith("output 'y' holds 1 of 6 values that are NaN or infinite")
 
 
@@ -187,15 +188,13 @@ def test_a_request_computed_alone_gets_all_rows_of_the_twin() -> None:
     (request,), inputs, _ = batch(1)
     _, _, outputs = batch(3, bad=(2,))
     twin = Constant(rows_each=3)
-    verdict = guard_of(GuardPolicy.FALLBACK, twin).after([request], inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, twin), [request], inputs, outputs)
     assert (verdict.outputs["y"].tolist(), verdict.rejected) == ([[7, 7]] * 3, {})
 
 
 def test_infinities_that_fp32_gives_too_are_answers() -> None:
     requests, inputs, outputs = batch(1, bad=(0,))
-    verdict = guard_of(GuardPolicy.FALLBACK, Constant(-np.inf)).after(requests, inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, Constant(-np.inf)), requests, inputs, outputs)
     assert verdict.outputs["y"].tolist() == [[-np.inf, -np.inf]]
     assert not verdict.rejected
 
@@ -203,8 +202,7 @@ def test_infinities_that_fp32_gives_too_are_answers() -> None:
 def test_a_twin_that_fails_fails_the_bad_requests_alone() -> None:
     requests, inputs, outputs = batch(1, 1, bad=(1,))
     inputs["x"][1] = 13
-    verdict = guard_of(GuardPolicy.FALLBACK, Constant()).after(requests, inputs, outputs)
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, Constant()), requests, inputs, outputs)
     assert list(verdict.rejected) == [1]
     assert str(verdict.rejected[1]).endswith("though every input is finite; the fp32 twin failed on it too")
 
@@ -214,8 +212,7 @@ def test_a_twin_with_other_output_shapes_is_not_used() -> None:
         def run(self, inputs: Tensors) -> Tensors:
             return {**super().run(inputs), "y": np.zeros((len(inputs["x"]), 1), np.float32)}
 
-    verdict = guard_of(GuardPolicy.FALLBACK, Narrow()).after(*batch(1, bad=(0,)))
-    assert verdict is not None
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, Narrow()), *batch(1, bad=(0,)))
     assert str(verdict.rejected[0]).endswith("the fp32 twin answers with output 'y' of another shape, [1, 1]")
 
 
