@@ -34,7 +34,9 @@ def both(text: str, **weights: np.ndarray[Any, Any]) -> tuple[onnx.ModelProto, o
     """A model in float32 and in float16, by its text with `T` for the type and `NUMBER` for what ONNX calls it."""
 
     def typed(kind: str, number: int) -> onnx.ModelProto:
-        of_kind = {name: array.astype(kind) if array.dtype.kind == "f" else array for name, array in weights.items()}
+        of_kind: dict[str, Any] = {
+            name: array.astype(kind) if array.dtype.kind == "f" else array for name, array in weights.items()
+        }
         written = text.replace("T[", f"{kind.replace('32', '')}[").replace("NUMBER", str(number))
         return parse(written, opset=17, ir=8, **of_kind)
 

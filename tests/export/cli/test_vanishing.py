@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import typer
-from numpy.typing import ArrayLike
 from typer.testing import CliRunner
 
 from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
@@ -23,7 +23,7 @@ from tests.export.stored_models import parse
 WIDTH = 8
 
 
-def network(tail: str, dtype: str = "float", **constants: ArrayLike) -> onnx.ModelProto:
+def network(tail: str, dtype: str = "float", **constants: Any) -> onnx.ModelProto:
     """x [n, 8] -> relu(x w), called h -> y [n, 8], by the nodes of the tail."""
     text = f"g (float[n, {WIDTH}] x) => ({dtype}[n, {WIDTH}] y) {{ [product] a = MatMul (x, w) [tanh] h = Tanh (a) {tail} }}"
     return parse(text, ir=10, w=np.random.default_rng(0).normal(size=(WIDTH, WIDTH)) / 2, **constants)

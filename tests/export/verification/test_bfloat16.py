@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -94,7 +95,7 @@ STORED: dict[str, Callable[[Array], Array]] = {
 @pytest.mark.parametrize("text", STORED)
 def test_constants_round_as_runtimes_store_them(text: str) -> None:
     x = rounded(np.concatenate([X, 0.3 + X / 300]))  # numbers near the threshold too
-    weights = {name: half(array) for name, array in (("w", W), ("b", B)) if f", {name}" in text}
+    weights: dict[str, Any] = {name: half(array) for name, array in (("w", W), ("b", B)) if f", {name}" in text}
     (y,) = run(typed(f"g (bfloat16[N, 1] x) => (bfloat16[N, 1] y) {{ y = {text} }}", **weights), x=x)
     assert np.array_equal(y, rounded(STORED[text](x)))
 
@@ -137,7 +138,11 @@ def test_bodies_of_loops_and_branches_round() -> None:
 
 def test_what_moves_numbers_runs_without_kernels_for_bfloat16() -> None:
     x = normal(1, 4, 2, 2)
-    weights = {"sizes": np.array([0, 0, 0, 0, 0, 0, 1, 1]), "twice": np.array([1, 1, 2, 2]), "wide": np.array([3, 1, 12, 12])}
+    weights: dict[str, Any] = {
+        "sizes": np.array([0, 0, 0, 0, 0, 0, 1, 1]),
+        "twice": np.array([1, 1, 2, 2]),
+        "wide": np.array([3, 1, 12, 12]),
+    }
     (y,) = run(typed(MOVING, **weights), x=x)
     assert y.shape == (3, 1, 12, 12)
     assert set(np.unique(y)) == {0.0, *half(x).astype(np.float32).ravel().tolist()}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -25,7 +26,8 @@ LARGE = np.linspace(4e4, 6e4, 32, dtype=np.float32).reshape(4, 8)
 
 def cumsum_model(node: str = "CumSum (x, axis)", axis: int = 1, inputs: str = "", *, ir_version: int = 8) -> onnx.ModelProto:
     text = f"g (float16[N, M, K] x{inputs}) => (float16[N, M, K] y) {{ y = {node} }}"
-    return parse(text, opset=17, ir=ir_version, **({} if inputs else {"axis": np.array(axis)}))
+    weights: dict[str, Any] = {} if inputs else {"axis": np.array(axis)}
+    return parse(text, opset=17, ir=ir_version, **weights)
 
 
 def run_rounded(onnx_model: onnx.ModelProto, x: Array = ENTRIES) -> Array:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -369,6 +370,6 @@ def test_risks_come_largest_first() -> None:
     ],
 )
 def test_sums_of_other_opsets_are_bounded_too(opset: int, text: str, weights: dict[str, int], expected: float) -> None:
-    ones = {name: np.ones(size, np.float16) for name, size in weights.items()}
+    ones: dict[str, Any] = {name: np.ones(size, np.float16) for name, size in weights.items()}
     model = parse(f"g (float16[N,6,8] x) => (float16[A,B,C] r) {{ {text} }}", opset=opset, ir=8, **ones)
     assert reaches(with_sum_checks(round_every_node(model), products=False)) == pytest.approx([expected], rel=2e-3)

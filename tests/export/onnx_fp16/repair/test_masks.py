@@ -86,7 +86,7 @@ def test_others_that_read_the_constant_read_the_old_one() -> None:
     ("between", "shape"), [("t = Mul (s, c)", "3, 8"), ("t = Div (s, c)", "3, 8"), ("t = Unsqueeze (s, axes)", "1, 3, 8")]
 )
 def test_a_temperature_between_the_mask_and_the_softmax_changes_nothing(between: str, shape: str) -> None:
-    weights = {"c": np.array(0.5 if "Mul" in between else 8.0), "axes": np.array([0], np.int64)}
+    weights: dict[str, Any] = {"c": np.array(0.5 if "Mul" in between else 8.0), "axes": np.array([0], np.int64)}
     text = f"{MADE} s = Add (x, p) {between} y = Softmax <axis = -1> (t)"
     assert "Where" in operators(softened(net(text, f"float[{shape}] y", 17, **weights)))
 
@@ -117,7 +117,7 @@ def test_a_penalty_is_no_mask() -> None:
     ],
 )
 def test_a_mask_that_is_scaled_down_or_up_hides_in_float32(text: str) -> None:
-    numbers = {"lowest": np.array(-1e9), "small": np.array(1e-5), "large": np.array(1e5)}
+    numbers: dict[str, Any] = {"lowest": np.array(-1e9), "small": np.array(1e-5), "large": np.array(1e5)}
     after = softened(net(f"h = Sub (one, mask) {text} y = Softmax <axis = -1> (t)", **numbers))
     assert {"p", "t", "y"} <= {node.name for node in after.graph.node if node.metadata_props}
 
