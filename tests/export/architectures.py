@@ -16,6 +16,15 @@ from tests.torchvision_on_cpu import imported
 SAMPLES = 10
 WORDS = 99
 Inputs = dict[str, Tensor]
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+# In front of a model of raw audio.
+CONVOLUTIONS: dict[str, Any] = {
+    "conv_dim": (8, 8, 8),
+    "conv_stride": (5, 2, 2),
+    "conv_kernel": (10, 3, 3),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +107,13 @@ def hugging_face(model: str, **config: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def sized(model: str, inputs: Callable[[int], Inputs] = sentences, **config: Any) -> Architecture:
+    """A model of texts, of which the sizes are among the settings."""
+    return Architecture(make=hugging_face(model, **config), inputs=inputs, length=12, other=17)
+
+
 def text(model: str, inputs: Callable[[int], Inputs] = sentences, **config: Any) -> Architecture:
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    vocabulary = {"vocab_size": WORDS, "pad_token_id": 1}
-    return Architecture(make=hugging_face(model, **{**sizes, **vocabulary, **config}), inputs=inputs, length=12, other=17)
+    return sized(model, inputs, **{**SIZES, "vocab_size": WORDS, "pad_token_id": 1, **config})
 
 
 def decoder(model: str, **config: Any) -> Architecture:
@@ -111,15 +123,8 @@ def decoder(model: str, **config: Any) -> Architecture:
 
 
 def image(model: str, size: int = 32, **config: Any) -> Architecture:
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "image_size": size,
-        "patch_size": 8,
-    }
-    return Architecture(make=hugging_face(model, **{**sizes, **config}), inputs=lambda _: images(size))
+    settings = {**SIZES, "image_size": size, "patch_size": 8, **config}
+    return Architecture(make=hugging_face(model, **settings), inputs=lambda _: images(size))
 
 
 def stages(model: str, size: int = 64, **config: Any) -> Architecture:
@@ -127,20 +132,8 @@ def stages(model: str, size: int = 64, **config: Any) -> Architecture:
 
 
 def sound(model: str, **config: Any) -> Architecture:
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 32,
-        "conv_dim": (8, 8, 8),
-        "conv_stride": (5, 2, 2),
-        "conv_kernel": (10, 3, 3),
-        "num_conv_pos_embeddings": 16,
-        "num_conv_pos_embedding_groups": 2,
-        "num_feat_extract_layers": 3,
-    }
-    return Architecture(make=hugging_face(model, **{**sizes, **config}), inputs=sounds, length=800, other=1000)
+    settings = {**SIZES, **CONVOLUTIONS, "vocab_size": 32, "num_feat_extract_layers": 3, **config}
+    return Architecture(make=hugging_face(model, **settings), inputs=sounds, length=800, other=1000)
 
 
 class Encoder(nn.Module):
@@ -237,16 +230,18 @@ class Whisper(nn.Module):
 
 D: dict[str, Any] = {"max_position_embeddings": 64}
 BART: dict[str, Any] = {
+    **D,
     "d_model": 32,
+    "vocab_size": 99,
     "encoder_layers": 1,
     "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
     "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64,
-    "vocab_size": 99,
-    "max_position_embeddings": 64,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
 }
+SWIN: dict[str, Any] = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 2]}
+SWIN |= {"window_size": 4}
 SMALL: dict[str, Any] = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 TOKEN: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3}
 
@@ -286,21 +281,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bigbird": text("BigBirdModel", **D, attention_type="original_full"),
     "nomic-bert": text("NomicBertModel", **D),
     "fnet": text("FNetModel", lambda n: {"input_ids": sentences(n)["input_ids"]}, **D),
-    "funnel": Architecture(
-        make=hugging_face(
-            "FunnelBaseModel",
-            vocab_size=WORDS,
-            pad_token_id=1,
-            d_model=32,
-            n_head=2,
-            d_head=16,
-            d_inner=64,
-            block_sizes=[1, 1],
-            num_decoder_layers=1,
-        ),
-        inputs=sentences,
-        length=12,
-        other=17,
+    "funnel": sized(
+        "FunnelBaseModel",
+        vocab_size=WORDS,
+        pad_token_id=1,
+        d_model=32,
+        n_head=2,
+        d_head=16,
+        d_inner=64,
+        block_sizes=[1, 1],
+        num_decoder_layers=1,
     ),
     "mobilebert": text("MobileBertModel", **D, embedding_size=32, intra_bottleneck_size=16, true_hidden_size=16),
     "squeezebert": text("SqueezeBertModel", **D, embedding_size=32),
@@ -310,30 +300,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "roformer": text("RoFormerModel", **D, embedding_size=32),
     "data2vec-text": text("Data2VecTextModel", **D),
     "xlnet": text("XLNetModel", d_model=32, n_layer=1, n_head=2, d_inner=64, use_mems_eval=False),
-    "t5-encoder": Architecture(
-        make=hugging_face("T5EncoderModel", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=99),
-        inputs=sentences,
-        length=12,
-        other=17,
-    ),
+    "t5-encoder": sized("T5EncoderModel", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=99),
     "bart-encoder": encoder("BartModel", **BART),
     "marian-encoder": encoder("MarianModel", **BART, pad_token_id=1, decoder_start_token_id=1),
     "clip-text": text("CLIPTextModelWithProjection", **D, projection_dim=16, **TOKEN),
-    "siglip-text": Architecture(
-        make=hugging_face(
-            "SiglipTextModel",
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=64,
-            vocab_size=99,
-            max_position_embeddings=64,
-            projection_size=16,
-        ),
-        inputs=sentences,
-        length=12,
-        other=17,
-    ),
+    "siglip-text": sized("SiglipTextModel", **SIZES, **D, vocab_size=99, projection_size=16),
     "gpt2": text(
         "GPT2ForSequenceClassification", n_embd=32, n_layer=1, n_head=2, n_positions=64, use_cache=False, num_labels=3, **TOKEN
     ),
@@ -356,28 +327,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "clip-vision": image("CLIPVisionModelWithProjection", projection_dim=16),
     "siglip-vision": image("SiglipVisionModel"),
     "yolos": image("YolosForObjectDetection", image_size=[32, 32], num_detection_tokens=5, num_labels=3, detection_pos=None),
-    "swin": stages(
-        "SwinForImageClassification",
-        32,
-        image_size=32,
-        patch_size=4,
-        embed_dim=16,
-        depths=[2, 1],
-        num_heads=[2, 2],
-        window_size=4,
-        num_labels=10,
-    ),
-    "swinv2": stages(
-        "Swinv2ForImageClassification",
-        32,
-        image_size=32,
-        patch_size=4,
-        embed_dim=16,
-        depths=[2, 1],
-        num_heads=[2, 2],
-        window_size=4,
-        num_labels=10,
-    ),
+    "swin": stages("SwinForImageClassification", 32, **SWIN, num_labels=10),
+    "swinv2": stages("Swinv2ForImageClassification", 32, **SWIN, num_labels=10),
     "convnext": stages("ConvNextForImageClassification", **SMALL, num_labels=10),
     "convnextv2": stages("ConvNextV2ForImageClassification", **SMALL, num_labels=10),
     "resnet": stages("ResNetForImageClassification", **SMALL, embedding_size=8, layer_type="basic", num_labels=10),
@@ -446,16 +397,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "data2vec-audio": sound("Data2VecAudioForCTC", conv_pos_kernel_size=3, num_conv_pos_embeddings=2),
     "whisper-encoder": Architecture(make=Whisper, inputs=spectrogram("input_features", 16, 80)),
     "ast": Architecture(
-        make=hugging_face(
-            "ASTForAudioClassification",
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=64,
-            max_length=48,
-            num_mel_bins=32,
-            num_labels=3,
-        ),
+        make=hugging_face("ASTForAudioClassification", **SIZES, max_length=48, num_mel_bins=32, num_labels=3),
         inputs=spectrogram("input_values", 48, 32),
     ),
     **{f"torchvision-{name}": published("torchvision", name) for name in ("squeezenet1_1", "shufflenet_v2_x0_5")},

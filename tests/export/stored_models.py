@@ -9,55 +9,70 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+from numpy.typing import ArrayLike
 from onnx import TensorProto, helper, numpy_helper
 
 from halfserve.export.onnx_files.model_file import serialize
+
+
+def parse(text: str, *, opset: int = 20, ir: int = 9, imports: str = "", **weights: ArrayLike) -> onnx.ModelProto:
+    """A model from ONNX's text form; weights by name, and nodes without a name named after their first output."""
+    model = onnx.parser.parse_model(f'<ir_version: {ir}, opset_import: ["": {opset}{imports}]>\n{text}')
+    for name, values in weights.items():
+        array = np.asarray(values)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    for node in model.graph.node:
+        node.name = node.name or node.output[0]
+        if not node.domain:  # as onnx's own helpers leave it, and not written as ""
+            node.ClearField("domain")
+    return model
+
+
+def both(text: str, **weights: np.ndarray[Any, Any]) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """A model in float32 and in float16, by its text with `T` for the type and `NUMBER` for what ONNX calls it."""
+
+    def typed(kind: str, number: int) -> onnx.ModelProto:
+        of_kind: dict[str, Any] = {
+            name: array.astype(kind) if array.dtype.kind == "f" else array for name, array in weights.items()
+        }
+        written = text.replace("T[", f"{kind.replace('32', '')}[").replace("NUMBER", str(number))
+        return parse(written, opset=17, ir=8, **of_kind)
+
+    return typed("float32", TensorProto.FLOAT), typed("float16", TensorProto.FLOAT16)
 
 
 def sums(
     count: int = 4, size: int | tuple[int, ...] = 512, *, dtype: type[np.generic] = np.float32, opset: int = 20
 ) -> onnx.ModelProto:
     """x [*size] -> y = x + w0 + w1 + ...: `count` weights of that size, all different; then one scalar factor."""
-    shape = [size] if isinstance(size, int) else list(size)
+    kind = TensorProto.DataType.Name(helper.np_dtype_to_tensor_dtype(np.dtype(dtype))).lower()
     values = np.random.default_rng(0).normal(size=size).astype(np.float32)
-    weights = [numpy_helper.from_array((values / (i + 1)).astype(dtype), f"w{i}") for i in range(count)]
     names = ["x", *(f"a{i}" for i in range(count))]
-    nodes = [helper.make_node("Add", [names[i], f"w{i}"], [names[i + 1]], name=f"add{i}") for i in range(count)]
-    nodes.append(helper.make_node("Mul", [names[-1], "factor"], ["y"], name="scale"))
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    graph = helper.make_graph(
-        nodes,
-        "sums",
-        [helper.make_tensor_value_info("x", kind, shape)],
-        [helper.make_tensor_value_info("y", kind, shape)],
-        [*weights, numpy_helper.from_array(np.array(0.5, dtype), "factor")],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10, producer_name="tests")
+    steps = " ".join(f"[add{i}] a{i} = Add ({names[i]}, w{i})" for i in range(count))
+    value = f"{kind}{list(values.shape)}"
+    model = parse(f"sums ({value} x) => ({value} y) {{ {steps} [scale] y = Mul ({names[-1]}, factor) }}", opset=opset, ir=10)
+    weights = {**{f"w{i}": values / (i + 1) for i in range(count)}, "factor": np.array(0.5)}
+    model.graph.initializer.extend(numpy_helper.from_array(array.astype(dtype), name) for name, array in weights.items())
+    return model
 
 
 def with_a_body(size: int = 512) -> onnx.ModelProto:
     """An If whose branches hold an initializer, and a Constant node, each of `size` elements."""
-    weight = numpy_helper.from_array(np.arange(size, dtype=np.float32), "inner")
-    value = helper.make_tensor_value_info("out", TensorProto.FLOAT, [size])
-    then = helper.make_graph(
-        [helper.make_node("Add", ["x", "inner"], ["out"], name="inner_add")], "then", [], [value], [weight]
+    model = parse(
+        f"""with_a_body (float[{size}] x, bool flag) => (float[{size}] y) {{
+        [constant] k = Constant ()
+        [if] y = If (flag) <
+            then_branch = then () => (float[{size}] out) {{ [inner_add] out = Add (x, inner) }},
+            else_branch = else () => (float[{size}] out) {{ [other] out = Identity (k) }}
+        > }}""",
+        ir=10,
     )
-    other = helper.make_graph([helper.make_node("Identity", ["k"], ["out"], name="other")], "else", [], [value])
-    constant = numpy_helper.from_array(np.ones(size, np.float32), "value")
-    nodes = [
-        helper.make_node("Constant", [], ["k"], name="constant", value=constant),
-        helper.make_node("If", ["flag"], ["y"], name="if", then_branch=then, else_branch=other),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "with_a_body",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, [size]),
-            helper.make_tensor_value_info("flag", TensorProto.BOOL, []),
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [size])],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    ones, inner = np.ones(size, np.float32), np.arange(size, dtype=np.float32)
+    model.graph.node[0].attribute.append(helper.make_attribute("value", numpy_helper.from_array(ones, "value")))
+    model.graph.node[1].attribute[0].g.initializer.append(numpy_helper.from_array(inner, "inner"))
+    return model
 
 
 def in_one_file(model: onnx.ModelProto, path: Path) -> Path:
@@ -80,18 +95,9 @@ def with_data_files(model: onnx.ModelProto, path: Path, *, files: int = 1) -> Pa
 def chain(operations: list[str], constant: float, *, batch: int | str = "batch") -> onnx.ModelProto:
     """x FP16 [batch, 1] -> y: one node after the other, each with the constant as its second operand."""
     names = ["x", *(f"v{index}" for index in range(len(operations) - 1)), "y"]
-    nodes = [
-        helper.make_node(operation, [names[index], "c"], [names[index + 1]], name=f"{operation}_{index}")
-        for index, operation in enumerate(operations)
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "chain",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT16, [batch, 1])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, [batch, 1])],
-        [numpy_helper.from_array(np.array([constant], np.float16), "c")],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    steps = " ".join(f"[{op}_{at}] {names[at + 1]} = {op} ({names[at]}, c)" for at, op in enumerate(operations))
+    text = f"chain (float16[{batch}, 1] x) => (float16[{batch}, 1] y) {{ {steps} }}"
+    return parse(text, ir=10, c=np.array([constant], np.float16))
 
 
 def open_session(content: bytes, level: str) -> Any:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 from onnx import numpy_helper
-from rich.console import Console
 
 from halfserve.export.certificate.budget import Budget, ErrorFigures, adversarial_violations, violations
 from halfserve.export.certificate.certificate import (
@@ -38,7 +36,7 @@ from halfserve.export.verification.samples import Array
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey, VerifyingKey
 from tests.export.stored_models import sums
 from tests.key_pairs import key_pair
-from tests.whole_words import broken_words
+from tests.whole_words import broken_words, printed
 
 Certify = Callable[[onnx.ModelProto], Certificate]
 ONES: Array = np.ones(4, np.float32)
@@ -117,17 +115,14 @@ def test_its_hash_covers_all_but_the_files_own(full: Certificate) -> None:
 
 def test_names_with_brackets_are_no_markup(full: Certificate) -> None:
     verdict = replace(full.outputs[0], name="a[/b] [red]x")
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(certificate_table(replace(full, model="m[/x]", outputs=(verdict,), notes=("[/y]",))))
-    text = console.export_text()
+    text = printed(certificate_table(replace(full, model="m[/x]", outputs=(verdict,), notes=("[/y]",))), 200)
     assert all(part in text for part in ("m[/x]", "a[/b] [red]x", "note      [/y]"))
 
 
 def test_kept_nodes_are_named_and_not_all_of_many(full: Certificate) -> None:
     kept = [{"name": f"node{number}"} for number in range(9)]
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(certificate_table(replace(full, conversion={"kept": kept, "fp32_modules": [], "ledger": {}})))
-    assert "kept fp32 node0, node1, node2, node3, node4 and 4 more" in console.export_text()
+    shown = printed(certificate_table(replace(full, conversion={"kept": kept, "fp32_modules": [], "ledger": {}})), 200)
+    assert "kept fp32 node0, node1, node2, node3, node4 and 4 more" in shown
 
 
 def test_the_verdict_is_the_outputs(full: Certificate) -> None:
@@ -179,9 +174,7 @@ def test_content_that_is_not_a_certificate_is_refused(
 
 
 def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(certificate_table(full))
-    text = console.export_text()
+    text = printed(certificate_table(full), 80)
     assert "10% of float32's" in text
     assert "accuracy  25.00%, float32 50.00%" in text
     assert "runtime   ORT_ENABLE_ALL: killed by SIGSEGV" in text
@@ -197,9 +190,7 @@ def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certif
     figures = compare(reference, reference * [1, 1, 0])
     certificate = replace(full, outputs=(replace(full.outputs[0], figures=figures),))
     assert read_certificate(certificate.to_bytes()).outputs == certificate.outputs
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(certificate_table(certificate))
-    text = console.export_text()
+    text = printed(certificate_table(certificate), 200)
     assert "kinds     y (rounded): columns 0 on axis 1 reach" in text
     assert "columns 1-2 on axis 1 reach" in text
     assert "of 1, in column 2" in text
@@ -209,9 +200,7 @@ def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certif
 def test_agreement_without_evidence_is_shown_as_none(full: Certificate) -> None:
     reference = np.random.default_rng(0).random((32, 3)) + np.eye(3)[0]
     certificate = replace(full, outputs=(replace(full.outputs[0], figures=compare(reference, reference)),))
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(certificate_table(certificate))
-    for report in (console.export_text(), certificate_page(certificate)):
+    for report in (printed(certificate_table(certificate), 200), certificate_page(certificate)):
         assert "none" in report
         assert "100.00%" not in report
 

@@ -5,28 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from halfserve import cli
-from halfserve.amp_core.checkpoint import Checkpoint, save_checkpoint
+from tests.export.cli.commands import command, untrained
 from tests.export.dtype_check.pairs import command_line, factories
 
 PAIRS = command_line.__name__
 
 
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = cli.Stage(module="halfserve.export.cli.check", help="Find what leaves float16.", extra="export")
-    monkeypatch.setitem(cli.STAGES, "check", stage)
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exited:
-        cli.main(["check", *(str(argument) for argument in arguments)])
-    return exited.value.code if isinstance(exited.value.code, int) else 0
-
-
 def test_a_leak_is_shown_with_its_line_and_fix(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]") == 4
+    assert command("check", f"{PAIRS}:leaking", "--input", "float32[2,4]") == 4
     out, err = capfd.readouterr()
     lines = Path(factories.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "start = torch.zeros(len(x), 4)" in text)
@@ -38,45 +25,34 @@ def test_a_leak_is_shown_with_its_line_and_fix(capfd: pytest.CaptureFixture[str]
 
 
 def test_json_is_one_object_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]", "--json") == 4
+    assert command("check", f"{PAIRS}:leaking", "--input", "float32[2,4]", "--json") == 4
     report = json.loads(capfd.readouterr().out)
     assert (report["model"], report["clean"], report["counts"]) == ("Factory", False, {"error": 1, "warning": 0, "note": 0})
     assert report["findings"][0]["fix"] == "new_zeros(x, ...)"
 
 
 def test_the_type_to_check_is_an_option(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]", "--dtype", "bfloat16") == 4
+    assert command("check", f"{PAIRS}:leaking", "--input", "float32[2,4]", "--dtype", "bfloat16") == 4
     assert "what happens in bfloat16, and the fix" in capfd.readouterr().out
 
 
 def test_a_clean_model_exits_with_0(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{PAIRS}:mended", "--input", "float32[2,4]") == 0
+    assert command("check", f"{PAIRS}:mended", "--input", "float32[2,4]") == 0
     assert "FactoryMended: no dtype leaks" in capfd.readouterr().out
 
 
 def test_inputs_come_from_a_data_factory(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{PAIRS}:mended", "--data", "tests.export.models:rows") == 0
-    assert run("tests.export.models:cnn", "--data", "tests.export.models:images", "--json") == 0
+    assert command("check", f"{PAIRS}:mended", "--data", "tests.export.models:rows") == 0
+    assert command("check", "tests.export.models:cnn", "--data", "tests.export.models:images", "--json") == 0
     assert '"clean": true' in capfd.readouterr().out
 
 
 def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    empty: dict[str, dict[str, object]] = {n: {} for n in ("optimizer", "scheduler", "scaler", "rng", "metrics", "versions")}
-    checkpoint = Checkpoint(
-        model=f"{PAIRS}:leaking",
-        data="tests.export.models:rows",
-        weights=command_line.leaking().state_dict(),
-        policy="native",
-        dtype="float16",
-        epoch=1,
-        step=1,
-        **empty,  # type: ignore[arg-type]  # (empty dicts of any value type)
-    )
-    save_checkpoint(tmp_path / "checkpoint.pt", checkpoint)
-    assert run(tmp_path / "checkpoint.pt") == 4
+    untrained(tmp_path / "checkpoint.pt", f"{PAIRS}:leaking", "tests.export.models:rows")
+    assert command("check", tmp_path / "checkpoint.pt") == 4
     assert "Factory: 1 error" in capfd.readouterr().out
     (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
-    assert run(tmp_path / "broken.pt") == 1
+    assert command("check", tmp_path / "broken.pt") == 1
     assert "is damaged or no checkpoint" in capfd.readouterr().err
 
 
@@ -97,7 +73,7 @@ def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, capfd: pytest.Ca
     ],
 )
 def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    code = run(*arguments)
+    code = command("check", *arguments)
     out, err = capfd.readouterr()
     assert code == (2 if message.startswith(("nothing to run", "both --input", "input ")) else 1)
     assert out == ""
@@ -108,7 +84,7 @@ def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, capfd: 
 
 @pytest.mark.parametrize("model", ["run/checkpoint.pt", "run/last", "last.pth"])
 def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(model: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(model) == 1
+    assert command("check", model) == 1
     assert (
         f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY" in capfd.readouterr().err
     )

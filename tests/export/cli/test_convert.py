@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import typer
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 from typer.testing import CliRunner, Result
 
 from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
@@ -22,8 +22,7 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.file_conversion import SearchFailed
 from halfserve.export.onnx_files.model_file import LARGE_BYTES, open_model
 from halfserve.protos.certificate_signature import VerifyingKey
-from tests.export.onnx_fp16.models import parse
-from tests.export.stored_models import in_one_file, sums, with_data_files
+from tests.export.stored_models import in_one_file, parse, sums, with_data_files
 from tests.key_pairs import key_pair
 
 Run = Callable[..., Result]
@@ -32,16 +31,10 @@ LONG = "a" * 300
 
 def overflowing() -> onnx.ModelProto:
     """x [n, 4] -> relu(x up) down: sums of 3e5 between two products, which no look at the graph tells."""
-    nodes = [
-        helper.make_node("MatMul", ["x", "large"], ["a"], name="up"),
-        helper.make_node("Relu", ["a"], ["b"], name="relu"),
-        helper.make_node("MatMul", ["b", "small"], ["y"], name="down"),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
-    constants = {"large": np.full((4, 4), 6e4), "small": np.eye(4) * 1e-4}
-    tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()]
-    graph = helper.make_graph(nodes, "overflowing", values[:1], values[1:], tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    text = (
+        "g (float[n, 4] x) => (float[n, 4] y) { [up] a = MatMul (x, large) [relu] b = Relu (a) [down] y = MatMul (b, small) }"
+    )
+    return parse(text, ir=10, large=np.full((4, 4), 6e4), small=np.eye(4) * 1e-4)
 
 
 @pytest.fixture

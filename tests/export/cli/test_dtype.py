@@ -24,8 +24,8 @@ from halfserve.export.export_errors import UsageError
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.onnx_files.model_file import open_model
 from tests.export import models
-from tests.export.onnx_fp16.models import normal, parse
-from tests.export.stored_models import in_one_file
+from tests.export.onnx_fp16.models import normal
+from tests.export.stored_models import in_one_file, parse
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
 Run = Callable[..., Result]

@@ -7,14 +7,12 @@ from pathlib import Path
 import onnx
 import pytest
 
-from halfserve import cli
-from halfserve.amp_core.checkpoint import Checkpoint, save_checkpoint
-from halfserve.amp_core.factory import call_factory
 from halfserve.amp_core.training.train import train
 from halfserve.export.certificate.certificate import read_certificate
 from halfserve.export.sources.source import factory_name
 from tests.amp_core.several_inputs import HERE
 from tests.amp_core.training.runs import settings
+from tests.export.cli.commands import command, untrained
 
 Save = Callable[..., Path]
 
@@ -24,36 +22,15 @@ def save(tmp_path: Path) -> Save:
     """Writes a checkpoint of an untrained model of tests.export.models."""
 
     def saved(factory: str, data: str, *, policy: str = "native") -> Path:
-        path = tmp_path / f"{factory}.pt"
-        model = f"tests.export.models:{factory}"
-        empty: dict[str, dict[str, object]] = {
-            name: {} for name in ("optimizer", "scheduler", "scaler", "rng", "metrics", "versions")
-        }
-        checkpoint = Checkpoint(
-            model=model,
-            data=f"tests.export.models:{data}",
-            weights=call_factory(model).state_dict(),
-            policy=policy,
-            dtype="float16",
-            epoch=1,
-            step=1,
-            **empty,  # type: ignore[arg-type]  # (empty dicts of any value type)
-        )
-        save_checkpoint(path, checkpoint)
-        return path
+        where = tmp_path / f"{factory}.pt"
+        return untrained(where, f"tests.export.models:{factory}", f"tests.export.models:{data}", policy=policy)
 
     return saved
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exited:
-        cli.main(["export", *(str(argument) for argument in arguments)])
-    return exited.value.code if isinstance(exited.value.code, int) else 0
-
-
 def test_a_checkpoint_becomes_a_certified_version(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     repository = tmp_path / "models"
-    assert run(save("cnn", "images"), "--repository", repository, "--name", "digits", "--max-batch-size", 8) == 0
+    assert command("export", save("cnn", "images"), "--repository", repository, "--name", "digits", "--max-batch-size", 8) == 0
     out, _ = capfd.readouterr()
     assert "within budget" in out
     assert f"written   {repository / 'digits' / '1'}" in out
@@ -71,13 +48,13 @@ def test_another_network_of_the_same_default_name_is_no_next_version(
 ) -> None:
     """Both are called "export", after the module that their factories are in."""
     repository, cnn = tmp_path / "models", save("cnn", "images")
-    assert run(cnn, "--repository", repository) == run(cnn, "--repository", repository) == 0
-    assert run(save("peaking", "rows"), "--repository", repository) == 1
+    assert command("export", cnn, "--repository", repository) == command("export", cnn, "--repository", repository) == 0
+    assert command("export", save("peaking", "rows"), "--repository", repository) == 1
     error = capfd.readouterr().err
     assert "holds another network made from tests.export.models:cnn" in error
     assert "--name" in error
     assert sorted(path.name for path in (repository / "export").iterdir()) == ["1", "2", "config.pbtxt"]
-    assert run(save("peaking", "rows"), "--repository", repository, "--name", "peaking") == 0
+    assert command("export", save("peaking", "rows"), "--repository", repository, "--name", "peaking") == 0
     assert (repository / "peaking" / "1").is_dir()
 
 
@@ -86,7 +63,7 @@ def test_a_verdict_that_cannot_be_written_adds_no_version(
     save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     repository = tmp_path / "models"
-    assert run(save("cnn", "images"), "--repository", repository, "--certificate", "/dev/full") == 1
+    assert command("export", save("cnn", "images"), "--repository", repository, "--certificate", "/dev/full") == 1
     assert capfd.readouterr().err.strip().endswith("cannot write /dev/full: No space left on device")
     assert not repository.exists()
 
@@ -94,7 +71,7 @@ def test_a_verdict_that_cannot_be_written_adds_no_version(
 @pytest.mark.long
 def test_json_is_one_object_and_nothing_else(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("--repository", tmp_path / "models", "--json", "--keep-fp32", "1", "--version", 7, "--max-samples", 9)
-    assert run(save("cnn", "images"), *arguments) == 0
+    assert command("export", save("cnn", "images"), *arguments) == 0
     answer = json.loads(capfd.readouterr().out)
     assert (answer["path"], answer["version"]) == (str(tmp_path / "models" / "export" / "7"), 7)
     assert answer["certificate"]["samples"] == 9
@@ -107,7 +84,7 @@ def test_whole_targets_that_are_no_classes_of_the_output_are_left_out(
     factory: str, save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--repository", tmp_path / "models", "--max-abs-error", 1, "--min-agreement", 0, "--json")
-    assert run(save(factory, "counts"), *arguments) == 0
+    assert command("export", save(factory, "counts"), *arguments) == 0
     certificate = json.loads(capfd.readouterr().out)["certificate"]
     assert certificate["accuracy"] is None
     assert certificate["notes"][0].startswith("the held-out targets are no classes of output 'output")
@@ -116,7 +93,7 @@ def test_whole_targets_that_are_no_classes_of_the_output_are_left_out(
 @pytest.mark.long
 def test_over_budget_writes_nothing_and_exits_with_3(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     repository = tmp_path / "models"
-    assert run(save("peaking", "rows"), "--repository", repository, "--no-search", "--json") == 3
+    assert command("export", save("peaking", "rows"), "--repository", repository, "--no-search", "--json") == 3
     out, err = capfd.readouterr()
     assert out == ""
     assert "halfserve export: output 'output' (rounded): " in err
@@ -126,7 +103,7 @@ def test_over_budget_writes_nothing_and_exits_with_3(save: Save, tmp_path: Path,
 
 @pytest.mark.long
 def test_what_overflows_is_found_and_kept_in_float32(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(save("peaking", "rows"), "--repository", tmp_path / "models", "--json") == 0
+    assert command("export", save("peaking", "rows"), "--repository", tmp_path / "models", "--json") == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["search"]["passed"]
     assert {node["name"] for node in answer["conversion"]["kept"]} >= set(answer["search"]["node_block_list"])
@@ -138,9 +115,9 @@ def test_an_output_that_no_float16_holds_keeps_its_type_where_it_may(
     save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint, repository = save("pricing", "rows"), tmp_path / "models"
-    assert run(checkpoint, "--repository", repository, "--float16-io") == 3
+    assert command("export", checkpoint, "--repository", repository, "--float16-io") == 3
     assert "let them keep their types (keep_io_types=True or --keep-io-types)" in " ".join(capfd.readouterr().err.split())
-    assert run(checkpoint, "--repository", repository, "--name", "pricing") == 0
+    assert command("export", checkpoint, "--repository", repository, "--name", "pricing") == 0
     config = (repository / "pricing" / "config.pbtxt").read_text()
     assert config.count("TYPE_FP32") == 3
 
@@ -149,7 +126,7 @@ def test_an_output_that_no_float16_holds_keeps_its_type_where_it_may(
 def test_what_leaves_the_range_and_comes_back_needs_no_search(
     save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(save("overflowing", "rows"), "--repository", tmp_path / "models", "--no-search", "--json") == 0
+    assert command("export", save("overflowing", "rows"), "--repository", tmp_path / "models", "--no-search", "--json") == 0
     repairs = json.loads(capfd.readouterr().out)["conversion"]["repairs"]
     assert {repair["pass_name"] for repair in repairs} == {"keep-fragile"}
 
@@ -157,7 +134,7 @@ def test_what_leaves_the_range_and_comes_back_needs_no_search(
 def test_the_certificate_and_the_twin_are_written_where_asked_for(save: Save, tmp_path: Path) -> None:
     where = tmp_path / "verdict.json"
     arguments = ("--repository", tmp_path / "models", "--fp32-twin", "--certificate", where, "--html")
-    assert run(save("cnn", "images"), *arguments) == 0
+    assert command("export", save("cnn", "images"), *arguments) == 0
     assert read_certificate(where.read_bytes()).passed
     assert "<html" in where.with_suffix(".html").read_text()
     assert (tmp_path / "models" / "export" / "1" / "fp32" / "model.onnx").exists()
@@ -166,7 +143,7 @@ def test_the_certificate_and_the_twin_are_written_where_asked_for(save: Save, tm
 def test_a_certificate_does_not_replace_the_checkpoint(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint = save("cnn", "images")
     before = checkpoint.read_bytes()
-    assert run(checkpoint, "--repository", tmp_path / "models", "--certificate", checkpoint) == 1
+    assert command("export", checkpoint, "--repository", tmp_path / "models", "--certificate", checkpoint) == 1
     assert "that is another file of this command; give it a name of its own" in capfd.readouterr().err
     assert checkpoint.read_bytes() == before
 
@@ -174,7 +151,7 @@ def test_a_certificate_does_not_replace_the_checkpoint(save: Save, tmp_path: Pat
 @pytest.mark.long
 def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint = save("cnn", "images", policy="cuda+fp32:batch_norm")
-    assert run(checkpoint, "--repository", tmp_path / "models", "--json") == 0
+    assert command("export", checkpoint, "--repository", tmp_path / "models", "--json") == 0
     assert json.loads(capfd.readouterr().out)["certificate"]["conversion"]["fp32_modules"] == ["1"]
 
 
@@ -190,16 +167,16 @@ def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: py
 def test_wrong_options_are_one_line(
     arguments: tuple[object, ...], code: int, message: str, save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(save("cnn", "images"), "--repository", tmp_path / "models", *arguments) == code
+    assert command("export", save("cnn", "images"), "--repository", tmp_path / "models", *arguments) == code
     assert f"halfserve export: {message}" in capfd.readouterr().err
     assert not (tmp_path / "models").exists()
 
 
 def test_a_checkpoint_that_is_missing_or_broken_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.pt").write_bytes(b"not a checkpoint")
-    assert run(tmp_path / "missing.pt", "--repository", tmp_path) == 1
+    assert command("export", tmp_path / "missing.pt", "--repository", tmp_path) == 1
     assert "halfserve export: there is no file or folder" in capfd.readouterr().err
-    assert run(tmp_path / "broken.pt", "--repository", tmp_path) == 1
+    assert command("export", tmp_path / "broken.pt", "--repository", tmp_path) == 1
     assert (
         "is no file of a known kind; expected MODULE:FACTORY, timm:NAME, torchvision:NAME, a Hugging Face folder, a checkpoint"
         in capfd.readouterr().err
@@ -207,7 +184,7 @@ def test_a_checkpoint_that_is_missing_or_broken_is_one_line(tmp_path: Path, capf
 
 
 def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(save("cnn", "no_such_data"), "--repository", tmp_path / "models") == 1
+    assert command("export", save("cnn", "no_such_data"), "--repository", tmp_path / "models") == 1
     assert "halfserve export: 'tests.export.models:no_such_data': the module" in capfd.readouterr().err
 
 
@@ -226,15 +203,9 @@ def test_a_models_name_is_the_telling_part_of_its_factory(factory: str, name: st
 
 
 def test_an_empty_name_is_no_name(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(save("cnn", "images"), "--repository", tmp_path / "models", "--name", "") == 1
+    assert command("export", save("cnn", "images"), "--repository", tmp_path / "models", "--name", "") == 1
     assert "''" in capfd.readouterr().err
     assert not (tmp_path / "models").exists()
-
-
-def run_command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exited:
-        cli.main([str(argument) for argument in arguments])
-    return exited.value.code if isinstance(exited.value.code, int) else 0
 
 
 def trained(folder: Path, model: str, data: str) -> Path:
@@ -260,9 +231,9 @@ def test_several_inputs_are_checked_and_exported_by_name(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str, data: str, names: list[str]
 ) -> None:
     checkpoint = trained(tmp_path / "run_command", model, data)
-    assert run_command("check", checkpoint) == 0
+    assert command("check", checkpoint) == 0
     capfd.readouterr()
-    assert run_command("export", checkpoint, "--repository", tmp_path / "models", "--json") == 0
+    assert command("export", checkpoint, "--repository", tmp_path / "models", "--json") == 0
     certificate = json.loads(capfd.readouterr().out)["certificate"]
     assert (certificate["passed"], certificate["samples"]) == (True, 20)
     assert certificate["accuracy"]["reference"] == pytest.approx(certificate["accuracy"]["rounded"], abs=0.06)
@@ -270,14 +241,14 @@ def test_several_inputs_are_checked_and_exported_by_name(
 
 
 def test_a_check_takes_several_inputs_from_the_data(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_command("check", f"{HERE}:reader", "--data", f"{HERE}:by_name", "--json") == 0
+    assert command("check", f"{HERE}:reader", "--data", f"{HERE}:by_name", "--json") == 0
     assert json.loads(capfd.readouterr().out)["model"] == "Reader"
 
 
 def test_other_sizes_than_the_batch_may_vary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint = trained(tmp_path / "run_command", "together", "by_name")
     options = ("--repository", tmp_path / "models", "--dynamic", "batch.words.1=length")
-    assert run_command("export", checkpoint, *options) == 0
+    assert command("export", checkpoint, *options) == 0
     assert inputs_of(tmp_path / "models") == [("batch.words", ["batch", "length"]), ("batch.lengths", ["batch"])]
     assert "within budget" in capfd.readouterr().out
 
@@ -299,7 +270,7 @@ def test_a_size_that_cannot_vary_is_one_line(
 ) -> None:
     checkpoint = trained(tmp_path / "run_command", "reader", "by_name")
     capfd.readouterr()
-    assert run_command("export", checkpoint, "--repository", tmp_path / "models", "--dynamic", option) == code
+    assert command("export", checkpoint, "--repository", tmp_path / "models", "--dynamic", option) == code
     assert message in capfd.readouterr().err
     assert not (tmp_path / "models").exists()
 
@@ -310,7 +281,7 @@ def test_what_torchs_evaluation_mode_leaves_out_is_told_and_is_no_error(
 ) -> None:
     checkpoint = trained(tmp_path / "run_command", "padded", "by_name")
     capfd.readouterr()
-    assert run_command("export", checkpoint, "--repository", tmp_path / "models", "--json") == 0
+    assert command("export", checkpoint, "--repository", tmp_path / "models", "--json") == 0
     certificate = json.loads(capfd.readouterr().out)["certificate"]
     assert certificate["passed"]
     assert any("src_key_padding_mask" in note for note in certificate["notes"])

@@ -10,26 +10,21 @@ from onnx import TensorProto, helper
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.verification.samples import load_samples
-from tests.export.stored_models import sums
+from tests.export.stored_models import parse, sums
 
 
 @pytest.fixture
 def two_inputs() -> ModelFile:
     """tokens int64 [batch, 3] and scale float32 [batch, 1]."""
-    values = [
-        helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", 3]),
-        helper.make_tensor_value_info("scale", TensorProto.FLOAT, ["batch", 1]),
-    ]
-    nodes = [helper.make_node("Cast", ["tokens"], ["t"], to=1), helper.make_node("Mul", ["t", "scale"], ["y"])]
-    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 3])
-    graph = helper.make_graph(nodes, "two", values, [output])
-    return open_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
+    text = """two (int64[batch, 3] tokens, float[batch, 1] scale) => (float[batch, 3] y) {
+        t = Cast <to = 1> (tokens) y = Mul (t, scale) }"""
+    return open_model(parse(text, ir=10))
 
 
 def relu_of(value: onnx.ValueInfoProto) -> ModelFile:
-    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [value], [output])
-    return open_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
+    model = parse("relu (float[] x) => (float[] y) { y = Relu (x) }", ir=10)
+    model.graph.input[0].CopyFrom(value)
+    return open_model(model)
 
 
 def test_arrays_come_by_name_in_the_models_order_and_types(tmp_path: Path, two_inputs: ModelFile) -> None:

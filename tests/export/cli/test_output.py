@@ -9,13 +9,11 @@ from rich.console import Console
 from halfserve.export.cli.output import SHOWN, ProgressLines, conversion_table, progress_on
 from halfserve.export.half_types import WeightLedger
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport, KeptNode, Repair, TensorLedger
-from tests.whole_words import broken_words
+from tests.whole_words import broken_words, printed
 
 
-def printed(report: ConversionReport, **settings: Any) -> str:
-    file = io.StringIO()
-    Console(width=200, file=file).print(conversion_table(report, **settings))
-    return file.getvalue()
+def shown(report: ConversionReport, **settings: Any) -> str:
+    return printed(conversion_table(report, **settings), 200)
 
 
 def test_kept_nodes_repairs_and_weights_are_shown() -> None:
@@ -30,7 +28,7 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
             TensorLedger(name="small", elements=4000, ledger=WeightLedger(subnormal=7)),
         ),
     )
-    text = printed(report, source_bytes=2000, size_bytes=1010)
+    text = shown(report, source_bytes=2000, size_bytes=1010)
     for part in ("1 node in float32", "exp", "overflows: 1e6", "encoder.0", "net.py:42", "1 repair", "a, b, c and 1 more"):
         assert part in text
     assert ["w", "4,000", "1", "2,000", "3"] in [line.split() for line in text.splitlines()]
@@ -55,7 +53,7 @@ def test_tables_keep_words_whole_in_eighty_columns() -> None:
 
 def test_long_lists_are_cut_and_counted() -> None:
     repairs = tuple(Repair(pass_name="fold", nodes=(f"node{i}",), text="") for i in range(SHOWN + 5))  # noqa: S106  (a pass)
-    text = printed(ConversionReport(float_nodes=30, fp16_nodes=30, casts_added=0, repairs=repairs))
+    text = shown(ConversionReport(float_nodes=30, fp16_nodes=30, casts_added=0, repairs=repairs))
     assert f"node{SHOWN - 1} " in text
     assert f"node{SHOWN} " not in text
     assert "and 5 more; --json lists all" in text
@@ -63,7 +61,7 @@ def test_long_lists_are_cut_and_counted() -> None:
 
 def test_many_kept_nodes_are_counted_by_reason_the_most_frequent_first() -> None:
     kept = [KeptNode(name=f"node{i}", op_type="Exp", reason="[rare]" if i == 1 else "frequent") for i in range(SHOWN + 1)]
-    lines = printed(ConversionReport(float_nodes=30, fp16_nodes=9, casts_added=0, kept=tuple(kept))).splitlines()
+    lines = shown(ConversionReport(float_nodes=30, fp16_nodes=9, casts_added=0, kept=tuple(kept))).splitlines()
     assert lines[0].strip() == f"{SHOWN + 1} nodes in float32"
     rows = [line.split() for line in lines]
     first = rows.index([str(SHOWN), "frequent"])
@@ -72,7 +70,7 @@ def test_many_kept_nodes_are_counted_by_reason_the_most_frequent_first() -> None
 
 
 def test_where_nothing_is_remarkable_there_are_only_totals() -> None:
-    assert printed(ConversionReport(float_nodes=1, fp16_nodes=1, casts_added=2)).splitlines() == [
+    assert shown(ConversionReport(float_nodes=1, fp16_nodes=1, casts_added=2)).splitlines() == [
         "float16   1 of 1 node that compute on floats; 2 casts added",
         "rounding  0 overflow, 0 flushed, 0 subnormal",
     ]
@@ -80,25 +78,25 @@ def test_where_nothing_is_remarkable_there_are_only_totals() -> None:
 
 def test_names_from_a_model_are_no_markup() -> None:
     kept = (KeptNode(name="[red]n[/red]", op_type="Exp", reason="[b]"),)
-    assert "[red]n[/red]" in printed(ConversionReport(float_nodes=1, fp16_nodes=0, casts_added=0, kept=kept))
+    assert "[red]n[/red]" in shown(ConversionReport(float_nodes=1, fp16_nodes=0, casts_added=0, kept=kept))
 
 
 def test_what_has_no_float16_and_what_was_converted_before_is_said() -> None:
     report = ConversionReport(float_nodes=4, fp16_nodes=4, unsupported_nodes=2, casts_added=-3, converted_before=True)
-    first, second, _ = printed(report).splitlines()
+    first, second, _ = shown(report).splitlines()
     assert first == "the model had been converted with these settings before, and is unchanged"
     assert second == "float16   4 of 4 nodes that compute on floats, 2 more have no float16; 3 casts fewer"
 
 
 def test_what_draws_random_numbers_is_told() -> None:
     report = ConversionReport(float_nodes=4, fp16_nodes=4, random_nodes=tuple(f"Bernoulli 'n{i}'" for i in range(5)))
-    line = printed(report, certified=True).splitlines()[1]
+    line = shown(report, certified=True).splitlines()[1]
     assert line.startswith("random    Bernoulli 'n0', Bernoulli 'n1', Bernoulli 'n2' and 2 more: their outputs differ")
 
 
 def test_what_a_certificate_says_is_not_said_twice() -> None:
     report = ConversionReport(float_nodes=1, fp16_nodes=1, casts_added=2)
-    assert len(printed(report, source_bytes=2, size_bytes=1, certified=True).splitlines()) == 1
+    assert len(shown(report, source_bytes=2, size_bytes=1, certified=True).splitlines()) == 1
 
 
 def test_elsewhere_than_on_a_terminal_steps_are_lines_at_least_ten_seconds_apart() -> None:

@@ -6,58 +6,46 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import typer
-from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
 from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
 from halfserve.export.cli.convert import convert
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.verification.verify import verify
+from tests.export.stored_models import parse
 
 WIDTH = 8
 
 
-def network(*tail: onnx.NodeProto, **constants: object) -> onnx.ModelProto:
+def network(tail: str, dtype: str = "float", **constants: Any) -> onnx.ModelProto:
     """x [n, 8] -> relu(x w), called h -> y [n, 8], by the nodes of the tail."""
-    tensors = {"w": np.random.default_rng(0).normal(size=(WIDTH, WIDTH)) / 2, **constants}
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"], name="product"), helper.make_node("Tanh", ["a"], ["h"], name="tanh")]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", WIDTH]) for name in ("x", "y")]
-    weights = [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in tensors.items()]
-    graph = helper.make_graph([*nodes, *tail], "network", values[:1], values[1:], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    text = f"g (float[n, {WIDTH}] x) => ({dtype}[n, {WIDTH}] y) {{ [product] a = MatMul (x, w) [tanh] h = Tanh (a) {tail} }}"
+    return parse(text, ir=10, w=np.random.default_rng(0).normal(size=(WIDTH, WIDTH)) / 2, **constants)
 
 
 def twice_divided() -> onnx.ModelProto:
-    nodes = [helper.make_node("Div", [x, "c"], [y], name=name) for x, y, name in (("h", "b", "one"), ("b", "y", "two"))]
-    return network(*nodes, c=3e4)
+    return network("[one] b = Div (h, c) [two] y = Div (b, c)", c=3e4)
 
 
 def exponential() -> onnx.ModelProto:
-    shift = helper.make_node("Sub", ["h", "c"], ["b"], name="shift")
-    return network(shift, helper.make_node("Exp", ["b"], ["y"], name="power"), c=21.0)
+    return network("[shift] b = Sub (h, c) [power] y = Exp (b)", c=21.0)
 
 
 def one_column() -> onnx.ModelProto:
     """Seven columns of h, and the exponential of the eighth less 21."""
-    parts = numpy_helper.from_array(np.array([WIDTH - 1, 1]), "parts")
-    nodes = [
-        helper.make_node("Split", ["h", "parts"], ["good", "last"], name="split", axis=1),
-        helper.make_node("Sub", ["last", "c"], ["b"], name="shift"),
-        helper.make_node("Exp", ["b"], ["small"], name="power"),
-        helper.make_node("Concat", ["good", "small"], ["y"], name="joined", axis=1),
-    ]
-    model = network(*nodes, c=21.0)
-    model.graph.initializer.append(parts)
-    return model
+    tail = """[split] good, last = Split <axis = 1> (h, parts) [shift] b = Sub (last, c) [power] small = Exp (b)
+        [joined] y = Concat <axis = 1> (good, small)"""
+    return network(tail, c=21.0, parts=np.array([WIDTH - 1, 1]))
 
 
 def tiny() -> onnx.ModelProto:
-    return network(helper.make_node("Mul", ["h", "c"], ["y"], name="scaled"), c=1e-9)
+    return network("[scaled] y = Mul (h, c)", c=1e-9)
 
 
 def converted(*arguments: str) -> str:
@@ -111,11 +99,6 @@ def test_a_float16_output_that_vanishes_passes_as_a_float32_one(folder: Path) ->
     message = converted("in.onnx", "out.onnx", "--samples", "in.npz", "--float16-io")
     assert re.search(r"halfserve convert \S*in\.onnx TARGET\.onnx --keep-io-types --block-node scaled", message)
     assert converted("in.onnx", "out.onnx", "--samples", "in.npz", "--keep-io-types", "--block-node", "scaled") == ""
-    half = network(helper.make_node("Cast", ["h"], ["y"], name="end", to=TensorProto.FLOAT16))
-    half.graph.node[-1].input[0] = "s"
-    half.graph.node.insert(2, tiny().graph.node[-1])
-    half.graph.node[2].output[0] = "s"
-    half.graph.initializer.append(tiny().graph.initializer[-1])
-    half.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    half = network("[scaled] s = Mul (h, c) [end] y = Cast <to = 10> (s)", "float16", c=1e-9)
     with pytest.raises(BudgetExceeded, match=r"halfserve convert .*in.onnx TARGET.onnx --keep-io-types"):
         verify(folder / "in.onnx", half, np.load("in.npz")["x"], cuda=False)

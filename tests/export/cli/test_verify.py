@@ -6,30 +6,20 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import parser
 
-from halfserve import cli
 from halfserve.export.certificate.certificate import read_certificate
 from halfserve.export.onnx_files.model_file import serialize
 from halfserve.export.verification.samples import Array
+from tests.export.cli.commands import command
+from tests.export.stored_models import both, in_one_file, parse
 
-NET = """
-<ir_version: 8, opset_import: ["": 17]>
-g (T[batch,width] x) => (T[batch,width] y) { a = Mul(x, x)  y = Sqrt(a) }
-"""
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = cli.Stage(module="halfserve.export.cli.verify", help="Compare two models.", extra="export")
-    monkeypatch.setitem(cli.STAGES, "verify", stage)
+NET = "g (T[batch,width] x) => (T[batch,width] y) { a = Mul(x, x)  y = Sqrt(a) }"
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    for kind in ("float", "float16"):
-        (tmp_path / f"{kind}.onnx").write_bytes(serialize(parser.parse_model(NET.replace("T[", f"{kind}["))))
-    return tmp_path / "float.onnx", tmp_path / "float16.onnx"
+    wide, half = both(NET)
+    return in_one_file(wide, tmp_path / "float.onnx"), in_one_file(half, tmp_path / "float16.onnx")
 
 
 @pytest.fixture
@@ -38,16 +28,10 @@ def samples(tmp_path: Path) -> Path:
     return tmp_path / "samples.npz"
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exited:
-        cli.main(["verify", *(str(argument) for argument in arguments)])
-    return exited.value.code if isinstance(exited.value.code, int) else 0
-
-
 def test_headroom_without_adversarial_samples_is_refused(
     pair: tuple[Path, Path], samples: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*pair, "--samples", samples, "--min-headroom", 4, "--no-adversarial") == 1
+    assert command("verify", *pair, "--samples", samples, "--min-headroom", 4, "--no-adversarial") == 1
     assert "adversarial samples measure: leave them on or ask for 1" in " ".join(capfd.readouterr().err.split())
 
 
@@ -57,7 +41,7 @@ def test_within_budget_is_a_table_and_exit_code_0(
     np.save(tmp_path / "labels.npy", np.full(8, 0))
     html, certificate = tmp_path / "v.html", tmp_path / "v.json"
     labels = tmp_path / "labels.npy"
-    assert run(*pair, "--samples", samples, "--labels", labels, "--html", html, "--certificate", certificate) == 0
+    assert command("verify", *pair, "--samples", samples, "--labels", labels, "--html", html, "--certificate", certificate) == 0
     out = capfd.readouterr().out
     assert "float16: fp16 against its float32 reference, 8 samples" in out
     assert "within budget" in out
@@ -73,7 +57,12 @@ def test_over_budget_is_exit_code_3_and_the_verdict_is_written_all_the_same(
 ) -> None:
     np.savez(tmp_path / "large.npz", x=np.full((2, 3), 300, np.float32))
     certificate = tmp_path / "v.json"
-    assert run(*pair, "--samples", tmp_path / "large.npz", "--certificate", certificate, "--json", "--no-adversarial") == 3
+    assert (
+        command(
+            "verify", *pair, "--samples", tmp_path / "large.npz", "--certificate", certificate, "--json", "--no-adversarial"
+        )
+        == 3
+    )
     out, err = capfd.readouterr()
     printed = json.loads(out)
     assert printed["passed"] is False
@@ -82,7 +71,7 @@ def test_over_budget_is_exit_code_3_and_the_verdict_is_written_all_the_same(
 
 
 def test_without_samples_inputs_are_made_up(pair: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(*pair, "--dim", "width=5", "--dim", "batch=3", "--json", "--min-headroom", 16) == 0
+    assert command("verify", *pair, "--dim", "width=5", "--dim", "batch=3", "--json", "--min-headroom", 16) == 0
     printed = json.loads(capfd.readouterr().out)
     assert printed["samples"] == 33
     assert printed["outputs"][0]["figures"]["elements"] == 33 * 5
@@ -93,7 +82,7 @@ def test_without_samples_inputs_are_made_up(pair: tuple[Path, Path], capfd: pyte
 def test_given_samples_are_repeated_to_the_longest(
     pair: tuple[Path, Path], samples: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*pair, "--samples", samples, "--dim", "width=50", "--json") == 0
+    assert command("verify", *pair, "--samples", samples, "--dim", "width=50", "--json") == 0
     lines = json.loads(capfd.readouterr().out)["adversarial"]
     assert {line["figures"]["elements"] for line in lines if line["case"] == "longest"} == {2 * 50}
 
@@ -113,7 +102,7 @@ def test_given_samples_are_repeated_to_the_longest(
 def test_wrong_options_are_one_line(
     pair: tuple[Path, Path], arguments: tuple[str, ...], code: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*pair, *arguments) == code
+    assert command("verify", *pair, *arguments) == code
     out, err = capfd.readouterr()
     assert out == ""
     assert f"halfserve verify: {message}" in err
@@ -124,7 +113,7 @@ def test_a_verdict_replaces_no_model(
     pair: tuple[Path, Path], option: str, place: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = pair[place].read_bytes()
-    assert run(*pair, option, pair[place]) == 1
+    assert command("verify", *pair, option, pair[place]) == 1
     assert "that is another file of this command; give it a name of its own" in capfd.readouterr().err
     assert pair[place].read_bytes() == before
 
@@ -140,52 +129,49 @@ def test_labels_that_do_not_fit_are_one_line(
     pair: tuple[Path, Path], samples: Path, tmp_path: Path, content: Array, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "labels.npy", content)
-    assert run(*pair, "--samples", samples, "--labels", tmp_path / "labels.npy") == 1
+    assert command("verify", *pair, "--samples", samples, "--labels", tmp_path / "labels.npy") == 1
     assert message in capfd.readouterr().err
 
 
 def test_labels_that_are_no_array_are_one_line(
     pair: tuple[Path, Path], samples: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*pair, "--samples", samples, "--labels", pair[0]) == 1
+    assert command("verify", *pair, "--samples", samples, "--labels", pair[0]) == 1
     assert "is no .npy file of numbers; write one with numpy.save" in capfd.readouterr().err
 
 
 def test_models_that_are_none_or_do_not_fit_are_one_line(
     pair: tuple[Path, Path], samples: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(pair[0], tmp_path / "missing.onnx") == 1
+    assert command("verify", pair[0], tmp_path / "missing.onnx") == 1
     assert "cannot read the model" in capfd.readouterr().err
-    assert run(samples, pair[1]) == 1
+    assert command("verify", samples, pair[1]) == 1
     assert "is not an ONNX model or is damaged" in capfd.readouterr().err
     renamed = onnx.load(pair[0])
     renamed.graph.input.add().CopyFrom(renamed.graph.input[0])
     renamed.graph.input[1].name = "z"
     (tmp_path / "two.onnx").write_bytes(serialize(renamed))
-    assert run(tmp_path / "two.onnx", pair[1], "--samples", samples) == 1
+    assert command("verify", tmp_path / "two.onnx", pair[1], "--samples", samples) == 1
     assert "has no array 'z'" in capfd.readouterr().err
-    assert run(pair[0], tmp_path / "two.onnx", "--samples", samples) == 1
+    assert command("verify", pair[0], tmp_path / "two.onnx", "--samples", samples) == 1
     assert "the model takes 2 inputs (x, z), 1 were given" in capfd.readouterr().err
 
 
 def test_made_up_inputs_that_a_model_cannot_take_ask_for_samples(
     pair: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    picky = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17]> g (float[batch,width] x) => (float[n,7] y) {'
-        " s = Constant<value_ints=[-1, 7]>()  y = Reshape(x, s) }"
-    )
-    (tmp_path / "picky.onnx").write_bytes(serialize(picky))
-    assert run(tmp_path / "picky.onnx", tmp_path / "picky.onnx") == 1
+    text = "g (float[batch,width] x) => (float[n,7] y) { s = Constant<value_ints=[-1, 7]>()  y = Reshape(x, s) }"
+    picky = in_one_file(parse(text, opset=17, ir=8), tmp_path / "picky.onnx")
+    assert command("verify", picky, picky) == 1
     err = capfd.readouterr().err
     assert "the reference model fails on the samples" in err
     assert "the inputs were made up: give --samples, or sizes with --dim NAME=SIZE" in err
-    assert run(tmp_path / "picky.onnx", tmp_path / "picky.onnx", "--dim", "width=14") == 0
+    assert command("verify", picky, picky, "--dim", "width=14") == 0
 
 
 def test_a_gpu_that_is_not_there_is_one_line(
     pair: tuple[Path, Path], samples: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run(*pair, "--samples", samples, "--provider", "cuda") == 1
+    assert command("verify", *pair, "--samples", samples, "--provider", "cuda") == 1
     assert "ONNX Runtime cannot use a GPU here" in capfd.readouterr().err

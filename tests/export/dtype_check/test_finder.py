@@ -16,7 +16,7 @@ from halfserve.export.half_types import HalfName
 from tests.export.dtype_check.pairs.cases import CASES
 from tests.export.dtype_check.pairs.factories import Factory, FactoryMended
 from tests.export.dtype_check.pairs.held import Complex, Turn
-from tests.export.dtype_check.pairs.projected import Projected
+from tests.export.dtype_check.pairs.projected import Projected, projected
 from tests.export.dtype_check.pairs.values import MaskedFill, Table
 
 
@@ -117,33 +117,34 @@ def test_a_line_that_runs_in_every_layer_is_one_finding() -> None:
     assert (found.module, found.times) == ("0", 3)
 
 
-def test_a_rounded_back_factory_is_a_note() -> None:
-    class Quiet(Projected):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.project((x + torch.ones(4)).to(x.dtype))
+HARMLESS: dict[str, tuple[type[nn.Module], str, str]] = {
+    "a rounded back factory": (
+        projected(lambda net, x: net.project((x + torch.ones(4)).to(x.dtype))),
+        "factory", "until it is rounded back",
+    ),
+    "a float32 output by choice": (
+        projected(lambda net, x: net.project(x).float()), "upcast", "the output is float32 in a float16 model",
+    ),
+    "rounding in place": (
+        projected(lambda net, x: net.project(x).add_(torch.ones(4))),
+        "factory", "rounds into a float16 tensor in place",
+    ),
+    "a number that leaves torch": (
+        projected(lambda net, x: net.project(x) * max(x.abs().max().item(), 1.0)), "round_trip", ".item() leaves torch",
+    ),
+}  # fmt: skip
 
-    report = check(Quiet)
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_does_no_harm_is_a_note(name: str) -> None:
+    model, kind, symptom = HARMLESS[name]
+    report = check(model)
     assert report.clean
-    assert [(note.kind, note.fix) for note in report.notes] == [("factory", "new_ones(x, ...)")]
-    assert "until it is rounded back" in report.notes[0].symptom
-
-
-def test_a_float32_output_by_choice_is_a_note() -> None:
-    class Logits(Projected):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.project(x).float()
-
-    report = check(Logits)
-    assert report.clean
-    assert "the output is float32 in a float16 model" in report.notes[0].symptom
+    assert symptom in next(note.symptom for note in report.notes if note.kind == kind)
 
 
 def test_infinities_of_the_float32_model_are_not_blamed_on_float16() -> None:
-    class Logarithm(Projected):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.project(x).relu().mul(0).log()
-
-    assert check(Logarithm).findings == ()
+    assert check(projected(lambda net, x: net.project(x).relu().mul(0).log())).findings == ()
 
 
 def test_the_table_of_a_submodule_is_a_note_because_to_half_keeps_it() -> None:
@@ -240,29 +241,6 @@ def test_a_weight_that_stays_float32_must_be_used_through_its_module() -> None:
     assert (found.kind, found.module, found.fix) == ("kept", "large", "forward")
     assert "'large.weight' stays float32[4, 4]" in found.symptom
     assert "linear at" in found.symptom
-
-
-def test_rounding_in_place_is_a_note() -> None:
-    class Accumulating(Projected):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.project(x)
-            y += torch.ones(4)
-            return y
-
-    report = check(Accumulating)
-    assert report.clean
-    assert "rounds into a float16 tensor in place" in report.notes[0].symptom
-
-
-def test_a_number_that_leaves_torch_is_a_note() -> None:
-    class Scaled(Projected):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.project(x) * max(x.abs().max().item(), 1.0)
-
-    report = check(Scaled)
-    assert report.clean
-    (note,) = [note for note in report.notes if note.kind == "round_trip"]
-    assert ".item() leaves torch" in note.symptom
 
 
 def test_the_callers_autocast_region_is_not_the_models() -> None:

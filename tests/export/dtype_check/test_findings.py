@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-
 from halfserve.export.dtype_check.findings import Finding, FindingLog, LeakReport, leak_table, totals
 from halfserve.export.dtype_check.source_lines import SourceLine
-from tests.whole_words import broken_words
+from tests.whole_words import broken_words, printed
 
 HERE = SourceLine(__file__, 1)
 
@@ -57,8 +55,6 @@ def test_the_table_keeps_words_whole_in_eighty_columns() -> None:
 
 
 def test_the_table_shows_each_finding_with_its_fix() -> None:
-    console = Console(width=160, record=True)
-    console.print(leak_table(LeakReport(model="Net", findings=a_log().sorted())))
-    text = console.export_text()
+    text = printed(leak_table(LeakReport(model="Net", findings=a_log().sorted())), 160)
     for piece in ("errors (wrong numbers or a crash)", "in a, 3 times", "new_zeros(x, ...)", "finfo(x).tiny", "Net: 1 error"):
         assert piece in text

@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import torch
-from rich.console import Console
+from rich.console import Group
 from torch import nn
 
 from halfserve.export.half_module.half_report import half_table
 from halfserve.export.half_module.to_half import to_half
 from tests.export import models
+from tests.whole_words import printed
 
 
 def text(module: nn.Module, *, limit: int = 40, keep_fp32: tuple[str, ...] = ()) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(half_table(to_half(module, keep_fp32=keep_fp32).report, limit=limit))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(half_table(to_half(module, keep_fp32=keep_fp32).report, limit=limit), 200)
 
 
 def test_it_shows_what_is_remarkable_and_counts_the_rest() -> None:
@@ -30,10 +27,7 @@ def test_it_shows_what_is_remarkable_and_counts_the_rest() -> None:
 
 
 def test_a_result_prints_as_its_table() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(to_half(models.cnn()))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == text(models.cnn())
+    assert printed(to_half(models.cnn()), 200) == text(models.cnn())
 
 
 def test_it_has_an_end() -> None:
@@ -52,10 +46,7 @@ def test_masks_are_shown() -> None:
 def test_what_cannot_be_kept_is_shown_before_all_else() -> None:
     module = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.Softmax(-1)).eval()
     report = replace(to_half(module, keep_fp32=["2"]).report, warnings=("the model itself overflows",))
-    console = Console(file=io.StringIO(), width=200)
-    console.print(half_table(report, limit=1), half_table(report))
-    assert isinstance(console.file, io.StringIO)
-    short, whole = console.file.getvalue().split("rows more")
+    short, whole = printed(Group(half_table(report, limit=1), half_table(report)), 200).split("rows more")
     assert "the model itself overflows" in short
     assert "folded" not in short
     assert "keep_fp32 '2'" in whole

@@ -21,19 +21,6 @@ FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 CLEAN = Verdict(ok=True)
 
 
-def parse(text: str, *, opset: int = 20, ir: int = 9, imports: str = "", **weights: ArrayLike) -> onnx.ModelProto:
-    """A model from ONNX's text form; weights by name, and nodes named after their first output."""
-    model = onnx.parser.parse_model(f'<ir_version: {ir}, opset_import: ["": {opset}{imports}]>\n{text}')
-    for name, values in weights.items():
-        array = np.asarray(values)
-        if array.dtype == np.float64:
-            array = array.astype(np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    for node in model.graph.node:
-        node.name = node.name or node.output[0]
-    return model
-
-
 def halve(
     model: onnx.ModelProto,
     *,

@@ -15,7 +15,8 @@ from halfserve.export.onnx_fp16.conversion_settings import CONVERTED
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from tests.export.conversions.crash_pool import Crash, CrashPool
 from tests.export.conversions.judge import Case, Verdict, cases, judge, judgeable
-from tests.export.onnx_fp16.models import judged, normal, parse, run
+from tests.export.onnx_fp16.models import judged, normal, run
+from tests.export.stored_models import parse
 
 # Random graphs: whatever they are, the conversion is clean, the same each time, and done once.
 

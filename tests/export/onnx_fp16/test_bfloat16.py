@@ -14,7 +14,8 @@ from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import BF16
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from halfserve.export.onnx_fp16.planning.decisions import BETWEEN_REASON, GRID_REASON, NORM_REASON, SOFTMAX_REASON, SUM_REASON
-from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, parse, reasons, types
+from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, reasons, types
+from tests.export.stored_models import parse
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
 TWO_LAYERS = "g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, w) }"

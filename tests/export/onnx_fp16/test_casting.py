@@ -5,7 +5,8 @@ import onnx
 import pytest
 
 from halfserve.export.export_errors import ExportError
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, parse, run, types
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, run, types
+from tests.export.stored_models import parse
 
 
 def cast_types(model: onnx.ModelProto) -> list[tuple[int, int]]:

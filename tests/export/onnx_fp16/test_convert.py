@@ -13,8 +13,8 @@ import pytest
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert_file, convert_float_to_float16, staged_conversion
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, parse, run, types
-from tests.export.stored_models import in_one_file, sums, with_data_files
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, run, types
+from tests.export.stored_models import in_one_file, parse, sums, with_data_files
 
 LINEAR = "g (float[N, 4] x) => (float[N, 3] y) { p = MatMul (x, w) y = Add (p, b) }"
 

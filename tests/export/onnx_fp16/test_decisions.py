@@ -5,7 +5,8 @@ import onnx
 import pytest
 
 from halfserve.export.export_errors import ExportError
-from tests.export.onnx_fp16.models import FLOAT16, assert_clean_both_ways, halve, judged, normal, parse, reasons
+from tests.export.onnx_fp16.models import FLOAT16, assert_clean_both_ways, halve, judged, normal, reasons
+from tests.export.stored_models import parse
 
 
 def test_a_sequence_inside_holds_float16() -> None:

@@ -6,18 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.export.onnx_fp16.models import (
-    FLOAT,
-    FLOAT16,
-    assert_clean_both_ways,
-    halve,
-    judged,
-    normal,
-    ops,
-    parse,
-    reasons,
-    types,
-)
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, reasons, types
+from tests.export.stored_models import parse
 
 
 def test_scales_of_a_resize_stay_float32() -> None:

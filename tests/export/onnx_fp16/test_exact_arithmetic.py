@@ -4,7 +4,8 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.export.onnx_fp16.models import halve, judged, normal, parse, reasons, run
+from tests.export.onnx_fp16.models import halve, judged, normal, reasons, run
+from tests.export.stored_models import parse
 
 SHAPE, INDEX = "shape arithmetic", "index arithmetic: float16 holds whole numbers up to 2048 only"
 POSITION = "positions up to their sine or cosine"

@@ -14,8 +14,8 @@ from onnx import TensorProto
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
-from tests.export.onnx_fp16.models import halve, ops, parse, run, types
-from tests.export.stored_models import in_one_file, sums, with_data_files
+from tests.export.onnx_fp16.models import halve, ops, run, types
+from tests.export.stored_models import in_one_file, parse, sums, with_data_files
 
 X = np.random.default_rng(0).normal(size=(3, 4))
 WHOLE = "g (double[n,4] x) => (double[n,4] y) { a = Mul (x, w) e = Exp (a) y = Tanh (e) }"

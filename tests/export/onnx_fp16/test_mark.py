@@ -11,7 +11,8 @@ import onnx_ir
 import pytest
 
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
-from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, parse, reasons, types
+from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, reasons, types
+from tests.export.stored_models import parse
 
 
 @pytest.fixture

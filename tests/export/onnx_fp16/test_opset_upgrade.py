@@ -12,7 +12,8 @@ import pytest
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
-from tests.export.onnx_fp16.models import normal, parse, run
+from tests.export.onnx_fp16.models import normal, run
+from tests.export.stored_models import parse
 
 X = normal(2, 4, 6, 6)
 MODELS = {

@@ -15,8 +15,8 @@ from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_fl
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.onnx_fp16.repair import PassError, run_passes
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, normal, ops, parse, reasons, run
-from tests.export.stored_models import in_one_file, with_data_files
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, normal, ops, reasons, run
+from tests.export.stored_models import in_one_file, parse, with_data_files
 
 FUNCTIONS = """
 <ir_version: 9, opset_import: ["": 20, "local": 1]>

@@ -14,7 +14,8 @@ from halfserve.export.onnx_fp16.planning.quantization import BIAS_REASON, CONCAT
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
 from tests.export.conversions.runtime import Session
-from tests.export.onnx_fp16.models import assert_clean_both_ways, halve, judged, normal, parse, reasons
+from tests.export.onnx_fp16.models import assert_clean_both_ways, halve, judged, normal, reasons
+from tests.export.stored_models import parse
 
 LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"]
 STEP = 0.02

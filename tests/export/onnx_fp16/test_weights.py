@@ -11,7 +11,8 @@ from hypothesis.extra.numpy import arrays
 
 from halfserve.export.half_types import FP16, ledger_of
 from halfserve.export.onnx_fp16.planning.weights import scan
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, halve, judged, normal, parse, reasons, run, types
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, halve, judged, normal, reasons, run, types
+from tests.export.stored_models import parse
 
 
 def test_a_weight_beyond_the_range_is_never_clamped() -> None:

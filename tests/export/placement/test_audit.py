@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -9,14 +8,14 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
-from rich.console import Console
 
 from halfserve.export.cli.output import placement_lines, placement_table
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.placement.audit import CPU, Placement, audit_placement, find_islands
 from tests.export.placement.half_models import half_model
-from tests.export.stored_models import sums, with_a_body, with_data_files
+from tests.export.stored_models import parse, sums, with_a_body, with_data_files
+from tests.whole_words import printed
 
 CUDA = "CUDAExecutionProvider"
 
@@ -51,9 +50,7 @@ def test_a_table_and_a_few_lines_for_people(placement: Placement) -> None:
     first, *rest = placement_lines(placement)
     assert first.startswith("placement 8 on CPU; casts 2 in the file, ")
     assert any("tan: ONNX Runtime 1.31.1 has no CUDA kernel for Tan of opset 7" in line for line in rest)
-    printed = io.StringIO()
-    Console(width=200, file=printed).print(placement_table(placement))
-    text = printed.getvalue()
+    text = printed(placement_table(placement), 200)
     assert "exp, sqrt" in text
     assert "its output overflows" in text
 
@@ -155,12 +152,7 @@ def test_bodies_have_islands_of_their_own() -> None:
 
 
 def test_float32_scales_do_not_make_a_node_float32() -> None:
-    values = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT16, [1, 1, size, size]) for name, size in (("x", 2), ("y", 4))
-    ]
-    scales = helper.make_tensor("scales", TensorProto.FLOAT, [4], [1, 1, 2, 2])
-    node = helper.make_node("Resize", ["x", "", "scales"], ["y"], name="resize")
-    graph = helper.make_graph([node], "resize", values[:1], values[1:], [scales])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    text = "g (float16[1, 1, 2, 2] x) => (float16[1, 1, 4, 4] y) { [resize] y = Resize (x, , scales) }"
+    model = parse(text, ir=10, scales=np.array([1.0, 1, 2, 2]))
     onnx.checker.check_model(model, full_check=True)
     assert find_islands(open_model(model)) == ()

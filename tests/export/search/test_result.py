@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import io
 import json
 import re
-
-from rich.console import Console
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.cli.output import search_table
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from tests.export.search.nets import planted, samples
+from tests.whole_words import printed
 
 
 def shown(width: int = 200, **changed: object) -> tuple[str, dict[str, object]]:
@@ -19,11 +17,7 @@ def shown(width: int = 200, **changed: object) -> tuple[str, dict[str, object]]:
         "repair": False,
     }
     result = find_fp32_nodes(planted(2, {0: "overflow"}), samples(), **{**arguments, **changed})  # type: ignore[arg-type]  # (the test's own)
-    console = Console(file=io.StringIO(), width=width)
-    console.print(search_table(result))
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue(), json.loads(json.dumps(result.to_json(), allow_nan=False))
+    return printed(search_table(result), width), json.loads(json.dumps(result.to_json(), allow_nan=False))
 
 
 def test_the_table_names_node_module_reason_and_cost() -> None:

@@ -15,8 +15,9 @@ from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.searched_model import searched_model
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes, seeds_of
 from halfserve.export.to_onnx.export_onnx import export_onnx
-from tests.export.onnx_fp16.models import normal, parse
+from tests.export.onnx_fp16.models import normal
 from tests.export.search.nets import Net, planted, samples
+from tests.export.stored_models import parse
 
 X = normal(8, 16)
 DIM = 32

@@ -24,8 +24,8 @@ from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.export.verification.verify import verify
-from tests.export.onnx_fp16.models import parse
 from tests.export.search.nets import Net, planted, samples
+from tests.export.stored_models import parse
 
 BUDGET = Budget(max_scaled_error=0.02, min_agreement=0)
 NEEDED = {

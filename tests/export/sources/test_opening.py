@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from halfserve.cli import main
 from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.opening import open_source
 from tests.export import models
+from tests.export.cli.commands import command
 
 FACTORY = "tests.export.models:mlp"
 
@@ -40,17 +40,11 @@ def program(folder: Path) -> Path:
     return folder / "net.pt2"
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
-
-
 def test_a_factory_with_weights_is_exported_in_one_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     weights = {f"module.{name}": 2 * tensor for name, tensor in models.mlp().state_dict().items()}
     save_file(weights, tmp_path / "w.safetensors")
     repository = ("--repository", tmp_path / "models", "--json")
-    code = run("export", FACTORY, "--weights", tmp_path / "w.safetensors", "--samples", array(tmp_path), *repository)
+    code = command("export", FACTORY, "--weights", tmp_path / "w.safetensors", "--samples", array(tmp_path), *repository)
     out, err = capfd.readouterr()
     assert code == 0, err
     answer = json.loads(out)
@@ -60,7 +54,7 @@ def test_a_factory_with_weights_is_exported_in_one_command(tmp_path: Path, capfd
 
 @pytest.mark.long
 def test_a_program_is_exported_with_its_own_examples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("export", program(tmp_path), "--repository", tmp_path / "models", "--json") == 0
+    assert command("export", program(tmp_path), "--repository", tmp_path / "models", "--json") == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["certificate"]["samples"] == 40
     assert "the samples are the program's own example inputs" in answer["certificate"]["notes"][0]
@@ -71,10 +65,10 @@ def test_a_program_is_exported_with_its_own_examples(tmp_path: Path, capfd: pyte
 def test_a_pickled_module_is_exported_where_it_is_trusted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.save(models.mlp(), tmp_path / "net.pt")
     given = ("export", tmp_path / "net.pt", "--samples", array(tmp_path), "--repository", tmp_path / "models")
-    assert run(*given) == 1
+    assert command(*given) == 1
     assert "is a pickle with more than tensors" in capfd.readouterr().err
     assert not (tmp_path / "models").exists()
-    assert run(*given, "--trust-pickle") == 0
+    assert command(*given, "--trust-pickle") == 0
 
 
 def test_a_trusted_file_that_torch_save_did_not_write_is_refused(tmp_path: Path) -> None:

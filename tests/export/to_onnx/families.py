@@ -10,24 +10,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.export.architectures import ARCHITECTURES, SIZES
+
 BATCH = {0: "batch"}
 TOKENS = {0: "batch", 1: "length"}
 IDS, IMAGES = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0)), torch.rand(2, 3, 32, 32)
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 99,
-}
-VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "image_size": 32,
-}
-STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+TEXT: dict[str, Any] = {**SIZES, "vocab_size": 99}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,36 +68,6 @@ class UNet(nn.Module):
         return result
 
 
-def _t5() -> nn.Module:
-    return transformers.T5EncoderModel(
-        transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=99)
-    )
-
-
-def _wav2vec2() -> nn.Module:
-    config = transformers.Wav2Vec2Config(
-        **TEXT,
-        conv_dim=(8, 8, 8),
-        conv_stride=(5, 2, 2),
-        conv_kernel=(10, 3, 3),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-    )
-    return transformers.Wav2Vec2ForCTC(config)
-
-
-def _segformer() -> nn.Module:
-    pairs: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_attention_heads": [1, 2], "sr_ratios": [4, 1]}
-    shapes: dict[str, Any] = {"patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2]}
-    config = transformers.SegformerConfig(num_encoder_blocks=2, decoder_hidden_size=16, **pairs, **shapes)
-    return transformers.SegformerForSemanticSegmentation(config)
-
-
-def _swin() -> nn.Module:
-    config = transformers.SwinConfig(image_size=16, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=2)
-    return transformers.SwinForImageClassification(config)
-
-
 def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99, n_positions=40))
 
@@ -129,24 +87,25 @@ def _text(make: Callable[[], nn.Module], constants: dict[str, Any], **which: Any
     )
 
 
-def _image(make: Callable[[], nn.Module], images: Tensor = IMAGES, **which: Any) -> Family:
-    return Family(make=make, inputs={"pixel_values": images}, shapes={"pixel_values": BATCH}, **which)
+def _image(make: Callable[[], nn.Module], **which: Any) -> Family:
+    return Family(make=make, inputs={"pixel_values": IMAGES}, shapes={"pixel_values": BATCH}, **which)
 
 
 FAMILIES = {
-    "bert": _text(lambda: transformers.BertModel(transformers.BertConfig(**TEXT, max_position_embeddings=40)), {}, half=False),
+    "bert": _text(ARCHITECTURES["bert"].make, {}, half=False),
     "gpt2": _text(_gpt2, {"use_cache": False}, half=False),
     "llama": _text(_llama, {"use_cache": False}, single=False),
-    "vit": _image(lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, patch_size=8)), single=False),
-    "convnext": _image(
-        lambda: transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**STAGES)), single=False
-    ),
-    "segformer": _image(_segformer, half=False),
-    "swin": _image(_swin, torch.rand(2, 3, 16, 16), half=False),
+    "vit": _image(ARCHITECTURES["vit"].make, single=False),
+    "convnext": _image(ARCHITECTURES["convnext"].make, single=False),
+    "segformer": _image(ARCHITECTURES["segformer"].make, half=False),
+    "swin": _image(ARCHITECTURES["swin"].make, half=False),
     "wav2vec2": Family(
-        make=_wav2vec2, inputs={"input_values": torch.randn(2, 400)}, shapes={"input_values": BATCH}, half=False
+        make=ARCHITECTURES["wav2vec2"].make,
+        inputs={"input_values": torch.randn(2, 400)},
+        shapes={"input_values": BATCH},
+        half=False,
     ),
-    "t5": _text(_t5, {}, half=False),
+    "t5": _text(ARCHITECTURES["t5-encoder"].make, {}, half=False),
     "recurrent": Family(
         single=False, make=Recurrent, inputs={"x": torch.randn(2, 7, 8)}, shapes={"x": TOKENS}, lengths=(1, 7, 11)
     ),

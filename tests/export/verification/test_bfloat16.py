@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +14,6 @@ import onnx_ir
 import pytest
 import torch
 from numpy.typing import ArrayLike
-from onnx import numpy_helper, parser
 from torch import nn
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
@@ -30,11 +31,11 @@ from halfserve.export.verification.samples import Array
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.export.verification.verify import verify
 from tests.export import models
-from tests.export.stored_models import open_session, run_session, with_data_files
+from tests.export.onnx_fp16.models import normal
+from tests.export.stored_models import open_session, parse, run_session, with_data_files
 
 LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL"]
 X = np.linspace(-2, 2, 21).astype(np.float32)[:, None]
-TYPED = '<ir_version: 10, opset_import: ["": 22]> '
 LOOP = """g (bfloat16[N] x, int64 turns, bool go) => (bfloat16[N] y, bfloat16[K,N] seen) {
     y, seen = Loop (turns, go, x) <body = b (int64 i, bool c, bfloat16[N] h) => (bool d, bfloat16[N] k, bfloat16[N] out) {
         d = Identity(c)  k = Mul(h, x)  out = Sub(k, x)
@@ -52,12 +53,7 @@ MOVING = """g (bfloat16[1,4,2,2] x) => (bfloat16[a,b,c,d] y) {
     p = Pad (x, sizes)  t = Tile (p, twice)  s = DepthToSpace <blocksize = 2> (t)  e = Expand (s, wide)
     k = Constant <value = int64 {1}> ()  q = SequenceConstruct (e, e)  y = SequenceAt (q, k)
 }"""
-
-
-def typed(text: str, **weights: Array) -> onnx.ModelProto:
-    model = parser.parse_model(TYPED + text)
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
-    return model
+typed = partial(parse, opset=22, ir=10)
 
 
 def half(values: Array) -> Array:
@@ -99,7 +95,7 @@ STORED: dict[str, Callable[[Array], Array]] = {
 @pytest.mark.parametrize("text", STORED)
 def test_constants_round_as_runtimes_store_them(text: str) -> None:
     x = rounded(np.concatenate([X, 0.3 + X / 300]))  # numbers near the threshold too
-    weights = {name: half(array) for name, array in (("w", W), ("b", B)) if f", {name}" in text}
+    weights: dict[str, Any] = {name: half(array) for name, array in (("w", W), ("b", B)) if f", {name}" in text}
     (y,) = run(typed(f"g (bfloat16[N, 1] x) => (bfloat16[N, 1] y) {{ y = {text} }}", **weights), x=x)
     assert np.array_equal(y, rounded(STORED[text](x)))
 
@@ -141,8 +137,12 @@ def test_bodies_of_loops_and_branches_round() -> None:
 
 
 def test_what_moves_numbers_runs_without_kernels_for_bfloat16() -> None:
-    x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
-    weights = {"sizes": np.array([0, 0, 0, 0, 0, 0, 1, 1]), "twice": np.array([1, 1, 2, 2]), "wide": np.array([3, 1, 12, 12])}
+    x = normal(1, 4, 2, 2)
+    weights: dict[str, Any] = {
+        "sizes": np.array([0, 0, 0, 0, 0, 0, 1, 1]),
+        "twice": np.array([1, 1, 2, 2]),
+        "wide": np.array([3, 1, 12, 12]),
+    }
     (y,) = run(typed(MOVING, **weights), x=x)
     assert y.shape == (3, 1, 12, 12)
     assert set(np.unique(y)) == {0.0, *half(x).astype(np.float32).ravel().tolist()}
@@ -163,7 +163,7 @@ def bfloat16_of(module: nn.Module, x: Array) -> tuple[onnx.ModelProto, onnx.Mode
 
 
 def test_a_sound_model_passes_with_a_certificate_that_says_bfloat16() -> None:
-    x = np.random.default_rng(0).standard_normal((40, 1, 8, 8)).astype(np.float32)
+    x = normal(40, 1, 8, 8)
     certificate = verify(*bfloat16_of(models.cnn(), x), x, cuda=False)
     assert (certificate.passed, certificate.precision, certificate.budget) == (True, "bfloat16", usual_budgets()["bfloat16"])
     rounded, runtime = (verdict.figures.max_scaled_error for verdict in certificate.outputs)
@@ -176,7 +176,7 @@ def test_a_sound_model_passes_with_a_certificate_that_says_bfloat16() -> None:
 
 
 def test_a_float16_certificate_says_float16() -> None:
-    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    x = normal(8, 8)
     wide = export_onnx(models.mlp(), torch.from_numpy(x))
     certificate = verify(wide, convert_float_to_float16(wide), x, cuda=False, adversarial=False)
     assert certificate.to_json()["precision"] == "float16"
@@ -184,57 +184,52 @@ def test_a_float16_certificate_says_float16() -> None:
 
 def test_a_difference_of_large_numbers_is_over_budget() -> None:
     text = "g (float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w)  b = Add (a, large)  c = Mul (b, b)  y = Sub (c, square) }"
-    wide = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> ' + text)
-    numbers = {"w": np.eye(8), "large": np.array(60.0), "square": np.array(3600.0)}
-    wide.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), name) for name, a in numbers.items())
-    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    wide = parse(text, opset=17, ir=8, w=np.eye(8), large=np.array(60.0), square=np.array(3600.0))
+    x = normal(32, 8)
     assert verify(wide, convert_float_to_float16(wide), x, cuda=False, adversarial=False).passed
     with pytest.raises(BudgetExceeded, match=r"max error 0\.\d+ of the output's scale \d+ \(limit 0.04\)"):
         verify(wide, convert_float_to_float16(wide, dtype="bfloat16"), x, cuda=False, adversarial=False)
 
 
-def test_what_overflows_in_float16_passes_in_bfloat16() -> None:
+def overflowing() -> onnx.ModelProto:
     text = "g (float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w)  b = Mul (a, large)  y = Div (b, large) }"
-    wide = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> ' + text)
-    numbers = {"w": np.random.default_rng(1).standard_normal((8, 8)), "large": np.array(6e4)}
-    wide.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), name) for name, a in numbers.items())
-    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    return parse(text, opset=17, ir=8, w=np.random.default_rng(1).standard_normal((8, 8)), large=np.array(6e4))
+
+
+def test_what_overflows_in_float16_passes_in_bfloat16() -> None:
+    wide, x = overflowing(), normal(32, 8)
     with pytest.raises(BudgetExceeded, match="NaN or infinite"):
         verify(wide, convert_float_to_float16(wide, repair=False), x, cuda=False)
     assert verify(wide, convert_float_to_float16(wide, dtype="bfloat16"), x, cuda=False).headroom == 64
 
 
 def test_bfloat16_inputs_are_rounded_and_judged() -> None:
-    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    x = normal(8, 8)
     wide = export_onnx(models.mlp(), torch.from_numpy(x))
     narrow = convert_float_to_float16(wide, dtype="bfloat16", keep_io_types=False)
     certificate = verify(wide, narrow, x, cuda=False)
     assert all(verdict.figures.max_scaled_error > 2.0**-10 for verdict in certificate.outputs)
 
 
-FLOAT16_FILE = """<ir_version: 10, opset_import: ["": 17]> g (float[N, 8] x) => (float[N, 8] y) {
+FLOAT16_FILE = """g (float[N, 8] x) => (float[N, 8] y) {
     h = Cast <to = 10> (x)  a = MatMul (h, w)  b = Tanh (a)  c = Cast <to = 1> (b)  d = Mul (c, third)
     k = Constant <value = float16 {15565}> ()  e = Cast <to = 10> (d)  f = Mul (e, k)  y = Cast <to = 1> (f) }"""
 
 
+WEIGHTS = np.random.default_rng(1).standard_normal((8, 8)).astype(np.float16)
+
+
 def float16_file() -> onnx.ModelProto:
     """A float16 model in which `d` is float32; `k`, by its bits, is 1.2001953125."""
-    model = parser.parse_model(FLOAT16_FILE)
-    numbers = {"w": normal_weights(8, np.float16), "third": np.array(1 / 3, np.float32)}
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in numbers.items())
-    return model
-
-
-def normal_weights(size: int, dtype: type) -> Array:
-    return np.random.default_rng(1).standard_normal((size, size)).astype(dtype)
+    return parse(FLOAT16_FILE, opset=17, ir=10, w=WEIGHTS, third=np.array(1 / 3))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_float16_file_computed_in_bfloat16_rounds_weights_and_half_nodes(level: str) -> None:
-    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    x = normal(32, 8)
     rounded = round_every_node(float16_file(), BF16, FP16)
     (y,) = run_session(open_session(serialize(rounded), level), {"x": x}).values()
-    product = half(half(x).astype(np.float32) @ half(normal_weights(8, np.float16)).astype(np.float32))
+    product = half(half(x).astype(np.float32) @ half(WEIGHTS).astype(np.float32))
     kept = half(np.tanh(product)).astype(np.float32) * np.float32(1 / 3)
     expected = (half(kept) * half(np.array(1.2001953125))).astype(np.float32)
     assert ulp_distance(y, expected, BF16).max() <= 1  # sums in another order
@@ -242,7 +237,7 @@ def test_a_float16_file_computed_in_bfloat16_rounds_weights_and_half_nodes(level
 
 
 def test_outputs_of_a_float16_file_overflow_although_bfloat16_holds_them() -> None:
-    model = parser.parse_model('<ir_version: 10, opset_import: ["": 17]> g (float16[N] x) => (float16[N] y) { y = Mul (x, x) }')
+    model = parse("g (float16[N] x) => (float16[N] y) { y = Mul (x, x) }", opset=17, ir=10)
     (y,) = run_session(
         open_session(serialize(round_every_node(model, BF16, FP16)), "ORT_ENABLE_BASIC"),
         {"x": np.array([3.01, 300], np.float32)},
@@ -251,7 +246,7 @@ def test_outputs_of_a_float16_file_overflow_although_bfloat16_holds_them() -> No
 
 
 def test_one_certificate_holds_a_verdict_for_each_precision() -> None:
-    x = np.random.default_rng(0).standard_normal((40, 1, 8, 8)).astype(np.float32)
+    x = normal(40, 1, 8, 8)
     wide = export_onnx(models.cnn(), torch.from_numpy(x))
     narrow = convert_float_to_float16(wide)
     certificate = verify(wide, narrow, x, cuda=False, precisions=("bfloat16", "float16"))
@@ -272,11 +267,7 @@ def test_one_certificate_holds_a_verdict_for_each_precision() -> None:
 
 
 def test_a_bfloat16_file_whose_numbers_overflow_in_float16_is_not_proved_there() -> None:
-    text = "g (float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w)  b = Mul (a, large)  y = Div (b, large) }"
-    wide = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> ' + text)
-    numbers = {"w": np.random.default_rng(1).standard_normal((8, 8)), "large": np.array(6e4)}
-    wide.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), name) for name, a in numbers.items())
-    x = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    wide, x = overflowing(), normal(32, 8)
     narrow = convert_float_to_float16(wide, dtype="bfloat16")
     certificate = verify(wide, narrow, x, cuda=False, precisions=("bfloat16", "float16"))
     assert certificate.passed
@@ -285,7 +276,7 @@ def test_a_bfloat16_file_whose_numbers_overflow_in_float16_is_not_proved_there()
 
 def test_weights_in_files_are_mapped_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executions, "INLINE_LIMIT_BYTES", 0)
-    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    x = normal(4, 64)
     wide = export_onnx(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval(), torch.from_numpy(x))
     narrow = with_data_files(convert_float_to_float16(wide, dtype="bfloat16"), tmp_path / "narrow.onnx")
     assert open_model(narrow).locations

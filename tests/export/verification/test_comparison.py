@@ -14,6 +14,7 @@ from halfserve.export.half_types import FP16
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.verification.samples import Array
 from halfserve.export.verification.verify import verify
+from tests.export.stored_models import parse
 
 ROWS = 108
 NEAR = "output 'y' (rounded): agreement 0.9815 (limit 0.9950): 2 of 108 rows differ (and 1 more over budget)"
@@ -26,8 +27,7 @@ NEXT = 2.0**-14  # a few steps of float32 at 128
 
 def model(shift: float) -> onnx.ModelProto:
     """y = x, the first class larger by a shift, and the second smaller."""
-    text = f"(float[N, 2] x) => (float[N, 2] y) {{ s = Constant<value_floats = [{shift}, {-shift}]>() y = Add(x, s) }}"
-    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    return parse("g (float[N, 2] x) => (float[N, 2] y) { y = Add(x, s) }", opset=17, ir=8, s=np.array([shift, -shift]))
 
 
 def close(count: int, apart: float) -> Array:
@@ -69,11 +69,11 @@ def test_a_lone_near_tie_passes_and_is_noted() -> None:
 
 def steep(inside: str, outside: str = FLOAT, factor: float = 300.0) -> onnx.ModelProto:
     """y = sin(factor * x): so steep that rounding x moves it by about factor / 4096."""
-    text = f"""<ir_version: 8, opset_import: ["": 17]> g ({outside}[N, 4] x) => ({outside}[N, 4] y) {{
+    text = f"""g ({outside}[N, 4] x) => ({outside}[N, 4] y) {{
         k = Constant <value_float = {factor}> () f = Cast <to = {1 if inside == FLOAT else 10}> (k)
         i = Cast <to = {1 if inside == FLOAT else 10}> (x) m = Mul (i, f) s = Sin (m)
         y = Cast <to = {1 if outside == FLOAT else 10}> (s) }}"""
-    return onnx.parser.parse_model(text)
+    return parse(text, opset=17, ir=8)
 
 
 class Steep(nn.Module):
@@ -169,11 +169,10 @@ def test_a_reference_that_draws_random_numbers_is_named(x: Array) -> None:
 
 def quantized(shift: float = 0.0) -> onnx.ModelProto:
     """y = 3 quantized(x + shift) - 2 (x + shift): half way between two steps, the last bit decides over 3 in 255."""
-    text = f"""<ir_version: 8, opset_import: ["": 17]> g (float[N, 8] x) => (float[N, 8] y) {{
-        f = Constant <value_float = {shift!r}> () three = Constant <value_float = 3.0> () two = Constant <value_float = 2.0> ()
+    text = """g (float[N, 8] x) => (float[N, 8] y) {
         s = Add (x, f) q, scale, zero = DynamicQuantizeLinear (s) d = DequantizeLinear (q, scale, zero)
-        a = Mul (d, three) b = Mul (s, two) y = Sub (a, b) }}"""
-    return onnx.parser.parse_model(text)
+        a = Mul (d, three) b = Mul (s, two) y = Sub (a, b) }"""
+    return parse(text, opset=17, ir=8, f=np.array(shift), three=np.array(3.0), two=np.array(2.0))
 
 
 @pytest.fixture
@@ -201,9 +200,8 @@ def test_errors_beyond_the_references_noise_are_over_budget(shift: float, betwee
 
 def test_noise_as_large_as_the_answers_is_not_allowed_for() -> None:
     """sin(1e7 x) answers anything."""
-    text = """<ir_version: 8, opset_import: ["": 17]> g (float[N, 8] x) => (float[N, 8] y) {
-        f = Constant <value_float = FACTOR> () m = Mul (x, f) y = Sin (m) }"""
-    reference, candidate = (onnx.parser.parse_model(text.replace("FACTOR", factor)) for factor in ("1e7", "1.000001e7"))
+    text = "g (float[N, 8] x) => (float[N, 8] y) { m = Mul (x, f) y = Sin (m) }"
+    reference, candidate = (parse(text, opset=17, ir=8, f=np.array(factor)) for factor in (1e7, 1.000001e7))
     x = np.random.default_rng(0).uniform(0.5, 1, (32, 8)).astype(np.float32)
     with pytest.raises(BudgetExceeded) as caught:
         verify(reference, candidate, x, adversarial=False, cuda=False)

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper
 
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.onnx_files.model_file import serialize
@@ -16,19 +17,17 @@ from halfserve.export.verification.executions import gpu_is_there
 from halfserve.export.verification.samples import Array
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.export.verification.verify import verify
-from tests.export.stored_models import open_session, run_session
+from tests.export.onnx_fp16.models import normal
+from tests.export.stored_models import both, open_session, parse, run_session
 
 ENTRIES = np.random.default_rng(0).uniform(-30, 900, (3, 200, 2)).astype(np.float16)
 LARGE = np.linspace(4e4, 6e4, 32, dtype=np.float32).reshape(4, 8)
-HEADER = '<ir_version: 8, opset_import: ["": 17]>\n'
 
 
 def cumsum_model(node: str = "CumSum (x, axis)", axis: int = 1, inputs: str = "", *, ir_version: int = 8) -> onnx.ModelProto:
     text = f"g (float16[N, M, K] x{inputs}) => (float16[N, M, K] y) {{ y = {node} }}"
-    parsed = parser.parse_model(f'<ir_version: {ir_version}, opset_import: ["": 17]> {text}')
-    if not inputs:
-        parsed.graph.initializer.append(numpy_helper.from_array(np.array(axis), "axis"))
-    return parsed
+    weights: dict[str, Any] = {} if inputs else {"axis": np.array(axis)}
+    return parse(text, opset=17, ir=ir_version, **weights)
 
 
 def run_rounded(onnx_model: onnx.ModelProto, x: Array = ENTRIES) -> Array:
@@ -77,8 +76,8 @@ def test_a_cumsum_in_a_body_uses_an_outer_axis() -> None:
 def test_the_cumsum_axis_may_be_a_constant_node(constant: str) -> None:
     written = cumsum_model()
     del written.graph.initializer[:]
-    text = f'<ir_version: 8, opset_import: ["": 17]> g () => (int64 axis) {{ axis = Constant <{constant}> () }}'
-    written.graph.node.insert(0, parser.parse_model(text).graph.node[0])
+    made = parse(f"g () => (int64 axis) {{ axis = Constant <{constant}> () }}", opset=17, ir=8)
+    written.graph.node.insert(0, made.graph.node[0])
     assert np.array_equal(run_rounded(written), one_by_one(ENTRIES, 1))
 
 
@@ -169,29 +168,11 @@ class Example:
     inputs: dict[str, Array]
     weights: dict[str, Array]
 
-    def float32(self) -> onnx.ModelProto:
-        return self._model("float")
-
-    def float16(self) -> onnx.ModelProto:
-        return self._model("float16")
-
-    def _model(self, kind: str) -> onnx.ModelProto:
-        model = parser.parse_model(HEADER + self.text.replace("T[", f"{kind}["))
-        dtype = np.float16 if kind == "float16" else np.float32
-        model.graph.initializer.extend(
-            numpy_helper.from_array(array.astype(dtype) if array.dtype.kind == "f" else array, name)
-            for name, array in self.weights.items()
-        )
-        for node in model.graph.node:
-            node.name = node.name or f"{node.op_type}:{node.output[0]}"
-        return model
+    def models(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+        return both(self.text, **self.weights)
 
 
-def _normal(*shape: int, scale: float = 1.0) -> Array:
-    return (np.random.default_rng(0).standard_normal(shape) * scale).astype(np.float32)
-
-
-ROWS = _normal(8, 64)
+ROWS = normal(8, 64)
 EXAMPLES = {
     "scale pair": Example(
         text="g (T[N,64] x) => (T[N,64] y) { a = Mul(x, c)  b = Mul(a, c)  d = Div(b, c)  y = Div(d, c) }",
@@ -209,7 +190,7 @@ EXAMPLES = {
         text="""g (T[N,4,64] q, T[N,4,64] k) => (T[N,4,4] y) {
             t = Transpose<perm=[0,2,1]>(k)  p = MatMul(q, t)  s = Mul(p, c)  y = Softmax(s)
         }""",
-        inputs={"q": _normal(6, 4, 64, scale=60), "k": _normal(6, 4, 64, scale=60)},
+        inputs={"q": normal(6, 4, 64, scale=60), "k": normal(6, 4, 64, scale=60)},
         weights={"c": np.array([0.00001])},
     ),
     "residual sum": Example(
@@ -242,9 +223,10 @@ def on_cpu(model: onnx.ModelProto, inputs: dict[str, Array]) -> Array:
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
 def test_the_cpu_hides_the_overflow_and_the_simulation_shows_it(example: Example) -> None:
-    wanted, hidden = on_cpu(example.float32(), example.inputs), on_cpu(example.float16(), example.inputs)
+    float32, float16 = example.models()
+    wanted, hidden = on_cpu(float32, example.inputs), on_cpu(float16, example.inputs)
     assert np.abs(hidden - wanted).max() <= 0.02 * np.abs(wanted).max()
-    shown = on_cpu(round_every_node(example.float16()), example.inputs)
+    shown = on_cpu(round_every_node(float16), example.inputs)
     assert not np.allclose(shown, wanted, rtol=0.1, atol=0.1 * float(np.abs(wanted).max()))
 
 
@@ -252,7 +234,7 @@ def test_the_cpu_hides_the_overflow_and_the_simulation_shows_it(example: Example
 def test_verification_detects_overflows_without_a_gpu(name: str) -> None:
     example = EXAMPLES[name]
     with pytest.raises(BudgetExceeded, match=r"output 'y' \(rounded\)") as caught:
-        verify(example.float32(), example.float16(), example.inputs, cuda=False, adversarial=False)
+        verify(*example.models(), example.inputs, cuda=False, adversarial=False)
     by_execution = {verdict.execution: verdict.violations for verdict in caught.value.certificate.outputs}
     assert by_execution["rounded"]
     assert by_execution["runtime"] == ()
@@ -265,10 +247,10 @@ def test_the_simulation_and_a_gpu_agree(example: Example) -> None:
     onnxruntime.preload_dlls()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(serialize(example.float16()), options, providers=["CUDAExecutionProvider"])
+    session = onnxruntime.InferenceSession(serialize(example.models()[1]), options, providers=["CUDAExecutionProvider"])
     assert session.get_providers()[0] == "CUDAExecutionProvider"
     (on_gpu,) = session.run(None, {name: array.astype(np.float16) for name, array in example.inputs.items()})
-    simulated = on_cpu(round_every_node(example.float16()), example.inputs)
+    simulated = on_cpu(round_every_node(example.models()[1]), example.inputs)
     assert np.array_equal(np.isfinite(on_gpu), np.isfinite(simulated))
     finite = np.isfinite(simulated)
     assert np.allclose(on_gpu[finite], simulated[finite], rtol=2.0**-8, atol=2.0**-10)

@@ -21,7 +21,7 @@ from halfserve.export.verification.generated_samples import (
     synthetic_samples,
 )
 from halfserve.export.verification.samples import Array, Input, inputs_of, make_feeds
-from tests.export.stored_models import open_session, run_session
+from tests.export.stored_models import open_session, parse, run_session
 
 X = Input(name="x", elem_type=TensorProto.FLOAT16, dims=("batch", "length"))
 IDS = Input(name="ids", elem_type=TensorProto.INT64, dims=("batch", "length"))
@@ -183,9 +183,8 @@ def test_the_same_seed_gives_the_same_inputs(bert: onnx.ModelProto) -> None:
 
 
 def relu(shape: list[int | str]) -> onnx.ModelProto:
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    value = f"float{shape}".replace("'", "") if shape else "float"
+    return parse(f"g ({value} x) => ({value} y) {{ y = Relu (x) }}", opset=17, ir=8)
 
 
 @pytest.mark.parametrize(
@@ -229,16 +228,14 @@ def test_sizes_beyond_memory_are_refused(bert: onnx.ModelProto, size: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("elem_type", "shape", "message"),
+    ("value", "message"),
     [
-        (TensorProto.FLOAT, None, "input 'x' declares no shape, so samples cannot be generated; give samples"),
-        (TensorProto.STRING, ["n"], r"input 'x' is string \[n\]; values for it cannot be generated: give samples"),
-        (TensorProto.BFLOAT16, ["n"], r"input 'x' is bfloat16 \[n\], which cannot be verified: export the model again, in"),
+        ("float[]", "input 'x' declares no shape, so samples cannot be generated; give samples"),
+        ("string[n]", r"input 'x' is string \[n\]; values for it cannot be generated: give samples"),
+        ("bfloat16[n]", r"input 'x' is bfloat16 \[n\], which cannot be verified: export the model again, in"),
     ],
 )
-def test_inputs_that_cannot_be_generated_are_refused(elem_type: int, shape: list[str] | None, message: str) -> None:
-    values = [helper.make_tensor_value_info(name, elem_type, shape) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", values[:1], values[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+def test_inputs_that_cannot_be_generated_are_refused(value: str, message: str) -> None:
+    model = parse(f"g ({value} x) => ({value} y) {{ y = Identity (x) }}", opset=17, ir=8)
     with pytest.raises(ExportError, match=message):
         synthesize(model)

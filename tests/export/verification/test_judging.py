@@ -6,7 +6,6 @@ import numpy as np
 import onnx
 import onnx_ir
 import pytest
-from onnx import parser
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
@@ -19,7 +18,7 @@ from halfserve.export.verification.judging import PLOT_POINTS, ComparedOutput, h
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array, Value
 from halfserve.export.verification.verify import verify
-from tests.export.onnx_fp16.models import parse
+from tests.export.stored_models import parse
 
 Y = ComparedOutput(name="y")
 BOXES = ComparedOutput(name="boxes", data_dependent=True)
@@ -147,14 +146,13 @@ def test_the_plot_counts_every_error_and_shows_points_of_all_the_output() -> Non
 
 
 def test_data_dependent_values_are_found_through_nodes_and_bodies() -> None:
-    model = parser.parse_model("""
-        <ir_version: 8, opset_import: ["": 17]>
-        g (float[N] x, bool f) => (int64[M] c, float[N] d, float[M] e) {
+    text = """g (float[N] x, bool f) => (int64[M] c, float[N] d, float[M] e) {
             a = NonZero(x)  b = Cast<to=7>(a)  c = Squeeze(b)  d = Relu(x)
             e = If (f) <
                 then_branch = t () => (float[M] u) { u = Compress(x, x) }, else_branch = s () => (float[N] v) { v = Neg(x) }
             >
-        }""")
+        }"""
+    model = parse(text, opset=17, ir=8)
     assert data_dependent_values(model.graph) == {"a", "b", "c", "e"}
 
 
@@ -206,17 +204,16 @@ def test_headroom_ends_at_the_first_factor_that_breaks() -> None:
 
 def routed(biases: list[float], choose: str = TOP) -> onnx.ModelProto:
     """x [n, 4] -> x times an expert's row, chosen by scores whose biases decide on zeros."""
-    model = parse(
+    return parse(
         f"""g (float[n, 4] x) => (float[n, 4] y) {{
             raw = MatMul (x, w) scores = Add (raw, b) {choose}
             rows = Gather (experts, route) row = Squeeze (rows, axes) more = Add (x, row) y = Mul (more, row) }}""",
         w=np.random.default_rng(0).normal(size=(4, 3)),
         b=np.array(biases),
         experts=np.array(EXPERTS),
+        k=np.array([1]),
+        axes=np.array([1]),
     )
-    for name in ("k", "axes"):
-        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1], np.int64), name))
-    return model
 
 
 def half(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -261,8 +258,8 @@ def test_tied_boxes_in_another_order_pass() -> None:
         b=np.array([0.3, 0.7, 0.70001, 0.1, 0.3, 0.30001]),
         v=np.random.default_rng(2).normal(size=(4, 6)),
         c=np.array([5.0, -4.0, 3.0, 2.0, -1.0, 6.0]),
+        k=np.array([3]),
     )
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([3], np.int64), "k"))
     certificate = verdict(model, half(model))
     assert certificate.passed, certificate.violations
     assert any(note.startswith("output 'edges' on zeros (rounded): at [0, ") for note in certificate.notes)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,12 +18,12 @@ from halfserve.export.verification.samples import Array
 from halfserve.export.verification.simulation import SumChecks, round_every_node, with_sum_checks
 from halfserve.export.verification.verify import verify
 from tests.export import models
-from tests.export.stored_models import chain, open_session, run_session
+from tests.export.stored_models import both, chain, open_session, parse, run_session
 
+MICROSOFT = ', "com.microsoft": 1'
 CASES = [(["Add", "Sub"], 2048.0), (["Mul", "Mul", "Div", "Div"], 300.0), (["Div", "Div", "Mul", "Mul"], 700.0)]
 X = np.linspace(-2, 2, 21).astype(np.float16)[:, None]
 BRANCHES = """
-<ir_version: 10, opset_import: ["":20]>
 g (float16[N] x, bool flag) => (float16[N] y) {
     big = Mul(x, x)
     y = If (flag) <
@@ -32,7 +33,6 @@ g (float16[N] x, bool flag) => (float16[N] y) {
 }
 """
 LOOP = """
-<ir_version: 10, opset_import: ["":20]>
 g (float16[N] x, int64 turns, bool go) => (float16[N] y, float16[K,N] seen) {
     y, seen = Loop (turns, go, x) <body = b (int64 i, bool c, float16[N] h) => (bool d, float16[N] k, float16[N] out) {
         d = Identity(c)  k = Mul(h, x)  out = Sub(k, x)
@@ -94,8 +94,8 @@ PRODUCTS = {
         (np.abs(WIDE[:, None, :, i : i + 3]) * np.abs(KERNEL.astype(float))).sum((2, 3)).max() for i in range(6)
     ),
 }
-MEANS = '<ir_version: 8, opset_import: ["": 17]> g (T[N,64] x) => (T[N] y) { y = ReduceMean<axes=[-1], keepdims=0>(x) }'
-RECURRENT = """<ir_version: 8, opset_import: ["": 17]> g (T[1, N, 2] x, bool f) => (T[1, 1, N, 1] y, T[1, N, 1] z) {
+MEANS = "g (T[N,64] x) => (T[N] y) { y = ReduceMean<axes=[-1], keepdims=0>(x) }"
+RECURRENT = """g (T[1, N, 2] x, bool f) => (T[1, 1, N, 1] y, T[1, N, 1] z) {
     w = Constant <value = float[1, 1, 2] {0.1, 0.2}> ()  r = Constant <value = float[1, 1, 1] {0.1}> ()
     wt = Cast <to = NUMBER> (w)  rt = Cast <to = NUMBER> (r)
     y = RNN <hidden_size = 1> (x, wt, rt)
@@ -134,20 +134,21 @@ def test_the_runtime_alone_hides_an_overflow() -> None:
 
 
 def test_the_number_that_an_old_pad_fills_with_is_rounded() -> None:
-    model = parser.parse_model("""<ir_version: 4, opset_import: ["": 9]> g (float16[N, 1] x) => (float16[N, 2] y) {
+    text = """g (float16[N, 1] x) => (float16[N, 2] y) {
         p = Pad <pads = [0, 0, 0, 1], value: float = 1e6> (x)
         c = Constant <value = float {0.001}> ()  k = Cast <to = 10> (c)  y = Mul (p, k)
-    }""")
+    }"""
+    model = parse(text, opset=9, ir=4)
     assert np.isfinite(run(model, X)).all(), "or else the runtime has a float16 Pad, and this is no test any more"
     assert np.isposinf(run(round_every_node(model), X)[:, 1]).all()
 
 
 def test_an_activations_constants_are_rounded() -> None:
-    text = '<ir_version: 8, opset_import: ["": 17]> g (float16[N, 1] x) => (float16[N, 1] y) { y = Selu (x) }'
+    model = parse("g (float16[N, 1] x) => (float16[N, 1] y) { y = Selu (x) }", opset=17, ir=8)
     alpha, gamma = (np.float16(value).astype(np.float32) for value in (1.67326319, 1.05070102))
     x = -np.abs(X)
     expected = (gamma * alpha * np.expm1(x.astype(np.float32))).astype(np.float16)
-    assert np.array_equal(run(round_every_node(parser.parse_model(text)), x), expected)
+    assert np.array_equal(run(round_every_node(model), x), expected)
 
 
 def test_a_model_of_another_domain_alone_gets_casts_and_checks() -> None:
@@ -162,11 +163,11 @@ def test_a_model_of_another_domain_alone_gets_casts_and_checks() -> None:
 
 @pytest.mark.parametrize("zero", ["", ", z"])
 def test_integers_of_another_domain_are_no_float16(zero: str) -> None:
-    model = parser.parse_model(f"""<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]>
-    g (float16[N, 1] x) => (float16[N, 1] y) {{
+    text = f"""g (float16[N, 1] x) => (float16[N, 1] y) {{
         c = Constant <value = float {{0.5}}> ()  s = Cast <to = 10> (c)  z = Constant <value = uint16 {{9}}> ()
         q = com.microsoft.QuantizeLinear (x, s{zero})  d = com.microsoft.DequantizeLinear (q, s{zero})  y = Mul (d, s)
-    }}""")
+    }}"""
+    model = parse(text, opset=18, imports=MICROSOFT)
     rounded = round_every_node(model)
     casts = [
         node for node in rounded.graph.node if node.op_type == "Cast" and {*node.input, *node.output} & {"q", "q/as_float32_0"}
@@ -201,7 +202,7 @@ def test_a_gpu_computes_the_same(factory: Callable[[], nn.Module]) -> None:
 
 
 def test_loop_bodies_round_in_every_iteration() -> None:
-    model = parser.parse_model(LOOP)
+    model = parse(LOOP, ir=10)
     x = np.array([1.3, 7.7, 40.1], np.float16)
     feeds = {"x": x, "turns": np.array(3), "go": np.array(True)}
     y, seen = run_session(open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC"), feeds).values()
@@ -236,9 +237,7 @@ def test_rounding_continues_after_a_node_of_another_domain() -> None:
 @pytest.mark.parametrize("text", REDUCTIONS)
 def test_reductions_that_round_inside_do_so_at_every_opset(text: str, opset: int) -> None:
     x = np.random.default_rng(0).uniform(0.5, 9, (3, 5)).astype(np.float16)
-    header = f'<ir_version: 8, opset_import: ["":{opset}]> g (float16[N,5] x) => (y) '
-    model = parser.parse_model(header.replace("(y)", "(float16[] y)") + "{ y = " + text + " }")
-    model.graph.output[0].type.tensor_type.ClearField("shape")
+    model = parse(f"g (float16[N,5] x) => (float16[] y) {{ y = {text} }}", opset=opset, ir=8)
     if opset >= 18:
         attribute = next((a for a in model.graph.node[0].attribute if a.name == "axes"), None)
         if attribute is not None:
@@ -253,7 +252,7 @@ def test_reductions_that_round_inside_do_so_at_every_opset(text: str, opset: int
 @pytest.mark.parametrize("kind", ["int32", "float"])
 def test_reductions_of_other_types_stay(operator: str, kind: str) -> None:
     text = f"g ({kind}[N, 5] x) => ({kind}[N, 1] y) {{ y = {operator} <axes = [1]> (x) }}"
-    rounded = round_every_node(parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}'))
+    rounded = round_every_node(parse(text, opset=17, ir=8))
     assert [node.op_type for node in rounded.graph.node] == [operator]
     assert run(rounded, np.ones((2, 5), {"int32": np.int32, "float": np.float32}[kind])).shape == (2, 1)
 
@@ -261,15 +260,13 @@ def test_reductions_of_other_types_stay(operator: str, kind: str) -> None:
 @pytest.mark.parametrize("operator", ["EyeLike", "RandomNormalLike", "RandomUniformLike"])
 def test_a_node_that_states_its_results_type_is_simulated(operator: str) -> None:
     text = f"g (float16[3, 3] x) => (float16[3, 3] y) {{ y = {operator} <dtype = 10> (x) }}"
-    y = run(
-        round_every_node(parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')), np.ones((3, 3), np.float16)
-    )
+    y = run(round_every_node(parse(text, opset=17, ir=8)), np.ones((3, 3), np.float16))
     assert (y.dtype, y.shape) == (np.float16, (3, 3))
     assert operator != "EyeLike" or np.array_equal(y, np.eye(3))
 
 
 def test_bodies_of_branches_round_too() -> None:
-    model = parser.parse_model(BRANCHES)
+    model = parse(BRANCHES, ir=10)
     session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")
     x = np.array([50.0, 3.3], np.float16)
     with np.errstate(over="ignore"):
@@ -281,13 +278,7 @@ def test_bodies_of_branches_round_too() -> None:
 
 
 def checked(text: str, *, products: bool = False) -> SumChecks:
-    model = parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g (float16[N,6,8] x) => (r) {{ {text} }}'.replace(
-            "(r)", "(float16[] r)"
-        )
-    )
-    del model.graph.output[0].type.tensor_type.shape.dim[:]
-    model.graph.output[0].type.tensor_type.ClearField("shape")
+    model = parse(f"g (float16[N,6,8] x) => (float16[] r) {{ {text} }}", opset=17, ir=8, imports=MICROSOFT)
     constants: dict[str, Array] = {"w": W, "kernel": KERNEL, "scale": np.ones(8, np.float16), "six": np.ones(6, np.float16)}
     constants |= {"bias": np.ones(4, np.float16), "last": np.array([-1])}
     used = [numpy_helper.from_array(array, name) for name, array in constants.items() if name in model.graph.node[0].input]
@@ -320,9 +311,8 @@ def test_products_are_checked_on_request(text: str, expected: float) -> None:
 
 @pytest.mark.parametrize("opset", [7, 9, 11])
 def test_a_gemm_with_a_mandatory_bias_is_checked(opset: int) -> None:
-    text = f'<ir_version: 8, opset_import: ["": {opset}]> g (float16[N, 8] x) => (float16[N, 3] y) {{ y = Gemm(x, w, b) }}'
-    model = parser.parse_model(text)
-    model.graph.initializer.extend([numpy_helper.from_array(W, "w"), numpy_helper.from_array(np.ones(3, np.float16), "b")])
+    text = "g (float16[N, 8] x) => (float16[N, 3] y) { y = Gemm(x, w, b) }"
+    model = parse(text, opset=opset, ir=8, w=W, b=np.ones(3, np.float16))
     checks = with_sum_checks(round_every_node(model), products=True)
     values = run_session(open_session(serialize(checks.model), "ORT_ENABLE_BASIC"), {"x": SUMMED[0]})
     reach = float(list(values.values())[1])
@@ -341,7 +331,7 @@ def test_float32_nodes_are_not_checked() -> None:
 
 
 def test_sums_beyond_float16_are_over_budget_with_float16_accumulators() -> None:
-    reference, candidate = (parser.parse_model(MEANS.replace("T[", f"{kind}[")) for kind in ("float", "float16"))
+    reference, candidate = both(MEANS)
     x = np.linspace(2000, 3000, 256, dtype=np.float32).reshape(4, 64)
     certificate = verify(reference, candidate, x, adversarial=False, cuda=False)
     assert certificate.passed
@@ -352,12 +342,7 @@ def test_sums_beyond_float16_are_over_budget_with_float16_accumulators() -> None
 
 
 def test_nodes_whose_sums_have_no_bound_are_named() -> None:
-    reference, candidate = (
-        parser.parse_model(RECURRENT.replace("T[", f"{kind}[").replace("NUMBER", str(number)))
-        for kind, number in (("float", 1), ("float16", 10))
-    )
-    for model in (reference, candidate):
-        model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "last"))
+    reference, candidate = both(RECURRENT, last=np.array([-1]))
     inputs = {"x": np.ones((1, 3, 2), np.float32), "f": np.array(True)}
     certificate = verify(reference, candidate, [inputs], adversarial=False, cuda=False, accumulators="float16")
     assert certificate.notes == ("no bound is known for the sums inside RNN 'y', ReduceSum 't', ReduceMean 'e'",)
@@ -385,8 +370,6 @@ def test_risks_come_largest_first() -> None:
     ],
 )
 def test_sums_of_other_opsets_are_bounded_too(opset: int, text: str, weights: dict[str, int], expected: float) -> None:
-    model = parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": {opset}]> g (float16[N,6,8] x) => (float16[A,B,C] r) {{ {text} }}'
-    )
-    model.graph.initializer.extend(numpy_helper.from_array(np.ones(size, np.float16), name) for name, size in weights.items())
+    ones: dict[str, Any] = {name: np.ones(size, np.float16) for name, size in weights.items()}
+    model = parse(f"g (float16[N,6,8] x) => (float16[A,B,C] r) {{ {text} }}", opset=opset, ir=8, **ones)
     assert reaches(with_sum_checks(round_every_node(model), products=False)) == pytest.approx([expected], rel=2e-3)

@@ -22,11 +22,10 @@ from halfserve.export.verification import executions
 from halfserve.export.verification.samples import Array, Feed
 from halfserve.export.verification.verify import verify
 from tests.export import models
-from tests.export.stored_models import chain, sums
+from tests.export.stored_models import both, chain, parse, sums
 
 SHAPES = {"mlp": (8,), "cnn": (1, 8, 8), "lstm": (5, 8), "transformer": (5, 16)}
 DETECTOR = """
-<ir_version: 8, opset_import: ["": 17]>
 g (T[1,16,4] boxes, T[1,1,16] scores) => (int64[M,3] kept, T[N] found, seq(T[1,16,4]) both) {
     wide = Cast<to=1>(boxes)
     sure = Cast<to=1>(scores)
@@ -36,13 +35,13 @@ g (T[1,16,4] boxes, T[1,1,16] scores) => (int64[M,3] kept, T[N] found, seq(T[1,1
     kept = NonMaxSuppression(wide, sure, most, share, least)
     flat = Constant<value=int64[1] {-1}>()
     column = Reshape(scores, flat)
-    limit = Cast<to=DTYPE>(least)
+    limit = Cast<to=NUMBER>(least)
     high = Greater(column, limit)
     found = Compress(column, high)
     both = SequenceConstruct(boxes, boxes)
 }
 """
-MISSING_AS_ZERO = """<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x, float[N,4] z) => (float[N,4] y) {
+MISSING_AS_ZERO = """g (float[N,4] x, float[N,4] z) => (float[N,4] y) {
     missing = IsNaN(x)  zero = Constant<value_float=0.0>()  known = Where(missing, zero, x)  y = Add(known, z)
 }"""
 
@@ -67,16 +66,15 @@ class Reciprocals(nn.Module):
 
 
 def half_reciprocals() -> onnx.ModelProto:
-    return onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]> g (float16[N,4] x) => (float16[N,4] output) {
+    text = """g (float16[N,4] x) => (float16[N,4] output) {
         s = Mul(x, x)  small = Constant<value_float=1e-8>()  e = Cast<to=10>(small)  a = Add(s, e)  r = Reciprocal(a)
         factor = Constant<value_float=1e-6>()  f = Cast<to=10>(factor)  output = Mul(r, f)
-    }""")
+    }"""
+    return parse(text, opset=17, ir=8)
 
 
 def half_reciprocal() -> onnx.ModelProto:
-    return onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17]> g (float16[N,1] x) => (float16[N,1] y) { y = Reciprocal(x) }'
-    )
+    return parse("g (float16[N,1] x) => (float16[N,1] y) { y = Reciprocal(x) }", opset=17, ir=8)
 
 
 def samples(name: str, count: int = 40) -> Tensor:
@@ -272,8 +270,7 @@ def test_large_tensors_of_a_single_file_stay_in_it(tmp_path: Path, monkeypatch: 
 
 
 def test_outputs_whose_shapes_depend_on_the_data_and_sequences_are_compared() -> None:
-    texts = (DETECTOR.replace("T[", f"{kind}[").replace("DTYPE", dtype) for kind, dtype in (("float", "1"), ("float16", "10")))
-    reference, candidate = (onnx.parser.parse_model(text) for text in texts)
+    reference, candidate = both(DETECTOR)
     generator = np.random.default_rng(0)
     corners = generator.uniform(0, 10, (1, 16, 2))
     boxes = np.concatenate([corners, corners + generator.uniform(1, 5, (1, 16, 2))], -1).astype(np.float32)
@@ -285,14 +282,11 @@ def test_outputs_whose_shapes_depend_on_the_data_and_sequences_are_compared() ->
 
 
 def test_a_model_without_a_batch_dimension_and_with_no_input_at_all_is_verified() -> None:
-    text = '<ir_version: 8, opset_import: ["": 17]> g (T[3] a, T[4,2] b) => (T[3] y, T[4,2] z) { y = Neg(a)  z = Neg(b) }'
-    reference, candidate = (onnx.parser.parse_model(text.replace("T[", f"{kind}[")) for kind in ("float", "float16"))
+    reference, candidate = both("g (T[3] a, T[4,2] b) => (T[3] y, T[4,2] z) { y = Neg(a)  z = Neg(b) }")
     arrays = [np.ones(3, np.float32), np.ones((4, 2), np.float32)]
     certificate = verify(reference, candidate, arrays, cuda=False)
     assert (certificate.samples, certificate.outputs[1].figures.elements) == (1, 8)
-    constant = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17]> g () => (float[2] y) { y = Constant<value=float[2] {1.0, 2.0}>() }'
-    )
+    constant = parse("g () => (float[2] y) { y = Constant<value=float[2] {1.0, 2.0}>() }", opset=17, ir=8)
     assert verify(constant, constant, [], cuda=False).passed
 
 
@@ -316,23 +310,17 @@ def test_headroom_that_cannot_be_measured_is_over_budget() -> None:
     reference, inputs = models.mlp(), samples("mlp")
     with pytest.raises(ExportError, match="headroom of 4 is asked for, which adversarial samples measure: leave them on"):
         verify(reference, mlp_as_fp16(), inputs, budget=Budget(min_headroom=4), adversarial=False)
-    text = '<ir_version: 8, opset_import: ["": 17]> g (int64[N,4] i) => (T[N,4] y) { f = Cast<to=NUMBER>(i)  y = Neg(f) }'
-    wide, half = (
-        onnx.parser.parse_model(text.replace("T[", f"{kind}[").replace("NUMBER", str(number)))
-        for kind, number in (("float", 1), ("float16", 10))
-    )
+    wide, half = both("g (int64[N,4] i) => (T[N,4] y) { f = Cast<to=NUMBER>(i)  y = Neg(f) }")
     with pytest.raises(BudgetExceeded, match=r"headroom was not measured.* or ask for none \(least 4\)$"):
         verify(wide, half, np.ones((2, 4), np.int64), budget=Budget(min_headroom=4))
 
 
 def test_a_fully_masked_row_that_becomes_nan_is_caught() -> None:
-    text = """<ir_version: 8, opset_import: ["": 17]>
-    g (T[batch,n] x, int64[batch,n] attention_mask) => (T[batch,n] y) {
-        m = Cast<to=DTYPE>(attention_mask)  one = Constant<value_float=1.0>()  o = CastLike(one, m)  i = Sub(o, m)
+    text = """g (T[batch,n] x, int64[batch,n] attention_mask) => (T[batch,n] y) {
+        m = Cast<to=NUMBER>(attention_mask)  one = Constant<value_float=1.0>()  o = CastLike(one, m)  i = Sub(o, m)
         low = Constant<value_float=-1e9>()  l = CastLike(low, m)  p = Mul(i, l)  s = Add(x, p)  y = Softmax(s)
     }"""
-    texts = (text.replace("T[", f"{kind}[").replace("DTYPE", dtype) for kind, dtype in (("float", "1"), ("float16", "10")))
-    reference, candidate = (onnx.parser.parse_model(one) for one in texts)
+    reference, candidate = both(text)
     x, mask = np.random.default_rng(0).random((4, 6)).astype(np.float32), np.ones((4, 6), np.int64)
     with pytest.raises(BudgetExceeded) as caught:
         verify(reference, candidate, {"x": x, "attention_mask": mask}, cuda=False)
@@ -350,29 +338,28 @@ def test_facts_from_the_caller_are_in_the_certificate() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_sample_with_a_non_finite_answer_is_named(value: float) -> None:
-    model, inputs = onnx.parser.parse_model(MISSING_AS_ZERO), [np.ones((40, 4), np.float32) for _ in range(2)]
+    model, inputs = parse(MISSING_AS_ZERO, opset=17, ir=8), [np.ones((40, 4), np.float32) for _ in range(2)]
     inputs[1][35, 2] = inputs[1][38, 0] = value
     with pytest.raises(ExportError, match=r"sample 35 \(counted from 0\) holds NaN or infinity in input 'z', .*; so do 1 more"):
         verify(model, convert_float_to_float16(model), inputs, adversarial=False)
 
 
 def test_nan_as_a_missing_value_is_accepted() -> None:
-    model, inputs = onnx.parser.parse_model(MISSING_AS_ZERO), [np.ones((40, 4), np.float32) for _ in range(2)]
+    model, inputs = parse(MISSING_AS_ZERO, opset=17, ir=8), [np.ones((40, 4), np.float32) for _ in range(2)]
     inputs[0][3] = np.nan
     assert verify(model, convert_float_to_float16(model), inputs, adversarial=False).passed
 
 
 def test_a_sample_with_nan_is_refused_where_the_answer_holds_no_floats() -> None:
-    text = '<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x) => (int64[N,1] y) { r = Relu(x)  y = ArgMax<axis=1>(r) }'
-    model, inputs = onnx.parser.parse_model(text), np.ones((4, 4), np.float32)
+    model = parse("g (float[N,4] x) => (int64[N,1] y) { r = Relu(x)  y = ArgMax<axis=1>(r) }", opset=17, ir=8)
+    inputs = np.ones((4, 4), np.float32)
     inputs[2, 1] = np.nan
     with pytest.raises(ExportError, match="sample 2 .counted from 0. holds NaN or infinity in input 'x'"):
         verify(model, convert_float_to_float16(model), inputs, adversarial=False)
 
 
 def test_a_detector_without_its_scores_is_refused_with_the_column_named() -> None:
-    text = '<ir_version: 8, opset_import: ["": 17]> g (T[N,16,6] x, T[6] m) => (T[N,16,6] y) { y = Mul(x, m) }'
-    reference, candidate = (onnx.parser.parse_model(text.replace("T[", f"{kind}[")) for kind in ("float", "float16"))
+    reference, candidate = both("g (T[N,16,6] x, T[6] m) => (T[N,16,6] y) { y = Mul(x, m) }")
     for model, mask in ((reference, np.ones(6, np.float32)), (candidate, np.array([1, 1, 1, 1, 0, 0], np.float16))):
         model.graph.initializer.append(onnx.numpy_helper.from_array(mask, "m"))
     generator = np.random.default_rng(0)

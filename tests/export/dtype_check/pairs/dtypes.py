@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.export.dtype_check.pairs.projected import Case, Projected
+from tests.export.dtype_check.pairs.projected import Case, Projected, projected
 
 
 class HardCoded(Projected):
@@ -15,9 +15,7 @@ class HardCoded(Projected):
         return self.project(x) * scale
 
 
-class HardCodedMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x) * torch.ones(4, dtype=x.dtype)
+HardCodedMended = projected(lambda net, x: net.project(x) * torch.ones(4, dtype=x.dtype))
 
 
 class Upcast(Projected):
@@ -49,9 +47,7 @@ class Integers(Projected):
         return self.project(x) + steps
 
 
-class IntegersMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x) + (torch.arange(4) / 4).to(x.dtype)
+IntegersMended = projected(lambda net, x: net.project(x) + (torch.arange(4) / 4).to(x.dtype))
 
 
 class Numbers(Projected):
@@ -59,9 +55,7 @@ class Numbers(Projected):
         return self.project(x) * torch.where(x > 0, 1.0, 0.5)  # here
 
 
-class NumbersMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x) * torch.where(x > 0, 1.0, 0.5).to(x.dtype)
+NumbersMended = projected(lambda net, x: net.project(x) * torch.where(x > 0, 1.0, 0.5).to(x.dtype))
 
 
 class Autocast(Projected):

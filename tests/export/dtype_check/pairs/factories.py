@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from halfserve.export.dtype_check.dtype_inheritance import new_eye, new_tensor, new_zeros
 from halfserve.export.dtype_check.inherit_dtype import inherit_dtype
-from tests.export.dtype_check.pairs.projected import Case, Projected
+from tests.export.dtype_check.pairs.projected import Case, Projected, projected
 
 
 class Factory(Projected):
@@ -34,9 +34,7 @@ class FactoryAtTheEnd(Projected):
         return self.project(x) + torch.ones(4)  # here
 
 
-class FactoryRoundedBack(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x + torch.ones(4).to(x.dtype))
+FactoryRoundedBack = projected(lambda net, x: net.project(x + torch.ones(4).to(x.dtype)))
 
 
 class Recurrent(nn.Module):
@@ -130,9 +128,7 @@ class Array(Projected):
         return self.project(x) + steps
 
 
-class ArrayMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x) + new_tensor(x, [0, 1, 2, 3])
+ArrayMended = projected(lambda net, x: net.project(x) + new_tensor(x, [0, 1, 2, 3]))
 
 
 class RoundTrip(Projected):
@@ -140,9 +136,7 @@ class RoundTrip(Projected):
         return self.project(torch.tensor(x.numpy() * 2))  # here
 
 
-class RoundTripMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x * 2)
+RoundTripMended = projected(lambda net, x: net.project(x * 2))
 
 
 ARRAYS: dict[str, Case] = {

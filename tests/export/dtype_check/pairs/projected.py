@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -19,3 +20,8 @@ class Projected(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         return self.linear(x)  # type: ignore[no-any-return]  # (nn.Module's call is untyped)
+
+
+def projected(forward: Callable[[Projected, Tensor], Tensor]) -> type[Projected]:
+    """A model with one linear layer and this `forward`."""
+    return type("Net", (Projected,), {"forward": forward})

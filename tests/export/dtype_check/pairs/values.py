@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfserve.export.dtype_check.dtype_inheritance import finfo, mask_value, new_arange, new_tensor
-from tests.export.dtype_check.pairs.projected import Case, Projected
+from tests.export.dtype_check.pairs.projected import Case, Projected, projected
 
 
 class MaskedFill(Projected):
@@ -15,9 +15,7 @@ class MaskedFill(Projected):
         return self.project(x).masked_fill(x > 0, -1e9).softmax(-1)  # here
 
 
-class MaskedFillMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x).masked_fill(x > 0, mask_value(x)).softmax(-1)
+MaskedFillMended = projected(lambda net, x: net.project(x).masked_fill(x > 0, mask_value(x)).softmax(-1))
 
 
 class MultipliedMask(Projected):
@@ -69,9 +67,7 @@ class SubnormalEpsilon(Projected):
         return x / self.project(x).abs().clamp(min=1e-6)  # here
 
 
-class SubnormalEpsilonMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return x / self.project(x).abs().clamp(min=finfo(x).tiny)
+SubnormalEpsilonMended = projected(lambda net, x: x / net.project(x).abs().clamp(min=finfo(x).tiny))
 
 
 class HiddenEpsilon(Projected):
@@ -92,9 +88,7 @@ class TensorEpsilon(Projected):
         return x / torch.maximum(self.project(x).abs(), least)  # here
 
 
-class TensorEpsilonMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return x / torch.maximum(self.project(x).abs(), new_tensor(x, finfo(x).tiny))
+TensorEpsilonMended = projected(lambda net, x: x / torch.maximum(net.project(x).abs(), new_tensor(x, finfo(x).tiny)))
 
 
 EPSILONS: dict[str, Case] = {
@@ -192,9 +186,7 @@ class Scale(Projected):
         return self.project(x / 3e5)  # here
 
 
-class ScaleMended(Projected):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x / 3e4 / 10)
+ScaleMended = projected(lambda net, x: net.project(x / 3e4 / 10))
 
 
 MAGNITUDES: dict[str, Case] = {

@@ -14,8 +14,9 @@ from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 from halfserve.export.onnx_fp16.repair import REPAIRS, run_passes
 from halfserve.export.verification.simulation import round_every_node
-from tests.export.onnx_fp16.models import halve, parse
+from tests.export.onnx_fp16.models import halve
 from tests.export.onnx_fp16.repair.same import answers, compare
+from tests.export.stored_models import parse
 
 # All repairs, one after the other, over graphs put together at random from what each of them looks for.
 

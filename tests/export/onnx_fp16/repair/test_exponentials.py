@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
-from tests.export.onnx_fp16.models import parse
 from tests.export.onnx_fp16.repair.same import answers, assert_untouched, operators, repaired, same
+from tests.export.stored_models import parse
 
 X3 = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
 AXES: dict[str, Any] = {"axes": np.array([1], np.int64), "other": np.array([2], np.int64), "two": np.array([1, 2], np.int64)}

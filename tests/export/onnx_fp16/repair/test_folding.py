@@ -7,11 +7,11 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
-from tests.export.onnx_fp16.models import parse
 from tests.export.onnx_fp16.repair.same import assert_untouched, compare, operators, repaired, same
+from tests.export.stored_models import parse
 
 Array = np.ndarray[Any, Any]
 
@@ -34,19 +34,10 @@ def convolution(op: str, groups: int, per_group: tuple[int, int], *, with_bias: 
     weights = {"w": random.standard_normal(shape), **statistics(out, seed)}
     if with_bias:
         weights["b"] = random.standard_normal(out)
-    inputs = ["x", "w", *(["b"] if with_bias else [])]
-    nodes = [
-        helper.make_node(op, inputs, ["c"], name="linear", group=groups),
-        helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["y"], name="norm", epsilon=1e-3),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, into, 6, 6])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, out, None, None])],
-        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    text = f"""g (float[2, {into}, 6, 6] x) => (float[2, {out}, ?, ?] y) {{
+        [linear] c = {op} <group = {groups}> (x, w{", b" if with_bias else ""})
+        [norm] y = BatchNormalization <epsilon = 0.001> (c, scale, bias, mean, var) }}"""
+    return parse(text, opset=17, ir=8, **weights)
 
 
 @settings(max_examples=25)

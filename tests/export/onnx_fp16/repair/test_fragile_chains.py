@@ -13,7 +13,7 @@ from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.prepare import prepare
 from halfserve.export.onnx_fp16.repair import run_passes
 from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
-from tests.export.onnx_fp16.models import parse
+from tests.export.stored_models import parse
 
 AXES = np.array([-1], np.int64)
 

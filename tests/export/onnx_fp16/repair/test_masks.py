@@ -12,16 +12,26 @@ from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, OUTGROWN_REASON, SOFTEN_MASKS
 from halfserve.export.verification.simulation import round_every_node
 from tests.export.conversions.runtime import Session
-from tests.export.onnx_fp16.models import halve, normal, parse, reasons
+from tests.export.onnx_fp16.models import halve, normal, reasons
 from tests.export.onnx_fp16.repair.same import assert_untouched, operators, repaired, same
+from tests.export.stored_models import parse
 
 LOWEST = float(np.finfo(np.float32).min)
+MASK = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
+MADE = "h = Sub (one, mask) p = Mul (h, lowest)"
 
 
-def masked(text: str = "h = Sub (one, mask) p = Mul (h, lowest)", opset: int = 17, **numbers: Any) -> onnx.ModelProto:
+def net(text: str, results: str = "float[3, 8] y", opset: int = 20, **numbers: Any) -> onnx.ModelProto:
     weights = {"one": np.array(1.0), "lowest": np.array(-1e12), **numbers}
-    graph = f"g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y) {{ {text} s = Add (x, p) y = Softmax <axis = -1> (s) }}"
-    return parse(graph, opset=opset, **weights)
+    return parse(f"g (float[3, 8] x, float[3, 8] mask) => ({results}) {{ {text} }}", opset=opset, **weights)
+
+
+def masked(text: str = MADE, **numbers: Any) -> onnx.ModelProto:
+    return net(f"{text} s = Add (x, p) y = Softmax <axis = -1> (s)", opset=17, **numbers)
+
+
+def softened(model: onnx.ModelProto, mask: np.ndarray[Any, Any] = MASK) -> onnx.ModelProto:
+    return same(model, SOFTEN_MASKS, {"x": normal(3, 8), "mask": mask})
 
 
 @settings(max_examples=25)
@@ -48,10 +58,8 @@ def test_any_mask_hides_what_it_hid(lowest: float, bits: int, seed: int) -> None
 )
 def test_masks_are_made_in_many_ways(text: str, number: list[str]) -> None:
     causal = np.where(np.tri(3, 8) > 0, 0, -1e12)
-    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
     weights: dict[str, Any] = {"causal": causal, "penalties": -np.arange(8.0), "largest": np.array(1e12)}
-    after = same(masked(text, **weights), SOFTEN_MASKS, {"x": x, "mask": mask})
+    after = softened(masked(text, **weights))
     assert operators(after)[-2 - len(number) :] == [*number, "Where", "Softmax"]
 
 
@@ -60,7 +68,7 @@ def test_masks_are_made_in_many_ways(text: str, number: list[str]) -> None:
     [
         masked(lowest=np.array(-10000.0)),
         masked("h = Exp (mask) p = Mul (h, lowest)"),
-        parse("g (float[3, 8] x) => (float[3, 8] y) { y = Add (x, lowest) }", lowest=np.array(-1e12)),
+        net("y = Add (x, lowest)"),
         masked(lowest=np.array(-np.inf)),
     ],
     ids=["float16 holds it", "computed, no mask", "no softmax", "minus infinity is the same in float16"],
@@ -70,37 +78,22 @@ def test_what_is_no_such_mask_stays(model: onnx.ModelProto) -> None:
 
 
 def test_others_that_read_the_constant_read_the_old_one() -> None:
-    model = parse(
-        """g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y, float[3, 8] z) {
-        h = Sub (one, mask) p = Mul (h, lowest) s = Add (x, p) y = Softmax <axis = -1> (s) z = Mul (x, lowest) }""",
-        one=np.array(1.0), lowest=np.array(-1e12),
-    )  # fmt: skip
-    ones = np.ones((3, 8), np.float32)
-    same(model, SOFTEN_MASKS, {"x": ones, "mask": ones})
+    text = f"{MADE} s = Add (x, p) y = Softmax <axis = -1> (s) z = Mul (x, lowest)"
+    softened(net(text, "float[3, 8] y, float[3, 8] z"), np.ones((3, 8), np.float32))
 
 
 @pytest.mark.parametrize(
     ("between", "shape"), [("t = Mul (s, c)", "3, 8"), ("t = Div (s, c)", "3, 8"), ("t = Unsqueeze (s, axes)", "1, 3, 8")]
 )
 def test_a_temperature_between_the_mask_and_the_softmax_changes_nothing(between: str, shape: str) -> None:
-    weights: dict[str, Any] = {"one": np.array(1.0), "lowest": np.array(-1e12), "c": np.array(0.5 if "Mul" in between else 8.0)}
-    graph = f"""g (float[3, 8] x, float[3, 8] mask) => (float[{shape}] y) {{
-        h = Sub (one, mask) p = Mul (h, lowest) s = Add (x, p) {between} y = Softmax <axis = -1> (t) }}"""
-    model = parse(graph, opset=17, axes=np.array([0], np.int64), **weights)
-    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    assert "Where" in operators(same(model, SOFTEN_MASKS, {"x": x, "mask": mask}))
+    weights: dict[str, Any] = {"c": np.array(0.5 if "Mul" in between else 8.0), "axes": np.array([0], np.int64)}
+    text = f"{MADE} s = Add (x, p) {between} y = Softmax <axis = -1> (t)"
+    assert "Where" in operators(softened(net(text, f"float[{shape}] y", 17, **weights)))
 
 
 def test_a_mask_may_be_taken_off() -> None:
-    model = parse(
-        """g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y) {
-        p = Mul (mask, large) s = Sub (x, p) y = Softmax <axis = -1> (s) }""",
-        large=np.array(1e30),
-    )
-    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
-    mask = np.array([[0] * 8, [1, 0] * 4, [1] * 8], np.float32)
-    assert "Neg" in operators(same(model, SOFTEN_MASKS, {"x": x, "mask": mask}))
+    model = net("p = Mul (mask, large) s = Sub (x, p) y = Softmax <axis = -1> (s)", large=np.array(1e30))
+    assert "Neg" in operators(softened(model, MASK[::-1]))
 
 
 def test_a_penalty_is_no_mask() -> None:
@@ -124,44 +117,27 @@ def test_a_penalty_is_no_mask() -> None:
     ],
 )
 def test_a_mask_that_is_scaled_down_or_up_hides_in_float32(text: str) -> None:
-    model = parse(
-        f"g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y) {{ h = Sub (one, mask) {text} y = Softmax <axis = -1> (t) }}",
-        one=np.array(1.0), lowest=np.array(-1e9), small=np.array(1e-5), large=np.array(1e5),
-    )  # fmt: skip
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    after = same(model, SOFTEN_MASKS, {"x": np.ones((3, 8), np.float32), "mask": mask})
+    numbers: dict[str, Any] = {"lowest": np.array(-1e9), "small": np.array(1e-5), "large": np.array(1e5)}
+    after = softened(net(f"h = Sub (one, mask) {text} y = Softmax <axis = -1> (t)", **numbers))
     assert {"p", "t", "y"} <= {node.name for node in after.graph.node if node.metadata_props}
 
 
 def test_a_mask_that_two_share_is_softened_once() -> None:
-    model = parse(
-        """g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y, float[3, 8] z) {
-        h = Sub (one, mask) p = Mul (h, lowest) s = Add (x, p) y = Softmax <axis = -1> (s)
-        t = Add (y, p) z = Softmax <axis = -1> (t) }""",
-        one=np.array(1.0), lowest=np.array(-1e12),
-    )  # fmt: skip
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    after = same(model, SOFTEN_MASKS, {"x": np.ones((3, 8), np.float32), "mask": mask})
+    text = f"{MADE} s = Add (x, p) y = Softmax <axis = -1> (s) t = Add (y, p) z = Softmax <axis = -1> (t)"
+    after = softened(net(text, "float[3, 8] y, float[3, 8] z"))
     read = {name for node in after.graph.node for name in node.input}
     assert {tensor.name for tensor in after.graph.initializer} <= read
 
 
 def test_a_mask_that_the_model_gives_out_keeps_its_numbers() -> None:
-    model = parse(
-        """g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y, float[3, 8] p) {
-        h = Sub (one, mask) p = Mul (h, lowest) s = Add (x, p) y = Softmax <axis = -1> (s) }""",
-        one=np.array(1.0), lowest=np.array(-1e12),
-    )  # fmt: skip
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    after = same(model, SOFTEN_MASKS, {"x": np.ones((3, 8), np.float32), "mask": mask})
+    after = softened(net(f"{MADE} s = Add (x, p) y = Softmax <axis = -1> (s)", "float[3, 8] y, float[3, 8] p"))
     assert all("halfserve.keep" in {entry.key for entry in node.metadata_props} for node in after.graph.node)
 
 
 def test_a_dead_reader_does_not_hide_the_mask() -> None:
     model = masked()
     model.graph.node.add(op_type="Relu", input=["s"], output=["dead"], name="dead")
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    assert "Where" in operators(same(model, SOFTEN_MASKS, {"x": np.ones((3, 8), np.float32), "mask": mask}))
+    assert "Where" in operators(softened(model))
 
 
 HIDDEN = "h = Cast <to = 1> (m) i = Sub (one, h) "
@@ -196,8 +172,7 @@ def test_masks_that_outgrow_float16_together_are_kept(text: str, names: str, num
 
 @pytest.mark.parametrize(("text", "names", "numbers"), [*OUTGROWN, (OUTGROWN[4][0], "", {"c": np.array(-1e9)})])
 def test_a_row_that_is_hidden_whole_stays_finite(text: str, names: str, numbers: dict[str, Any]) -> None:
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.int64)
-    model, feeds = hidden(text, **numbers), {"x": normal(3, 8), "m": mask}
+    model, feeds = hidden(text, **numbers), {"x": normal(3, 8), "m": MASK.astype(np.int64)}
     half = round_every_node(convert_float_to_float16(model))
     wanted, reached = (Session(one.SerializeToString(), "ORT_DISABLE_ALL").run(dict(feeds))[0] for one in (model, half))
     assert np.isfinite(reached).all()
@@ -244,13 +219,6 @@ def test_a_mask_that_was_softened_is_in_float16() -> None:
 @pytest.mark.parametrize("layers", [2, 3, 5])
 def test_each_softmax_that_shares_a_mask_is_repaired(layers: int) -> None:
     body = " ".join(f"s{i} = Add (x{i}, p) x{i + 1} = Softmax <axis = -1> (s{i})" for i in range(layers))
-    model = parse(
-        f"""g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y) {{
-        x0 = Identity (x) h = Sub (one, mask) p = Mul (h, lowest) {body} y = Identity (x{layers}) }}""",
-        one=np.array(1.0), lowest=np.array(-1e9),
-    )  # fmt: skip
-    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
-    after = same(model, SOFTEN_MASKS, {"x": x, "mask": mask})
+    after = softened(net(f"x0 = Identity (x) {MADE} {body} y = Identity (x{layers})", lowest=np.array(-1e9)))
     assert operators(after).count("Where") == layers
     assert {name for node in after.graph.node for name in node.input} >= {tensor.name for tensor in after.graph.initializer}

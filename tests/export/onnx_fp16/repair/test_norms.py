@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfserve.export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
-from tests.export.onnx_fp16.models import FLOAT16, parse
+from tests.export.onnx_fp16.models import FLOAT16
 from tests.export.onnx_fp16.repair.same import answers, assert_untouched, operators, repaired, same
+from tests.export.stored_models import parse
 
 SQUARES = ("Pow (d, two)", "Mul (d, d)")
 ENDS = ("n = Div (d, s)", "r = Reciprocal (s) n = Mul (d, r)", "r = Reciprocal (s) n = Mul (r, d)")
