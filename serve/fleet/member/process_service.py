@@ -174,9 +174,9 @@ class ProcessService:
             return asked
         async with self.journal.turn(command.turn):
             answer: Message = await local(request)
-            # On a thread, as a load request may contain a model's files.
-            begin = partial(asyncio.to_thread, self.journal.begin)
-            begun = [await begin(kind, name, path, one.SerializeToString()) for kind, name, one in targets]
+            begun = []
+            for kind, name, one in targets:  # on a thread, as a load request may contain a model's files
+                begun.append(await asyncio.to_thread(self.journal.begin, kind, name, path, one.SerializeToString()))
             answers = await self._siblings.ask(path, request, command.answer, timeout_s=command.timeout_s)
             for entry in begun:
                 self.journal.done(entry)
