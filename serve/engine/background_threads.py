@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,6 +37,13 @@ class Worker:
     def stop(self) -> None:
         """End the thread after the submitted jobs, without waiting for it."""
         self._jobs.put(None)
+
+    def hand_over(self, other: Worker) -> None:
+        """Give the waiting jobs to another worker, and end after the running job, if that ever returns."""
+        with suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                other.submit(job[0], *job[1])
+        self.stop()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
