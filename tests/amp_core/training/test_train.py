@@ -135,7 +135,15 @@ def test_resuming_what_is_complete_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 1), ("batch_size", 16), ("dtype", "bfloat16"), ("epochs", 5), ("policy", "cuda"), ("optimizer", f"{HERE}:sgd")],
+    [
+        ("seed", 1),
+        ("batch_size", 16),
+        ("accumulate", 2),
+        ("dtype", "bfloat16"),
+        ("epochs", 5),
+        ("policy", "cuda"),
+        ("optimizer", f"{HERE}:sgd"),
+    ],
 )
 def test_resuming_another_run_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     train(settings(tmp_path, epochs=1))

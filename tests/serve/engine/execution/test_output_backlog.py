@@ -10,7 +10,7 @@ import pytest
 from halfserve.serve.engine.execution import instance
 from halfserve.serve.engine.execution.output_backlog import LARGE_BYTES, OutputBacklog
 from halfserve.serve.engine.tensors import Tensors
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, run
+from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, on_loop
 
 
 class Wide(Fragile):
@@ -26,7 +26,10 @@ class Wide(Fragile):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(LARGE_BYTES + 1, [1, 2]), (LARGE_BYTES, [])])
-def test_the_batch_after_one_with_large_outputs_waits(size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_the_batch_after_one_with_large_outputs_waits(
+    size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend, computed = Wide(size), list[int]()
 
     class Noted(OutputBacklog):
@@ -36,13 +39,10 @@ def test_the_batch_after_one_with_large_outputs_waits(size: int, expected: list[
 
     monkeypatch.setattr(instance, "BACKLOG", Noted())
 
-    async def test() -> None:
-        scene = Scene([backend], None)
-        for number in range(3):
-            await scene.submit(number)
-        await scene.batcher.drain()
-
-    run(test)
+    scene = Scene([backend], None)
+    for number in range(3):
+        await scene.submit(number)
+    await scene.batcher.drain()
     assert computed == expected
 
 
