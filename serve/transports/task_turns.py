@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 TURN_S: Final = 0.0005
+MOST_STEPS: Final = 8  # woken in one iteration: the next ones may take longer than recent ones
 RECENT: Final = 8  # the mean duration of a step is that of about so many recent ones
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class TaskTurns:
         """
         error: BaseException | None = None
         while True:
-            if error is None and not self._has_time():
+            if not isinstance(error, GeneratorExit) and not self._has_time():
                 try:
                     yield from self.turn(client()).__await__()
                 except BaseException as raised:  # noqa: BLE001  (it is the coroutine's)
@@ -120,7 +121,7 @@ class TaskTurns:
         if not self._waiting:
             return
         self._begin()
-        for _ in range(min(len(self._waiting), max(1, int(TURN_S / self._step_s)))):
+        for _ in range(min(len(self._waiting), max(1, int(TURN_S / self._step_s)), MOST_STEPS)):
             self._waiting.take()()
             if self._clock() > self._stop:
                 return

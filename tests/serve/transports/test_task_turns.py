@@ -115,6 +115,31 @@ def test_a_task_that_is_cancelled_while_it_waits_ends() -> None:
     assert scene.order == [(CROWD, number) for number in range(8) if number != 5]
 
 
+def test_tasks_whose_time_limits_end_at_once_take_turns() -> None:
+    scene = Scene()
+
+    async def waits(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            scene.step(CROWD, number, 2 * TURN_S)
+
+    async def whole(number: int) -> None:
+        await scene.turns.run(waits(number), lambda: CROWD)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(whole(number)) for number in range(10)]
+        await scene.go_on()
+        for task in tasks:
+            task.cancel()
+        await scene.go_on()
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(run())
+    assert sorted(scene.order) == [(CROWD, number) for number in range(10)]
+    assert max(map(len, scene.ran.values())) <= 2
+
+
 def test_errors_and_time_limits_reach_the_task() -> None:
     turns, seen = TaskTurns(), list[str]()
 

@@ -7,43 +7,42 @@ import threading
 import numpy as np
 import pytest
 
-from halfserve.serve.engine.execution import instance
-from halfserve.serve.engine.execution.output_backlog import LARGE_BYTES, OutputBacklog
+from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES, MOST_BYTES, OutputBacklog
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, on_loop
 
 
 class Wide(Fragile):
-    """Gives outputs of a number of bytes."""
+    """Gives outputs of a number of bytes.
+
+    Attributes:
+        waited: for each batch, whether a thread has waited for the backlog before.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
+        self.waited: list[bool] = []
         self._size = size
 
     def run(self, inputs: Tensors) -> Tensors:
+        self.waited.append(BACKLOG._is_awaited)
         super().run(inputs)
         return {"y": np.zeros((len(inputs["x"]), self._size), np.uint8)}
 
 
-@pytest.mark.parametrize(("size", "expected"), [(LARGE_BYTES + 1, [1, 2]), (LARGE_BYTES, [])])
+@pytest.mark.parametrize(("size", "expected"), [(LARGE_BYTES + 1, [False, True, True]), (LARGE_BYTES, [False] * 3)])
 @on_loop
-async def test_the_batch_after_one_with_large_outputs_waits(
-    size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, computed = Wide(size), list[int]()
-
-    class Noted(OutputBacklog):
-        def wait(self) -> None:
-            computed.append(len(backend.batches))
-            super().wait()
-
-    monkeypatch.setattr(instance, "BACKLOG", Noted())
-
+async def test_the_batch_after_one_with_large_outputs_waits(size: int, expected: list[bool]) -> None:
+    backend = Wide(size)
     scene = Scene([backend], None)
-    for number in range(3):
-        await scene.submit(number)
-    await scene.batcher.drain()
-    assert computed == expected
+    BACKLOG.add(MOST_BYTES + 1)
+    try:
+        for number in range(3):
+            await scene.submit(number)
+        await scene.batcher.drain()
+    finally:
+        BACKLOG.remove(MOST_BYTES + 1)
+    assert backend.waited == expected
 
 
 def test_waiting_ends_when_enough_is_serialized() -> None:
