@@ -24,14 +24,15 @@ def test_sound_models_pass() -> None:
 Change = Callable[[onnx.ModelProto], object]
 
 
-def put(message: Any, **fields: Any) -> None:
-    """Replace fields of a message, repeated ones by lists."""
+def put(message: Any, **fields: Any) -> Any:
+    """Replace fields of a message, repeated ones by lists, and return it."""
     for name, value in fields.items():
         message.ClearField(name)
         if isinstance(value, list):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)
+    return message
 
 
 @pytest.mark.parametrize(
