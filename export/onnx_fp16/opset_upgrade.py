@@ -121,8 +121,8 @@ def _raise_node(node: onnx_ir.Node, before: int, after: int, names: FreshNames) 
             f"the opset cannot be raised: BatchNormalization {node.name!r} trains; export the model for inference"
         )
     if before < 16 <= after and node.op_type == "RoiAlign":
-        until_then = onnx_ir.AttrString("coordinate_transformation_mode", "output_half_pixel")  # the default before
-        node.attributes.setdefault(until_then.name, until_then)
+        older = onnx_ir.AttrString("coordinate_transformation_mode", "output_half_pixel")  # the default before
+        node.attributes.setdefault(older.name, older)
     if before < 18 <= after and node.op_type in _REDUCTIONS and (axes := node.attributes.pop("axes", None)) is not None:
         node.resize_inputs(2)
         node.replace_input_with(1, _whole_numbers(node, "axes", axes.as_ints(), names))

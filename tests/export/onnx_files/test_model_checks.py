@@ -24,8 +24,8 @@ def test_sound_models_pass() -> None:
 Change = Callable[[onnx.ModelProto], object]
 
 
-def put(message: Any, **fields: Any) -> object:
-    """Replace fields of a message, repeated ones by lists, and return the message."""
+def put(message: Any, **fields: Any) -> Any:
+    """Replace fields of a message, repeated ones by lists, and return it."""
     for name, value in fields.items():
         message.ClearField(name)
         if isinstance(value, list):
