@@ -29,7 +29,7 @@ from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.waiting_requests import is_late
-from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.requests import Answer, CallingExecution, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -440,8 +440,10 @@ def _are_large(results: Results) -> bool:
     last = results[-1]
     if not isinstance(last, Answered):
         return False
-    size = sum([array.nbytes for array in last.answers[0].values()])
-    return size > LARGE_BYTES
+    answer = last.answers[0]
+    # Not the answer's own values: one that lacks a declared output is an error of its request alone.
+    outputs = answer.batch.arrays if isinstance(answer, Answer) else answer
+    return sum([array.nbytes for array in outputs.values()]) > LARGE_BYTES
 
 
 def _first_line(error: Exception) -> str:

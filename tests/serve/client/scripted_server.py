@@ -86,14 +86,18 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
                 return
             yield self._answer("ModelStreamInfer", request, context)
         if self.endless:
-            context.add_callback(self.cancelled.set)
+            self._notice_the_end(context)
             self.release.wait(60)
+
+    def _notice_the_end(self, context: Any) -> None:
+        if not context.add_callback(self.cancelled.set):  # the client has given up already
+            self.cancelled.set()
 
     def _answer(self, method: str, request: bytes, context: Any) -> bytes:
         self.headers = dict(context.invocation_metadata())
         self.calls.append((method, request, context.time_remaining()))
         if method in self.held:
-            context.add_callback(self.cancelled.set)
+            self._notice_the_end(context)
             self.arrived.set()
             self.release.wait(60)
         script = self.answers[method]
