@@ -87,6 +87,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
             yield self._answer("ModelStreamInfer", request, context)
         if self.endless:
             self._notice_the_end(context)
+            self.arrived.set()
             self.release.wait(60)
 
     def _notice_the_end(self, context: Any) -> None:

@@ -62,14 +62,14 @@ class Clock:
 
 
 class RacingClock(Clock):
-    """From an event on, each reading is a second later than the one before."""
+    """Once all events have come, each reading is a second later than the one before."""
 
-    def __init__(self, event: threading.Event) -> None:
+    def __init__(self, *events: threading.Event) -> None:
         super().__init__()
-        self._event = event
+        self._events = events
 
     def monotonic(self) -> float:
-        self.now += self._event.is_set()
+        self.now += all(event.is_set() for event in self._events)
         return self.now
 
 
@@ -333,7 +333,7 @@ def test_a_stream_that_the_server_does_not_end(
     scripted.answers["ModelStreamInfer"] = [streamed("0", 1), streamed("1", 2)]
     scripted.endless = True
     answered = threading.Event()
-    monkeypatch.setattr(streaming, "time", RacingClock(answered))
+    monkeypatch.setattr(streaming, "time", RacingClock(answered, scripted.arrived))
     stream = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=0.1)
     assert [next(stream).outputs["y"].tolist() for _ in range(2)] == [[1], [2]]
     answered.set()
