@@ -64,7 +64,7 @@ OPTIONS = (
     ("do_copy_in_default_stream", "0"),
 )
 REASON_LENGTH = 120
-TIMEOUT_S = 120.0  # of one model of the predictions
+TIMEOUT_S = 120.0  # time limit for one model of the predictions
 CUDA = "CUDAExecutionProvider"
 BOUNDS_MS = {"resnet": 15.0, "minilm": 15.0, "bert": 130.0}  # latency limits on the p99
 WARM_UP_S = 0.5

@@ -175,7 +175,7 @@ class _Walker:
         self._fields_left = max_fields
         self._refer = refer
         self._initializers = 0
-        self.left_out: dict[int, ByteRange] = {}  # of the main graph, by the index of the initializer
+        self.left_out: dict[int, ByteRange] = {}  # bytes of the main graph by initializer index
 
     def model(self) -> bytes:
         return self._rebuilt(0, self._data.size, _Message.MODEL, 0)

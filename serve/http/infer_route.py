@@ -93,7 +93,7 @@ class InferRoute:
             try:  # now, as many answers may wait for the threads that encode them
                 self._bodies.hold_answer(request, len(asked.message) + 2 * len(result))
             except UnavailableError as refusal:
-                answered.set_exception(refusal.with_traceback(None))  # which would keep the result
+                answered.set_exception(refusal.with_traceback(None))  # a traceback would keep the result in memory
             else:
                 answered.set_result(result)
 

@@ -65,7 +65,7 @@ class PieceTransport(asyncio.Transport):
         """
         super().__init__()
         self._transport, self._turns, self._pause, self._resume = transport, turns, pause, resume
-        self._rest: deque[memoryview] = deque()  # what the transport has not got yet
+        self._rest: deque[memoryview] = deque()  # bytes that are still to be given to the transport
         self._rest_bytes = 0
         self._is_due = False  # whether the next piece waits for its turn
         self._closes = False  # whether to close once everything is written

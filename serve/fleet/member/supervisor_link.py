@@ -1,4 +1,4 @@
-"""What a server has of those that it serves with: the link to the supervisor or agent that started it, and its membership."""
+"""The link of a server to the supervisor or agent that started it, and its membership in a fleet."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_DESCRIBED: Final = 65_536  # tokens in one request: 6 MB of JSON, written in 0.1 s
 TEXT_BYTES: Final = 600  # memory of the objects of one text
 SPECIAL_BYTES: Final = 128  # memory of a special token's text
-NO_PLACE: Final = (0, 0)  # of a special token
+NO_PLACE: Final = (0, 0)  # place of a special token
 TOGETHER: Final = 256  # tokens described at once: a description takes 1 us and 500 bytes
 PIECE_BYTES: Final = 16_384  # size of the pieces in which JSON is written
 

@@ -17,7 +17,7 @@ from halfserve.serve.transports.task_turns import ClientQueue
 
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
 PIECE_CHARACTERS: Final = 4096  # tokenized at once, which takes 1 to 6 ms; at least one text
-LONG_CHARACTERS: Final = 16_384  # of a text that takes longer than others may have to wait, 3 to 25 ms
+LONG_CHARACTERS: Final = 16_384  # a text of so many takes 3 to 25 ms, longer than others may wait
 CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, besides its own
 BYTES_PER_CHARACTER: Final = 640  # most memory while a text is tokenized; 50 to 600 were measured
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
