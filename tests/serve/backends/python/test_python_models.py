@@ -308,9 +308,10 @@ def test_requests_share_an_execute_only_with_dynamic_batching(tmp_path: Path) ->
     save_python_model(tmp_path, "alone", code, f"max_batch_size: 8 {tensors}")
     save_python_model(tmp_path, "together", code, f"max_batch_size: 8 dynamic_batching {{}} {tensors}")
     most = {}
-    with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(6) as threads:
+    count = 20  # more than a batch that is executed and one behind it take
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(count) as threads:
         for name in ("alone", "together"):
-            calls = [threads.submit(infer, client, name, np.ones((1, 1), np.float32)) for _ in range(6)]
+            calls = [threads.submit(infer, client, name, np.ones((1, 1), np.float32)) for _ in range(count)]
             batcher = server.call(lambda name=name: server.core.model(name).batcher)  # type: ignore[misc]  # (bound now)
             server.until(lambda batcher=batcher: batcher.waiting >= 4)  # type: ignore[misc]  # (see above)
             (tmp_path / name / "others_wait").touch()
