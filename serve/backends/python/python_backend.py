@@ -165,12 +165,14 @@ class PythonBackend(RequestBackend):
         if is_long or self._is_lost:
             self._runner.let_go()
             return False
-        self._begun = execution = self._executed(requests)
+        execution = self._executed(requests)
 
         def came(tensors: Sequence[WireTensor] | None) -> None:
             ready(tensors is not None and self._reader.is_quick(tensors))
 
-        return bool(execution.numbered) and self._runner.begin(execution.header, execution.tensors, came)
+        is_begun = bool(execution.numbered) and self._runner.begin(execution.header, execution.tensors, came)
+        self._begun = execution  # not if an error was raised: nothing has been sent then
+        return is_begun
 
     @property
     def _is_lost(self) -> bool:

@@ -215,7 +215,10 @@ class Instance:
         backend = self._copy.backend
         if isinstance(backend, RequestBackend) and not job.is_behind:
             job.begun_ns = time.monotonic_ns()
-            job.is_on_loop = backend.begin(requests, partial(self._ready, job))
+            try:
+                job.is_on_loop = backend.begin(requests, partial(self._ready, job))
+            except Exception:  # noqa: BLE001  (the thread meets it again, where an error is the result of the requests)
+                job.begun_ns = 0
         if not job.is_on_loop:
             self._worker.submit(self._compute, job, self._copy)
 

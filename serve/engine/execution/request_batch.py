@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfserve.serve.engine.backend import LaterAnswer, RequestBackend, Reschedule
-from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.backend import LaterAnswer, Outcome, RequestBackend, Reschedule
+from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def run_requests(
     Raises:
         InstanceLostError: this copy of the model is broken; none of the requests has an answer.
     """
-    given = backend.compute(requests)
+    given = _computed(backend, requests)
     computed = time.monotonic_ns()
     results: list[Answered | Failed | PendingAnswers | Rescheduled] = []
     answered: list[InferRequest] = []
@@ -68,3 +72,13 @@ def run_requests(
     if later or not results:
         results.append(PendingAnswers(later, times))
     return results
+
+
+def _computed(backend: RequestBackend, requests: list[InferRequest]) -> Sequence[Outcome]:
+    try:
+        return backend.compute(requests)
+    except InstanceLostError:
+        raise
+    except Exception as error:
+        logger.exception("a batch of requests could not be computed")
+        return [BackendError(f"the model failed on this request: {error}")] * len(requests)

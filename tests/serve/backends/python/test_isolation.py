@@ -18,6 +18,7 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.backends import python_child
+from halfserve.serve.backends.python import model_runners, python_backend
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.config.model_config import config_from_json
@@ -123,6 +124,25 @@ def test_a_load_request_brings_neither_code_nor_an_interpreter(tmp_path: Path) -
         write_upload(tmp_path, {"1/model.py": HEAD.encode()})
     with pytest.raises(InvalidArgumentError, match="sets 'EXECUTION_ENV_PATH', which names programs of the server"):
         config_from_json('{"backend": "python", "parameters": {"EXECUTION_ENV_PATH": {"string_value": "/x"}}}', tmp_path)
+
+
+@pytest.mark.parametrize("step", ["request_message", "ChildProcess.begin"])
+def test_a_request_that_cannot_be_sent_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("it has no JSON")
+
+    save_python_model(tmp_path, "twice")
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        x = np.ones(1, np.float32)
+        with monkeypatch.context() as broken:
+            if step == "request_message":
+                broken.setattr(python_backend, step, fail)
+            else:
+                broken.setattr(model_runners.ChildProcess, "begin", fail)
+                broken.setattr(model_runners.ChildProcess, "call", fail)
+            with pytest.raises(InferenceServerException, match="the model failed on this request: it has no JSON"):
+                infer(client, "twice", x)
+        assert infer(client, "twice", x).tolist() == [2]
 
 
 def test_the_processes_code_needs_numpy_alone() -> None:
