@@ -6,7 +6,7 @@ import errno
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def _check_data_set(data: Dataset[Any], name: str, *, indexable: bool) -> None:
         if indexable:
             raise CheckpointError(f"{name} is an IterableDataset; expected one with a length, whose items can be indexed")
         return
-    if not hasattr(data, "__len__"):
+    if not isinstance(data, Sized):
         either = "" if indexable else ", or an IterableDataset"
         raise CheckpointError(f"{name} has no length; expected a data set with __len__{either}")
     try:

@@ -101,7 +101,9 @@ def main(
         pairs = zip(runs[number], runs[numbers[0]], strict=True)
         row["ratio"] = statistics.median(run.request_us / first.request_us for run, first in pairs)
     if as_json:
-        print(json.dumps({"medians": medians, "runs": {number: list(map(asdict, all_)) for number, all_ in runs.items()}}))
+        print(
+            json.dumps({"medians": medians, "runs": {number: [asdict(run) for run in these] for number, these in runs.items()}})
+        )
         return
     table = Table("processes", *COLUMNS)
     for number, row in medians.items():

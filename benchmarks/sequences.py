@@ -113,7 +113,8 @@ def alone(content: bytes, audio: np.ndarray[Any, np.dtype[np.float32]]) -> np.nd
     for stream, pieces in enumerate(audio):
         state = np.zeros((2, 1, 128), np.float32)
         for step, piece in enumerate(pieces):
-            output, state = session.run(["output", "stateN"], {"input": piece[None], "state": state, "sr": np.array(RATE_HZ)})
+            outputs: Any = session.run(["output", "stateN"], {"input": piece[None], "state": state, "sr": np.array(RATE_HZ)})
+            output, state = outputs
             answers[stream, step] = output[0, 0]
     return answers
 

@@ -49,6 +49,7 @@ class ConversionTarget(Protocol):
     @property
     def model_name(self) -> str:
         """The model's name in the certificate."""
+        ...
 
     def check(self, source: ModelFile) -> None:
         """Check, before any work is done, that a model made from `source` may be written.
@@ -60,12 +61,15 @@ class ConversionTarget(Protocol):
     @contextmanager
     def file(self) -> Iterator[Path]:
         """The file that the model is staged for."""
+        ...
 
     def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:
         """Samples to write beside the model, with their float32 answers (`recorded_samples`); empty for none."""
+        ...
 
     def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:
         """Hashes of the files that are written beside the model, for its certificate (`Certificate.files`)."""
+        ...
 
     def publish(
         self, source: ModelFile, staged: StagedModel, certificate: Certificate | None, recorded: bytes
@@ -75,6 +79,7 @@ class ConversionTarget(Protocol):
         Raises:
             ExportError: It cannot be written; nothing has changed.
         """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ BF16 = HalfType(
     smallest_normal=2.0**-126,
     smallest_subnormal=2.0**-133,
 )
-HALF_TYPES = {half.name: half for half in (FP16, BF16)}
+HALF_TYPES: dict[HalfName, HalfType] = {half.name: half for half in (FP16, BF16)}
 HALF_BY_ELEM_TYPE = {half.elem_type: half for half in (FP16, BF16)}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.fx.node import has_side_effect
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfserve.amp_core.autocast.policy_kernels import require_kernels
@@ -244,9 +245,10 @@ def prepare() -> None:
     Dynamo puts the two calls into its graphs as they are, keeps them although their results are unused, and restores the policy
     when it abandons a trace in the middle of a region, as it does to trace a function again in another way.
     """
-    for function in (_enter_policy, _exit_policy):
+    functions: list[Callable[..., None]] = [_enter_policy, _exit_policy]
+    for function in functions:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-        torch.fx.node.has_side_effect(function)
+        has_side_effect(function)
     from torch._dynamo.callback import callback_handler  # noqa: PLC0415  (only where it is loaded already)
     from torch._dynamo.symbolic_convert import InstructionTranslator  # noqa: PLC0415  (see above)
 

@@ -144,9 +144,10 @@ class BatchSource(Dataset[Any], ABC):
     def _tell_epoch(self, epoch: int) -> None:
         # In the process that makes the batch: a worker has its own copy of the data set.
         if epoch != self._told_epoch:
-            if hasattr(self.dataset, "set_epoch"):
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if set_epoch is not None:
                 try:
-                    self.dataset.set_epoch(epoch)
+                    set_epoch(epoch)
                 except DataError:
                     raise
                 except Exception as error:

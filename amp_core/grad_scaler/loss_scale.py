@@ -74,7 +74,8 @@ def checked_on_min_scale(value: OnMinScale) -> OnMinScale:
 
 
 def checked_hook(value: Hook, name: str) -> Hook:
-    if value is not None and not callable(value):
+    given: object = value
+    if given is not None and not callable(given):
         raise ValueError(f"{name} must be a function of a tensor, or None, got {value!r}")
     return value
 

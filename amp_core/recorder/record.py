@@ -129,7 +129,8 @@ class RecordEntry:
         for name, value in values.items():
             _check(name, value)
         magnitudes = Magnitudes(**{name: values[name] for name in _MAGNITUDES})
-        return cls(**{name: values[name] for name in own} | {"inputs": tuple(values["inputs"])}, magnitudes=magnitudes)
+        entry: dict[str, Any] = {name: values[name] for name in own} | {"inputs": tuple(values["inputs"])}
+        return cls(**entry, magnitudes=magnitudes)
 
 
 def unscaled(magnitude: float | None, scale: float) -> float | None:

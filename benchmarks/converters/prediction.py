@@ -37,6 +37,7 @@ class Device(Protocol):
 
     def run(self, inputs: dict[str, Value], /) -> list[Value]:
         """The outputs in order."""
+        ...
 
 
 def errors_of(case: Case, converted: onnx.ModelProto, device: Device, half: HalfType = FP16) -> Errors:

@@ -8,7 +8,7 @@ Runs in an environment of its own with litserve, torch and transformers, and imp
 import sys
 from typing import Any
 
-import litserve
+import litserve  # pyright: ignore[reportMissingImports]  (in an environment of its own)
 import torch
 import transformers
 from starlette.requests import Request  # LitServe looks at the annotation itself, so that it must not be a text

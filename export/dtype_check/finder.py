@@ -133,6 +133,7 @@ def _record_outputs(watcher: HalfWatcher, expected: object, result: object, half
 
 
 def _labelled(outputs: object) -> dict[str, Tensor]:
+    leaves: list[tuple[Any, object]]
     try:
         leaves = pytree.tree_flatten_with_path(outputs)[0]
     except ValueError:  # a container that its library registered without names for its members, as diffusers does

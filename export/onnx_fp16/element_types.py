@@ -130,7 +130,7 @@ def _signature(domain: str, op_type: str, version: int) -> Signature | None:
 @cache
 def _runtime_signatures() -> Mapping[tuple[str, str], Signature]:
     """The signatures of the installed ONNX Runtime's own operators; loaded only for models that use them."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as runtime  # noqa: PLC0415  (a tenth of a second; see above)
+    from onnxruntime.capi import onnxruntime_pybind11_state as runtime  # noqa: PLC0415  # pyright: ignore  (a tenth of a second; see above)
 
     newest: dict[tuple[str, str], Any] = {}
     for schema in runtime.get_all_operator_schema():

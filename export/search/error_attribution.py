@@ -93,7 +93,7 @@ def measure(searched: SearchedModel, kept: Collection[str], batches: Sequence[Fe
         session = onnxruntime.InferenceSession(serialize(graph.model), _options(), providers=["CPUExecutionProvider"])
         types = {value.name: value.type for value in session.get_inputs()}
         feeds = ({name: cast_for_input(array, types[name]) for name, array in batch.items()} for batch in batches)
-        rows = [session.run([RESULT], feed)[0] for feed in feeds]
+        rows: list[Any] = [session.run([RESULT], feed)[0] for feed in feeds]
     except ExportError:
         raise
     except Exception as error:

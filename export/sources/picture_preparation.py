@@ -160,7 +160,7 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
 
     note = ""
     if options.samples is not None:
-        images: list[Image.Image] = read_pictures(options.samples, options.max_samples)
+        images = read_pictures(options.samples, options.max_samples)
     else:
         folder, note = files("halfserve.export.tasks").joinpath("pictures"), SHIPPED_PICTURES
         images = [crop for name in SHIPPED for crop in _crops(Image.open(BytesIO(folder.joinpath(name).read_bytes())))]

@@ -94,9 +94,10 @@ def text_samples(
     settings = config.get_text_config()
     places = min(tokenizer.model_max_length, getattr(settings, "max_position_embeddings", LONGEST))
     is_masked = MASK in tokenizer.model_input_names
-    given = (texts, [*texts[1:], texts[0]]) if pairs else (texts,)
+    second = [*texts[1:], texts[0]] if pairs else None
     encoded = tokenizer(
-        *given,
+        list(texts),
+        second,
         padding=True if is_masked else "max_length",
         truncation=True,
         max_length=min(places, LONGEST) if is_masked else places,

@@ -172,8 +172,9 @@ def _members(value: Any) -> list[tuple[str, Any]] | None:
     """The named parts of a container; None if it is no container."""
     if isinstance(value, Mapping):
         return [(str(key), member) for key, member in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
+    names = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and names is not None:
+        return list(zip(names, value, strict=True))
     if isinstance(value, tuple | list):
         return [(str(index), member) for index, member in enumerate(value)]
     if is_dataclass(value) and not isinstance(value, type):

@@ -129,7 +129,7 @@ def verify(
         require_finite(feeds.batches, comparison.expected)
         true = None if labels is None else as_array(labels)[: feeds.samples]
         own = _found(comparison, budgets[half.name], accumulators, true, cuda)
-        further = {
+        further: dict[HalfName, PrecisionVerdict] = {
             other.name: _without_plots(
                 _found(comparison.in_precision(other), budgets[other.name], accumulators, true, cuda).verdict
             )

@@ -128,15 +128,17 @@ def index_ranges(program: ExportedProgram) -> dict[str, IndexRange]:
     for node in program.graph.nodes:
         if node.target is not torch.ops.aten.embedding.default:
             continue
-        table, index = node.args[:2]
+        arguments: tuple[Any, ...] = node.args
+        table, index = arguments[:2]
         rows = table.meta["val"].shape[0]
         while index.target in SAME_ELEMENTS:
             index = index.args[0]
-        if index.name not in inputs or not isinstance(rows, int):
+        name: str = index.name
+        if name not in inputs or not isinstance(rows, int):
             continue
-        known = found.get(index.name)
+        known = found.get(name)
         if known is None or rows <= known.high:
-            found[index.name] = IndexRange(0, rows - 1)
+            found[name] = IndexRange(0, rows - 1)
     return found
 
 
@@ -154,7 +156,9 @@ def _size_ranges(program: ExportedProgram) -> Iterator[SizeRange]:
             continue
         sizes: tuple[Any, ...] = tuple(value.shape)  # numbers and symbols
         for dimension, size in enumerate(sizes):
-            bounds = None if isinstance(size, int) else program.range_constraints.get(size.node.expr)
+            if isinstance(size, int):
+                continue
+            bounds = program.range_constraints.get(size.node.expr)
             if bounds is not None:
                 most = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper.is_finite else None
                 symbol, factor, offset = _linear(size.node.expr)

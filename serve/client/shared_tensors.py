@@ -197,7 +197,7 @@ class SharedTensors:
 
 def _rows(metadata: ModelMetadataResponse, inputs: Mapping[str, Any]) -> int | None:
     for tensor in metadata.inputs:
-        shape: tuple[int, ...] = getattr(inputs.get(tensor.name), "shape", ())
+        shape: Any = getattr(inputs.get(tensor.name), "shape", ())
         if len(shape) and len(shape) == len(tensor.shape) and tensor.shape[0] == -1:
             return int(shape[0])
     return None

@@ -205,7 +205,7 @@ def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[s
             return StreamAnswer(index, _outputs(response, wanted), is_final=is_final)
     except ClientError as error:
         return StreamAnswer(index, {}, error, is_final=is_final)
-    number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
+    number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else -1  # no code has this number
     hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
     code = CODE_NAMES.get(number, "UNKNOWN")
     refused = error_of_code(code, response.error_message, retry_after_s=hinted_s(hint))

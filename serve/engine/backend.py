@@ -167,13 +167,16 @@ class Backend(Protocol):
     @property
     def provider(self) -> str:
         """The execution provider in use, such as "CUDAExecutionProvider"."""
+        ...
 
     @property
     def precision(self) -> str:
         """The compute precision in words: "fp16", or "fp32 (the fp16 model, upcast)"."""
+        ...
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """The dtype in which `run` takes the input `name`; it may be wider than on the wire."""
+        ...
 
     def run(self, inputs: Tensors) -> Tensors:
         """Compute every output, in the dtypes of the model's interface.
@@ -185,6 +188,7 @@ class Backend(Protocol):
         Raises:
             Exception: any error of the runtime; the engine turns it into the request's error.
         """
+        ...
 
     def give_up(self) -> None:
         """End a computation that runs on another thread, if the runtime can. This copy is not used again."""
@@ -302,6 +306,7 @@ class Runtime(Protocol):
         Raises:
             ModelLoadError: the file is missing, is not a model of this kind or has inputs that cannot travel on the wire.
         """
+        ...
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
         """Load one copy, ready to run.
@@ -316,6 +321,7 @@ class Runtime(Protocol):
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
         """
+        ...
 
 
 class OnnxOnOpenVino(Protocol):
@@ -329,3 +335,4 @@ class OnnxOnOpenVino(Protocol):
         Raises:
             ModelLoadError: see `Runtime.load`.
         """
+        ...

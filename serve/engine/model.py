@@ -49,33 +49,41 @@ class Composition(Protocol):
     @property
     def provider(self) -> str:
         """The execution providers of its parts, each once."""
+        ...
 
     @property
     def precision(self) -> str:
         """The compute precisions of its parts, each once."""
+        ...
 
     @property
     def models(self) -> frozenset[str]:
         """The names of the models of which it consists, at any depth."""
+        ...
 
     @property
     def parts(self) -> Sequence[str]:
         """One line per part: its model, its provider and precision, and its certificate's verdict."""
+        ...
 
     @property
     def is_decoupled(self) -> bool:
         """Whether one of its parts gives any number of responses to a request."""
+        ...
 
     def labels_of(self, output: str) -> Sequence[str]:
         """Return the class names of an output, which are those of the part that computes it."""
+        ...
 
     @property
     def fault(self) -> str:
         """Reason why no request can be answered now; "" if requests can be answered."""
+        ...
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are likely to be answered."""
+        ...
 
 
 class Holder(Protocol):

@@ -415,9 +415,11 @@ class CallQueue(Protocol):
 
     def holds(self, request: InferRequest) -> bool:
         """Return whether a request has entered the queue and no execution has begun it."""
+        ...
 
     def is_stuck(self, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
         """Return whether each copy's execution is in `asking`, or waits for a request in a queue that is stuck or in `seen`."""
+        ...
 
 
 class CallingExecution:

@@ -146,6 +146,7 @@ class Switch:
 def _look(
     repository: ModelRepository, name: str, declared: DeclaredConfig | None
 ) -> list[tuple[ModelFiles, VersionFingerprint]]:
+    path = repository.paths[0]
     try:
         path = repository.path_of(name)
         bare = path.is_file()

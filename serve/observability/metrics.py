@@ -202,7 +202,7 @@ def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
         yield metric_of(name, text, "counter", values)
     failures = Metric("nv_inference_request_failure", "Requests that got an error, by Triton's reasons", "counter")
     for model in models:
-        counts = dict.fromkeys(TRITON_REASONS, 0)
+        counts: dict[str, int] = dict.fromkeys(TRITON_REASONS, 0)
         for reason, count in model.statistics.totals.failures.items():
             counts[REASONS.get(reason, "BACKEND" if model.composition is None else "OTHER")] += count
         for reason, count in counts.items():

@@ -112,9 +112,11 @@ class TraceFormat(Protocol):
 
     def file(self, path: Path) -> LineFile | ArrayFile:
         """A file that takes what `written` returns; it is opened when it is first written."""
+        ...
 
     def written(self, records: Sequence[TraceRecord]) -> list[str]:
         """The text of some traces."""
+        ...
 
 
 class FileExporter:

@@ -72,6 +72,7 @@ class InferenceEntry(Protocol):
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
     ) -> Cancel:
         """See `Inference.infer`."""
+        ...
 
 
 class AnyInference(InferenceEntry, OutcomeListener, Protocol):
@@ -91,6 +92,7 @@ class WatchableInference(AnyInference, Protocol):
         many: ManyReplies | None = None,
     ) -> Cancel:
         """See `Inference.infer`."""
+        ...
 
 
 class Inference:

@@ -351,6 +351,6 @@ def reflection_methods(services: Iterable[str]) -> dict[str, tuple[type[Message]
     for file in (model_config_pb2, inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
     servicer = reflection.aio.ReflectionServicer([*services, reflection.SERVICE_NAME], pool=pool)
-    answer = partial(servicer.ServerReflectionInfo, unused_context=None)
+    answer: Any = partial(servicer.ServerReflectionInfo, unused_context=None)
     paths = [f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in VERSIONS]
     return dict.fromkeys(paths, (reflection_pb2.ServerReflectionRequest, answer))

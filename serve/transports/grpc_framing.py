@@ -81,6 +81,7 @@ class MessageReader:
             UnsupportedError: the call's encoding is not known here.
         """
         at = 0
+        length: int
         while True:
             if self._missing is None:
                 end = at + PREFIX_BYTES - len(self._prefix)

@@ -29,6 +29,7 @@ class Transport(Protocol):
         Raises:
             BindError: the address is in use, not this machine's, or not allowed.
         """
+        ...
 
     async def give_notice(self) -> None:
         """Ask clients to send further calls elsewhere, and keep serving; called before `stop`."""

@@ -151,8 +151,8 @@ class GraphReplays:
 
     def _computed(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Compute without recording."""
-        outputs: list[Array] = self._session.run(self._wanted, dict(feeds), _run_options(NO_GRAPH))
-        return outputs
+        outputs: Any = self._session.run(self._wanted, dict(feeds), _run_options(NO_GRAPH))
+        return list(outputs)
 
     def _prepare(self, shapes: Shapes, feeds: Mapping[str, Array], outputs: Sequence[Array]) -> None:
         """Allocate buffers of these shapes; the next run with them records."""

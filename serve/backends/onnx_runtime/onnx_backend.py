@@ -153,6 +153,7 @@ class OnnxRuntimeBackend:
             feeds[names[name]] = _as_text(name, inputs[name])
         if self._device_session is not None:
             self._device_session.enter()
+        arrays: Any
         try:
             if self._replays is None:
                 arrays = self._session.run(self._wanted_names, feeds, self._run_options)

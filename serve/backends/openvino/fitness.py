@@ -80,7 +80,7 @@ INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
 # Operators without a right answer to compare with.
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # OpenVINO computes float64 in float32, and texts end its process.
-UNFIT_TYPES = {TensorProto.DOUBLE: "float64", TensorProto.STRING: "text"}
+UNFIT_TYPES: dict[int, str] = {TensorProto.DOUBLE: "float64", TensorProto.STRING: "text"}
 # Reductions whose attribute `axes` (opsets 13 to 17) OpenVINO 2026.4.1 does not read: it reduces over every axis.
 AXES_UNREAD = frozenset({"ReduceL1", "ReduceLogSum", "ReduceLogSumExp"})
 

@@ -53,15 +53,18 @@ class Runner(Protocol):
 
     def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> Reply:
         """See `ChildProcess.call`."""
+        ...
 
     def begin(self, header: dict[str, Any], tensors: Sequence[WireTensor], came: Came) -> bool:
         """See `ChildProcess.begin`."""
+        ...
 
     def let_go(self) -> None:
         """See `ChildProcess.let_go`."""
 
     def reply(self) -> Reply:
         """See `ChildProcess.reply`."""
+        ...
 
     def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
         """See `ChildProcess.answer`."""

@@ -26,9 +26,11 @@ class ServerAccess(Protocol):
 
     def call(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Reply:
         """Have the server do something, and wait for its reply. An error comes as the reply's "error"."""
+        ...
 
     def call_for_many(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Iterator[Reply]:
         """Send a message and yield the replies up to one that has "final"."""
+        ...
 
     def tell(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """Have the server do something, without a reply."""

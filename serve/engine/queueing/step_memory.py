@@ -31,6 +31,7 @@ class BudgetShare(Protocol):
     @property
     def is_short(self) -> bool:
         """Whether memory is short and this share holds more than its part."""
+        ...
 
     def resize(self, size: int) -> None:
         """Set the number of bytes that it holds."""

@@ -138,6 +138,7 @@ class ControllerLink(Protocol):
 
     async def exchange(self, report: Report) -> Orders:
         """Send a report and receive orders: at once if there are new ones, else within 4 * REPORT_S."""
+        ...
 
     async def call(self, path: str, request: bytes) -> bytes:
         """Call a management method of the gRPC API for the whole cluster, by path, with serialized messages.
@@ -145,6 +146,7 @@ class ControllerLink(Protocol):
         Raises:
             InferenceError: the cluster refused the request, or could not carry it out.
         """
+        ...
 
 
 REPORT_S = 0.5  # an agent reports at least this often; with more than 100 members less often, as the controller answers later

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -92,7 +92,7 @@ def start_controller(application: str, options: ControllerOptions, cluster: str 
         options: options of a new controller.
         cluster: id of the cluster if it had a controller before; empty for a new cluster.
     """
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=CALLS)(ControllerActor)
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=CALLS)(ControllerActor)  # pyright: ignore[reportCallIssue]
     # Detached, so that it outlives the replica that started it.
     named = actor.options(name=application, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
     return named.remote(cluster or uuid.uuid4().hex, options)
@@ -108,7 +108,7 @@ class RayLink:
     def __init__(self, application: str, options: ControllerOptions) -> None:
         self._application = application
         self._options = options
-        self._handle: ActorHandle | None = None
+        self._handle: Any = None  # the controller's ActorHandle
         self.cluster = ""
 
     async def connect(self) -> None:
@@ -132,7 +132,7 @@ class RayLink:
             async with asyncio.timeout(limit_s):
                 if self._handle is None:
                     # On a thread, because this asks Ray's head, which may be unreachable.
-                    handle = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
+                    handle: Any = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
                     self.cluster = await handle.join.remote(self._options)
                     self._handle = handle
                 return await self._handle.ask.remote(method, *arguments)
@@ -153,14 +153,15 @@ class ScalingHook:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Compute the number of replicas; Ray Serve calls this about ten times a second, and keeps the state."""
-        figures = context.aggregated_metrics
+        figures = context.aggregated_metrics or {}
         loads = [
             MemberLoad(busy=busy, queue_s=figures["queue_s"][replica], refused=figures["refused"][replica])
             for replica, busy in figures.get("busy", {}).items()
         ]
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         options = replace(self._options, least=least, most=most)
-        return wanted_members(loads, context.target_num_replicas, options, context.policy_state, context.current_time)
+        state, now_s = context.policy_state or {}, cast("float", context.current_time)
+        return wanted_members(loads, context.target_num_replicas, options, state, now_s)
 
 
 class Replica:
