@@ -88,7 +88,8 @@ class StageCommand(OptionCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as raised:
-            error: Any = raised  # of an unknown option, it is of a class in a private module of typer
+            # The error of an unknown option; its class is only in a private module of typer.
+            error: Any = raised
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 word = re.compile(rf"\b{re.escape(error.option_name.lstrip('-'))}\b", re.IGNORECASE)
                 described = [p for p in self.get_params(ctx) if word.search(getattr(p, "help", None) or "")]
