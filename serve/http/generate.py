@@ -31,7 +31,7 @@ from halfserve.serve.http.infer_route import (
     record_refusal,
     set_parameters,
 )
-from halfserve.serve.http.json_tensors import json_text
+from halfserve.serve.http.json_tensors import json_pieces
 from halfserve.serve.http.request_body import BodyReader, RequestMemory, answered_or_gone, memory_held
 from halfserve.serve.http.responses import dump_json, http_status, json_text_response
 from halfserve.serve.http.routes import rpc_response
@@ -246,7 +246,7 @@ def write_response(message: bytes) -> str:
     for entry, raw in zip(response.outputs, tensors, strict=True):
         datatype, shape = BY_WIRE[entry.datatype], list(entry.shape)
         try:
-            values = json_text(from_raw(raw, datatype, shape), datatype)
+            values = b"".join(json_pieces(from_raw(raw, datatype, shape), datatype)).decode()
         except ValueError as error:
             raise InvalidArgumentError(f"output {entry.name!r} {error}") from None
         written += f",{json.dumps(entry.name)}:{values[1:-1] if math.prod(shape) == 1 else values}"

@@ -25,7 +25,7 @@ from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.guards import GRANT, peer_of
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.json_bodies import Fields
-from halfserve.serve.http.json_tensors import array_from_json, json_text
+from halfserve.serve.http.json_tensors import array_from_json, json_pieces
 from halfserve.serve.http.request_body import (
     SMALLEST_WORTH_BYTES,
     BodyReader,
@@ -34,8 +34,9 @@ from halfserve.serve.http.request_body import (
     compressed,
     header_length,
 )
-from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
+from halfserve.serve.http.responses import JSON_TYPE, dump_json
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
+from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
 from halfserve.serve.protocol.service import Service
@@ -305,7 +306,7 @@ def joined(head: ModelInferRequest, raw: list[Buffer]) -> bytes:
     parts: list[Buffer] = [head.SerializeToString(deterministic=True)]
     for tensor in raw:
         parts += (RAW_ENTRY, encoded_varint(len(tensor)), tensor)
-    return b"".join(parts)
+    return join_unlocked(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,14 +329,13 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     if response.parameters:
         content["parameters"] = parameter_values(response.parameters)
     behind: list[Buffer] = []
-    outputs = [
-        _write_output(entry, raw, behind if is_binary(entry.name) else None)
-        for entry, raw in zip(response.outputs, tensors, strict=True)
-    ]
-    text = dump_with_field(content, "outputs", f"[{','.join(outputs)}]").encode()
-    if not any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters):
-        return RestResponse(body=text, json_bytes=None)
-    return RestResponse(body=b"".join([text, *behind]), json_bytes=len(text))
+    text = [_opened(content, "outputs"), b"["]
+    for index, (entry, raw) in enumerate(zip(response.outputs, tensors, strict=True)):
+        text += [b","] if index else []
+        text += _write_output(entry, raw, behind if is_binary(entry.name) else None)
+    text.append(b"]}")
+    follows = any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters)
+    return RestResponse(body=join_unlocked([*text, *behind]), json_bytes=sum(map(len, text)) if follows else None)
 
 
 def parameter_values(parameters: Any) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def parameter_values(parameters: Any) -> dict[str, Any]:
     return {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()}
 
 
-def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: memoryview, behind: list[Buffer] | None) -> str:
+def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: memoryview, behind: list[Buffer] | None) -> list[bytes]:
     shape = list(entry.shape)
     output: dict[str, Any] = {"name": entry.name, "datatype": entry.datatype, "shape": shape}
     there = REGION in entry.parameters
@@ -352,9 +352,14 @@ def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: memoryview, 
         output["parameters"] = {"binary_data_size": len(raw)}
         behind.append(raw)
     if there or behind is not None:
-        return dump_json(output)
+        return [dump_json(output).encode()]
     datatype = BY_WIRE[entry.datatype]
     try:
-        return dump_with_field(output, "data", json_text(from_raw(raw, datatype, shape), datatype))
+        return [_opened(output, "data"), *json_pieces(from_raw(raw, datatype, shape), datatype), b"}"]
     except ValueError as error:
         raise InvalidArgumentError(f"output {entry.name!r} {error}") from None
+
+
+def _opened(content: dict[str, Any], name: str) -> bytes:
+    """A non-empty object as JSON, up to the value of one more field."""
+    return f'{dump_json(content)[:-1]},"{name}":'.encode()

@@ -43,15 +43,16 @@ def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Arra
     return _CONVERTED[family](values, datatype).reshape(tuple(shape))
 
 
-def json_text(array: Array, datatype: Datatype) -> str:
-    """The elements as a flat JSON list. Raises ValueError: an element of BYTES is not UTF-8 text."""
+def json_pieces(array: Array, datatype: Datatype) -> list[bytes]:
+    """The elements as a flat JSON list, to be joined. Raises ValueError: an element of BYTES is not UTF-8 text."""
     flat = array.ravel()
-    pieces = (array_to_json(flat[at : at + PIECE], datatype) for at in range(0, flat.size, PIECE))
-    if datatype.itemsize is None:
-        texts = (json.dumps(piece, separators=(",", ":"))[1:-1] for piece in pieces)  # in ASCII, unlike orjson
-    else:
-        texts = (orjson.dumps(piece)[1:-1].decode() for piece in pieces)
-    return f"[{','.join(texts)}]"
+    pieces: list[bytes] = []
+    for at in range(0, flat.size, PIECE):
+        values = array_to_json(flat[at : at + PIECE], datatype)
+        # Texts in ASCII, which orjson does not write.
+        written = json.dumps(values, separators=(",", ":")).encode() if datatype.itemsize is None else orjson.dumps(values)
+        pieces += (b"," if at else b"[", written[1:-1])
+    return [*pieces, b"]"] if pieces else [b"[]"]
 
 
 def array_to_json(array: Array, datatype: Datatype) -> list[Any]:

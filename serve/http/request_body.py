@@ -19,6 +19,7 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
 from halfserve.serve.security.memory_budget import MemoryBudget
 
@@ -142,7 +143,12 @@ class BodyReader:
                 raise MessageTooLargeError(None, limit, advice)
             pieces.append(piece)
         coding = request.headers.get("content-encoding", "")
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if len(pieces) == 1:
+            body = pieces[0]
+        elif received.size <= self._limits.inline_bytes:
+            body = b"".join(pieces)
+        else:
+            body = await asyncio.to_thread(join_unlocked, pieces)
         if not coding:
             return body
         if len(body) <= SMALL_BYTES:

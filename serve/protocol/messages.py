@@ -17,6 +17,7 @@ from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 from halfserve.serve.engine.requests import Parameter
+from halfserve.serve.protocol.large_bytes import join_unlocked
 
 NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
 FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
@@ -193,7 +194,7 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: Sequence[b
     parts: list[bytes | memoryview] = [head, put_id(request_id), outputs]
     for tensor in raw:
         parts += (raw_tag(len(tensor)), tensor)
-    return b"".join(parts)
+    return join_unlocked(parts)
 
 
 def split_response(data: bytes) -> tuple[bytes, list[memoryview]]:

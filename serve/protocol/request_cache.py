@@ -20,6 +20,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Answer, Parameter, RawLayout, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.protocol.codec import BYTES, RequestedOutput
+from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag, sequence_id
 from halfserve.serve.protocol.raw_tensors import raw_view
 from halfserve.serve.protocol.shared_memory import RegionBinding, RegionSlice, SharedMemory, put_slice
@@ -222,7 +223,7 @@ class ResponseTemplates:
                 for tag, name, row_bytes in template.outputs:
                     parts.append(tag)
                     parts.append(outputs.raw(name, row_bytes))
-                return b"".join(parts)
+                return join_unlocked(parts) if outputs.batch.is_large else b"".join(parts)
         raw: list[bytes | memoryview] = []
         key: list[tuple[tuple[int, ...], int]] = []
         for name, array in outputs.items():
@@ -239,7 +240,8 @@ class ResponseTemplates:
                 raw.append(b"")
                 shared = len(view)
             key.append((tensor.shape, shared))
-        return put_response(self._head, request_id, self._entries_of(tuple(outputs), tuple(key)), raw) + parameters_of(outputs)
+        fixed = self._entries_of(tuple(outputs), tuple(key)) + parameters_of(outputs)
+        return put_response(self._head, request_id, fixed, raw)
 
     def _entries_of(self, names: tuple[str, ...], key: tuple[tuple[tuple[int, ...], int], ...]) -> bytes:
         """Return a message with the entries of the outputs."""

@@ -25,6 +25,7 @@ from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, 
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
+from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
@@ -206,7 +207,7 @@ def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> 
         pieces += (orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY), b",")
     if len(pieces) > 2:
         pieces.pop()
-    return b"".join([*pieces, b"]", behind])
+    return join_unlocked([*pieces, b"]", behind])
 
 
 def json_with_rows(head: Mapping[str, Any], name: str, rows: Iterable[Any]) -> bytes:
