@@ -86,6 +86,16 @@ class Outcome:
     exit_code: int
 
 
+def compute(grpc_address: str, http_address: str, seconds: float) -> str:
+    """Compute and send the server nothing: what it costs the client that the attacker shares its machine."""
+    del grpc_address, http_address
+    end, rounds = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        sum(range(10_000))
+        rounds += 1
+    return f"{rounds} sums of 10,000 numbers"
+
+
 def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
     """Start a server, ask it in quiet for `seconds`, `rate` times a second, then as long again under the attack."""
     token: str | None
