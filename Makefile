@@ -113,7 +113,7 @@ lint: $(READY)
 	$(BIN)/hadolint Dockerfile
 
 types: $(READY)
-	$(BIN)/basedpyright --pythonpath $(BIN)/python & checking=$$!; $(BIN)/mypy; found=$$?; wait $$checking && exit $$found
+	$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python & checking=$$!; $(BIN)/mypy; found=$$?; wait $$checking && exit $$found
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -18,6 +18,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from halfserve.serve.engine.execution.output_backlog import LARGE_BYTES
 from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
@@ -143,12 +144,10 @@ class BodyReader:
                 raise MessageTooLargeError(None, limit, advice)
             pieces.append(piece)
         coding = request.headers.get("content-encoding", "")
-        if len(pieces) == 1:
-            body = pieces[0]
-        elif received.size <= self._limits.inline_bytes:
-            body = b"".join(pieces)
-        else:
+        if received.size > LARGE_BYTES:
             body = await asyncio.to_thread(join_unlocked, pieces)
+        else:
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if not coding:
             return body
         if len(body) <= SMALL_BYTES:
