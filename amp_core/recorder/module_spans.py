@@ -29,7 +29,8 @@ _ACCUMULATION = 2**64 - 1
 
 def _next_number() -> int:
     """The number that the next autograd node of this thread gets."""
-    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]  (torch has no public way)
+    extension: Any = torch._C  # noqa: SLF001  (torch has no public way)
+    return int(extension._autograd._get_sequence_nr())  # noqa: SLF001  (see above)
 
 
 def _task() -> int:

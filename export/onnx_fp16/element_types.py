@@ -130,10 +130,12 @@ def _signature(domain: str, op_type: str, version: int) -> Signature | None:
 @cache
 def _runtime_signatures() -> Mapping[tuple[str, str], Signature]:
     """The signatures of the installed ONNX Runtime's own operators; loaded only for models that use them."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as runtime  # noqa: PLC0415  # pyright: ignore  (a tenth of a second; see above)
+    from onnxruntime import capi  # noqa: PLC0415  (a tenth of a second; see above)
+
+    runtime: Any = capi
 
     newest: dict[tuple[str, str], Any] = {}
-    for schema in runtime.get_all_operator_schema():
+    for schema in runtime.onnxruntime_pybind11_state.get_all_operator_schema():
         key = schema.domain, schema.name
         if schema.domain in RUNTIME_DOMAINS and (key not in newest or newest[key].since_version < schema.since_version):
             newest[key] = schema

@@ -205,7 +205,7 @@ class AsyncStream:
 
     async def _read(self, call: Any) -> None:
         try:
-            while (response := await call.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+            while (response := await call.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]  (its stubs)
                 self._events.put_nowait(response)
             if await call.code() is not grpc.StatusCode.OK:
                 self._events.put_nowait(await _error_of(call))

@@ -223,7 +223,7 @@ def reports_errors(compiled: ov.CompiledModel) -> bool:
 @cache
 def _reports_errors(threads: int) -> bool:
     given = [opset13.parameter([-1, -1], np.float32) for _ in range(2)]
-    model = ov.Model([opset13.result(opset13.add(*given))], given)  # pyright: ignore  (its stubs name another base class)
+    model = ov.Model([opset13.result(opset13.add(*given))], given)  # pyright: ignore[reportGeneralTypeIssues]  (its stubs)
     request = core().compile_model(model, DEVICE, properties(OpenVinoSettings(threads=threads), 0)).create_infer_request()
     for place, array in enumerate((np.zeros((1, 2), np.float32), np.zeros((1, 3), np.float32))):
         request.set_input_tensor(place, ov.Tensor(array))

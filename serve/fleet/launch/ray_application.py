@@ -92,7 +92,8 @@ def start_controller(application: str, options: ControllerOptions, cluster: str 
         options: options of a new controller.
         cluster: id of the cluster if it had a controller before; empty for a new cluster.
     """
-    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=CALLS)(ControllerActor)  # pyright: ignore[reportCallIssue]
+    remote: Any = ray.remote  # its overloads know no such options
+    actor = remote(num_cpus=0, max_restarts=-1, max_concurrency=CALLS)(ControllerActor)
     # Detached, so that it outlives the replica that started it.
     named = actor.options(name=application, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
     return named.remote(cluster or uuid.uuid4().hex, options)

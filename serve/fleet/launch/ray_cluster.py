@@ -72,7 +72,7 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The same lookup as in `ray.init`, whose "auto" would also accept a Ray of any other user on this machine.
-    found = get_ray_address_from_environment(None, None)  # pyright: ignore[reportArgumentType]
+    found = get_ray_address_from_environment(None, None)  # pyright: ignore[reportArgumentType]  (its stubs)
     error = None if found in (None, LOCAL) else _connection_error(str(found))
     if error and os.environ.get("RAY_ADDRESS"):
         raise ClusterError(f"Ray at {found} (RAY_ADDRESS) cannot be reached: {error}")
