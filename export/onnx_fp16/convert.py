@@ -27,12 +27,13 @@ from halfserve.export.onnx_fp16.conversion_report import (
 )
 from halfserve.export.onnx_fp16.conversion_settings import ModelNames, is_marked, mark, require_known, settings_of
 from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
+from halfserve.export.onnx_fp16.float64 import FIRST_OPSET_WITH_CASTS, STAYING
 from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset as upgrade
 from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, blank_plan
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
-from halfserve.export.onnx_fp16.prepare import FIRST_OPSET_WITH_CASTS, STAYING, prepare, repair_model
+from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
 _CERTIFICATE_KEYS = "halfserve.certificate"

@@ -34,7 +34,7 @@ from halfserve.serve.http.request_body import (
     compressed,
     header_length,
 )
-from halfserve.serve.http.responses import JSON_TYPE, dump_json
+from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_up_to
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
@@ -329,7 +329,7 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     if response.parameters:
         content["parameters"] = parameter_values(response.parameters)
     behind: list[Buffer] = []
-    text = [_opened(content, "outputs"), b"["]
+    text = [dump_up_to(content, "outputs").encode(), b"["]
     for index, (entry, raw) in enumerate(zip(response.outputs, tensors, strict=True)):
         text += [b","] if index else []
         text += _write_output(entry, raw, behind if is_binary(entry.name) else None)
@@ -355,11 +355,6 @@ def _write_output(entry: ModelInferResponse.InferOutputTensor, raw: memoryview, 
         return [dump_json(output).encode()]
     datatype = BY_WIRE[entry.datatype]
     try:
-        return [_opened(output, "data"), *json_pieces(from_raw(raw, datatype, shape), datatype), b"}"]
+        return [dump_up_to(output, "data").encode(), *json_pieces(from_raw(raw, datatype, shape), datatype), b"}"]
     except ValueError as error:
         raise InvalidArgumentError(f"output {entry.name!r} {error}") from None
-
-
-def _opened(content: dict[str, Any], name: str) -> bytes:
-    """A non-empty object as JSON, up to the value of one more field."""
-    return f'{dump_json(content)[:-1]},"{name}":'.encode()

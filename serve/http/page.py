@@ -23,7 +23,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionStatus
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
-from halfserve.serve.http.responses import dump_list, dump_with_field, json_response, json_text_response
+from halfserve.serve.http.responses import dump_list, dump_up_to, json_response, json_text_response
 from halfserve.serve.http.tasks.tokenized_models import task_of
 
 STATIC_FILES = {
@@ -145,7 +145,7 @@ class PageState:
             "series": ModelSample._fields,
             "events": guard_events(models),
         }
-        return dump_with_field(content, "models", entries)
+        return f"{dump_up_to(content, 'models')}{entries}}}"
 
 
 def _model(model: Model) -> dict[str, Any]:

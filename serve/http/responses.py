@@ -84,9 +84,9 @@ async def dump_list(entries: Iterable[Any]) -> str:
     return f"[{','.join(texts)}]"
 
 
-def dump_with_field(content: dict[str, Any], name: str, text: str) -> str:
-    """A non-empty object as JSON, with one more field whose value is JSON text."""
-    return f'{dump_json(content)[:-1]},"{name}":{text}}}'
+def dump_up_to(content: dict[str, Any], name: str) -> str:
+    """A non-empty object as JSON, up to the value of one more field."""
+    return f'{dump_json(content)[:-1]},"{name}":'
 
 
 def message_dict(message: Message) -> dict[str, Any]:

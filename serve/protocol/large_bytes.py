@@ -18,7 +18,7 @@ def join_unlocked(parts: Sequence[bytes | memoryview]) -> bytes:
     size = sum([len(part) for part in parts])
     if size <= LARGE_BYTES:
         return b"".join(parts)
-    joined = BytesIO(bytes(size))  # zeros that the system has not made yet; `getvalue` returns them without a copy
+    joined = BytesIO(bytes(size))  # memory that is zero until it is written; `getvalue` does not copy it
     target, start = np.frombuffer(joined.getbuffer(), np.uint8), 0
     for part in parts:
         target[start : start + len(part)] = np.frombuffer(part, np.uint8)
