@@ -48,6 +48,7 @@ MODULES = (
     "engine.requests",
     "engine.tensors",
     "observability.observed_request",
+    "protocol.classification",
     "protocol.codec",
     "protocol.deferred_response",
     "protocol.inference",
