@@ -20,6 +20,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.http import json_bodies as fields
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpLimits, memory_of
 from halfserve.serve.http.infer_route import (
     Buffer,
@@ -34,11 +35,12 @@ from halfserve.serve.http.infer_route import (
 from halfserve.serve.http.json_tensors import json_pieces
 from halfserve.serve.http.request_body import BodyReader, RequestMemory, answered_or_gone, memory_held
 from halfserve.serve.http.responses import dump_json, http_status, json_text_response
-from halfserve.serve.http.routes import rpc_response
+from halfserve.serve.http.routes import MODEL, VERSION, rpc_response
 from halfserve.serve.protocol.inference import AnyInference
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.roles import INFERENCE
 
 EVENT_STREAM = "text/event-stream"
 PARAMETERS = "parameters"
@@ -52,6 +54,14 @@ class GenerateRoute:
         self._service = service
         self._bodies = bodies
         self._limits = limits
+
+    def routes(self) -> list[GuardedRoute]:
+        answers = {"generate": self.answer, "generate_stream": self.stream}
+        return [
+            GuardedRoute(f"{path}/{name}", answer, INFERENCE, method="POST")
+            for path in (MODEL, VERSION)
+            for name, answer in answers.items()
+        ]
 
     async def answer(self, request: Request) -> Response:
         """The model's only response. Raises InferenceError: the request is invalid, refused, or failed, or the model gives

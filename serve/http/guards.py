@@ -1,4 +1,7 @@
-"""ASGI guards: the browser guard refuses other sites' scripts, the token guard requests without a valid token.
+"""Routes with what they require of callers, and the ASGI guards before them.
+
+The route guard finds a request's route; the browser guard refuses other sites' scripts, and the token guard requests without a
+valid token, by that route and never by the text of the path. `RouteAnswers` answers from the same route.
 
 A page of another origin may make a browser send requests here; browsers name that origin in Origin. And a name of that page's
 own may be made to resolve to this machine (DNS rebinding), so that its requests look same-origin; browsers name it in Host.
@@ -14,18 +17,23 @@ that the browser adds by itself.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
 from halfserve.serve.http.responses import error_response, http_status
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.client_limits import network_of
 from halfserve.serve.security.gate import AccessGrant, Gate
-from halfserve.serve.security.roles import Role, path_role
+from halfserve.serve.security.roles import UNKNOWN_ROUTE, Access, Role
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,8 +47,147 @@ HEADERS = (
 )
 EXPOSED = ("retry-after", "inference-header-content-length")  # headers of an answer that pages of other origins may read
 GRANT = "halfserve.grant"  # the key of the gate's AccessGrant in a request's scope
+SERVED = "halfserve.served_path"  # the key of the route guard's ServedPath, or None, in a request's scope
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and separators of lines and paragraphs
 # For Basic, browsers ask their user for a name and a password; the password is the token.
 CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
+
+
+class GuardedRoute(Route):
+    """A route that declares what it requires of callers."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        access: Access,
+        *,
+        method: str = "GET",
+        checks_token: bool = False,
+    ) -> None:
+        """Make the route of one method.
+
+        Args:
+            path: path, with the names of parameters in braces; a parameter has no slash.
+            endpoint: coroutine function that answers.
+            access: requirements, which all routes of a path share.
+            method: HTTP method. HEAD is served where GET is.
+            checks_token: whether `endpoint` checks the token itself once the body has arrived.
+        """
+        super().__init__(path, endpoint, methods=[method])
+        self.access = access
+        self.checks_token = checks_token
+
+    @property
+    def served_methods(self) -> list[str]:
+        return sorted(self.methods or ())
+
+
+class ServedPath:
+    """The routes of one path, by method."""
+
+    def __init__(self, first: GuardedRoute) -> None:
+        """Start with one route, which says what all of them require."""
+        self.path, self.access = first.path, first.access
+        self.routes: dict[str, GuardedRoute] = {}
+        self._regex = first.path_regex
+
+    def add(self, route: GuardedRoute) -> None:
+        """Add the route of another method.
+
+        Raises:
+            ValueError: the path has one for this method, or routes that require something else.
+        """
+        if route.access != self.access:
+            raise ValueError(f"the routes of {self.path} require different things: {self.access} and {route.access}")
+        for method in route.served_methods:
+            if self.routes.setdefault(method, route) is not route:
+                raise ValueError(f"{method} {self.path} has two routes, expected one")
+
+    def parameters(self, path: str) -> dict[str, str] | None:
+        """Return the values of the parameters in a request's path; None if the path is another one."""
+        match = self._regex.fullmatch(path)
+        return None if match is None else match.groupdict()
+
+
+class RouteTable:
+    """Everything that one port serves."""
+
+    def __init__(self, routes: Iterable[GuardedRoute]) -> None:
+        """Sort the routes by path.
+
+        Raises:
+            ValueError: two routes do not go together; see `ServedPath.add`.
+        """
+        self.paths: dict[str, ServedPath] = {}
+        for route in routes:
+            if route.path not in self.paths:
+                self.paths[route.path] = ServedPath(route)
+            self.paths[route.path].add(route)
+        self._patterns = [served for served in self.paths.values() if "{" in served.path]
+        self._literal = {served.path: served for served in self.paths.values() if "{" not in served.path}
+
+    def find(self, path: str) -> tuple[ServedPath | None, dict[str, str]]:
+        """Return what is served at a request's path, and the values of its parameters. Paths without parameters come first."""
+        literal = self._literal.get(path)
+        if literal is not None:
+            return literal, {}
+        for pattern in self._patterns:
+            parameters = pattern.parameters(path)
+            if parameters is not None:
+                return pattern, parameters
+        return None, {}
+
+
+class RouteGuard:
+    """Finds the route of each request, which the other guards and the answer are about; the outermost guard."""
+
+    def __init__(self, app: App, table: RouteTable) -> None:
+        self._app = app
+        self._table = table
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        path = scope["path"]
+        control = None if path.isprintable() else CONTROL.search(path)
+        if control is None:
+            scope[SERVED], scope["path_params"] = self._table.find(path)
+            await self._app(scope, receive, send_guarded)
+            return
+        refusal = f"the path has the control character U+{ord(control[0]):04X}, expected none; send the path without it"
+        await error_response(400, refusal, {"connection": "close"}, path=path)(scope, receive, send_guarded)
+
+
+class RouteAnswers:
+    """Answers a request from the route that the route guard has found."""
+
+    def __init__(self, routes: Iterable[GuardedRoute]) -> None:
+        self._routes = {(route.path, method): route.app for route in routes for method in route.served_methods}
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        served = served_path(scope)
+        if served is None:
+            raise HTTPException(404)
+        answer = self._routes.get((served.path, scope["method"]))
+        if answer is None:
+            raise HTTPException(405, headers={"Allow": ", ".join(served.routes)})
+        await answer(scope, receive, send)
+
+
+def served_path(scope: Message) -> ServedPath | None:
+    """Return what is served at a request's path. Raises KeyError: the request has not passed the route guard."""
+    served: ServedPath | None = scope[SERVED]
+    return served
+
+
+def required_access(scope: Message) -> Access:
+    """Return what a request's route requires. Raises KeyError: the request has not passed the route guard."""
+    served = served_path(scope)
+    return UNKNOWN_ROUTE if served is None else served.access
 
 
 class BrowserGuard:
@@ -67,17 +214,11 @@ class BrowserGuard:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
         refusal = self._refusal(scope, host, headers)
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *HEADERS]
-            await send(message)
-
         if refusal is None:
-            answering = self._shared if self._is_shared(scope["path"]) else self._app
-            await answering(scope, receive, send_guarded)
+            answering = self._shared if self._is_shared(scope) else self._app
+            await answering(scope, receive, send)
         else:
-            await error_response(403, refusal, path=scope["path"])(scope, receive, send_guarded)
+            await error_response(403, refusal, path=scope["path"])(scope, receive, send)
 
     def _refusal(self, scope: Message, host: str, headers: dict[bytes, bytes]) -> str | None:
         if self._checks_names and not self._is_known(host):
@@ -85,7 +226,7 @@ class BrowserGuard:
         origin = headers.get(b"origin")
         if origin is None or scope["method"] in SAFE:
             return None
-        if self._is_shared(scope["path"]) and ("*" in self._origins or origin.decode("latin-1") in self._origins):
+        if self._is_shared(scope) and ("*" in self._origins or origin.decode("latin-1") in self._origins):
             return None
         _, _, own = origin.decode("latin-1").lower().partition("://")
         if own != host:
@@ -94,9 +235,9 @@ class BrowserGuard:
             return f"pages at {host[:100]!r} may not send this request; start the server with --http-allowed-host for its name"
         return None
 
-    def _is_shared(self, path: str) -> bool:
-        """Whether pages of other origins may ask for the path."""
-        return bool(self._origins) and path_role(path) in (None, Role.INFER)
+    def _is_shared(self, scope: Message) -> bool:
+        """Whether pages of other origins may send the request."""
+        return bool(self._origins) and required_access(scope).role in (None, Role.INFER)
 
     def _is_known(self, host: str) -> bool:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
@@ -129,19 +270,18 @@ class TokenGuard:
         gate.on_change(self._restricted.clear)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        path = scope["path"]
         try:
             count = sum(name == b"authorization" for name, _ in scope["headers"])
             if count > 1:  # a proxy may have checked another one than this server would
                 raise InvalidArgumentError(f"the request has {count} authorization headers; expected one")
-            grant = self._gate.admit_path(path, scope["headers"])
+            grant = self._gate.admit_route(required_access(scope), scope["headers"])
             grant.charge(peer_of(scope))
         except InferenceError as error:
             status, text, headers = http_status(error)
             if isinstance(error, UnauthenticatedError):
                 headers["www-authenticate"] = CHALLENGE
             headers["connection"] = "close"  # the body is not read
-            await error_response(status, text, headers, path=path)(scope, receive, send)
+            await error_response(status, text, headers, path=scope["path"])(scope, receive, send)
             return
         scope[GRANT] = grant
         app = self._app
@@ -150,8 +290,9 @@ class TokenGuard:
             if service not in self._restricted:
                 self._restricted[service] = self._app_of(service)
             app = self._restricted[service]
-        # An inference request is checked again when it is queued.
-        await app(scope, receive if path.endswith("/infer") else _checked(grant, receive), send)
+        served = served_path(scope)
+        route = None if served is None else served.routes.get(scope["method"])
+        await app(scope, receive if route is not None and route.checks_token else _checked(grant, receive), send)
 
 
 def _checked(grant: AccessGrant, receive: Receive) -> Receive:

@@ -22,7 +22,7 @@ from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.guards import GRANT, peer_of
+from halfserve.serve.http.guards import GRANT, GuardedRoute, peer_of
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.json_bodies import Fields
 from halfserve.serve.http.json_tensors import array_from_json, json_pieces
@@ -35,12 +35,14 @@ from halfserve.serve.http.request_body import (
     header_length,
 )
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_up_to
+from halfserve.serve.http.routes import MODEL, VERSION
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant
+from halfserve.serve.security.roles import INFERENCE
 
 T = TypeVar("T")
 RAW_ENTRY = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
@@ -56,6 +58,12 @@ class InferRoute:
         self._service = service
         self._bodies = bodies
         self._limits = limits
+
+    def routes(self) -> list[GuardedRoute]:
+        # The token is checked again when the request is queued.
+        return [
+            GuardedRoute(f"{path}/infer", self.answer, INFERENCE, method="POST", checks_token=True) for path in (MODEL, VERSION)
+        ]
 
     async def answer(self, request: Request) -> Response:
         """Infer.

@@ -15,16 +15,17 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.protos.certificates import CERTIFICATE, SCHEMA
 from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionStatus
 from halfserve.serve.engine.tensors import TensorSpec
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
 from halfserve.serve.http.responses import dump_list, dump_up_to, json_response, json_text_response
 from halfserve.serve.http.tasks.tokenized_models import task_of
+from halfserve.serve.security.roles import DESCRIPTION, STATISTICS
 
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -61,12 +62,12 @@ class Page:
         """The page of some of the models, for a restricted token."""
         return Page(core, self)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Route("/", self.index),
-            Route("/ui/state", self.state),
-            Route("/ui/certificates/{model}/{version}", self.certificate),
-            Route("/ui/{file}", self.file),
+            GuardedRoute("/", self.index, DESCRIPTION),
+            GuardedRoute("/ui/state", self.state, STATISTICS),
+            GuardedRoute("/ui/certificates/{model}/{version}", self.certificate, STATISTICS),
+            GuardedRoute("/ui/{file}", self.file, STATISTICS),
         ]
 
     def start(self) -> None:

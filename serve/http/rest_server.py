@@ -6,12 +6,12 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.http.generate import GenerateRoute
-from halfserve.serve.http.guards import App, BrowserGuard, TokenGuard
+from halfserve.serve.http.guards import App, BrowserGuard, GuardedRoute, RouteAnswers, RouteGuard, RouteTable, TokenGuard
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.infer_route import InferRoute
@@ -19,8 +19,6 @@ from halfserve.serve.http.page import Page
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import HANDLERS, on_unexpected
 from halfserve.serve.http.routes import (
-    MODEL,
-    VERSION,
     ModelRoutes,
     SettingRoutes,
     SharedMemoryRoutes,
@@ -75,7 +73,7 @@ class RestServer:
         self._texts = TokenizedModels(core)
         self.routes = self._routes(service)  # everything that the first port answers
 
-        def server(routes_of: Callable[[Service], list[Route]], name: str, port: int) -> HttpServer:
+        def server(routes_of: Callable[[Service], list[GuardedRoute]], name: str, port: int) -> HttpServer:
             return HttpServer(
                 guarded_application(routes_of, service, host, options, guard.gate),
                 host,
@@ -110,15 +108,12 @@ class RestServer:
         if self._page is not None:
             self._page.start()
 
-    def _routes(self, service: Service) -> list[Route]:
+    def _routes(self, service: Service) -> list[GuardedRoute]:
         """The routes of the first port, for a service that may be restricted to some models."""
         core = service.core
-        infer = InferRoute(core, service, self._bodies, self._options.limits)
-        generate = GenerateRoute(service, self._bodies, self._options.limits)
         routes = [
-            *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
-            *(Route(f"{path}/generate", generate.answer, methods=["POST"]) for path in (MODEL, VERSION)),
-            *(Route(f"{path}/generate_stream", generate.stream, methods=["POST"]) for path in (MODEL, VERSION)),
+            *InferRoute(core, service, self._bodies, self._options.limits).routes(),
+            *GenerateRoute(service, self._bodies, self._options.limits).routes(),
             *ModelRoutes(service, self._bodies).routes(),
             *SharedMemoryRoutes(service, self._bodies).routes(),
             *SettingRoutes(service, self._bodies).routes(),
@@ -144,29 +139,29 @@ class RestServer:
             await server.stop(grace_s)
 
 
-def application(routes: list[Route], host: str, options: HttpOptions) -> App:
+def application(routes: list[GuardedRoute], host: str, options: HttpOptions) -> App:
     """An ASGI application that answers these routes without authentication."""
-    return _browser_guard(_starlette(routes), host, options)
+    return _guarded(_answers(routes), routes, host, options)
 
 
 def guarded_application(
-    routes_of: Callable[[Service], list[Route]], service: Service, host: str, options: HttpOptions, gate: Gate | None
+    routes_of: Callable[[Service], list[GuardedRoute]], service: Service, host: str, options: HttpOptions, gate: Gate | None
 ) -> App:
     """An ASGI application that answers admitted requests, each from the models that its token permits.
 
     `routes_of` makes the routes of a service. Without a gate, all requests are admitted.
     """
+    routes = routes_of(service)
     if gate is None:
-        return application(routes_of(service), host, options)
-    guarded = TokenGuard(lambda seen: _starlette(routes_of(seen)), service, gate)
-    return _browser_guard(guarded, host, options)
+        return application(routes, host, options)
+    return _guarded(TokenGuard(lambda seen: _answers(routes_of(seen)), service, gate), routes, host, options)
 
 
-def _browser_guard(app: App, host: str, options: HttpOptions) -> App:
-    return BrowserGuard(app, host=host, allowed_hosts=options.allowed_hosts, allowed_origins=options.allowed_origins)
+def _guarded(app: App, routes: list[GuardedRoute], host: str, options: HttpOptions) -> App:
+    guard = BrowserGuard(app, host=host, allowed_hosts=options.allowed_hosts, allowed_origins=options.allowed_origins)
+    return RouteGuard(guard, RouteTable(routes))
 
 
-def _starlette(routes: list[Route]) -> Starlette:
-    app = Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: on_unexpected})
-    app.router.redirect_slashes = False
-    return app
+def _answers(routes: list[GuardedRoute]) -> App:
+    answers: App = ExceptionMiddleware(RouteAnswers(routes), HANDLERS)
+    return ServerErrorMiddleware(answers, on_unexpected)

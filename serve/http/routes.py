@@ -15,14 +15,28 @@ from typing import Any
 from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError, UnavailableError
 from halfserve.serve.http import json_bodies as fields
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import dump_list, empty_response, json_response, json_text_response, message_dict
 from halfserve.serve.protocol.service import SERVICE, Service
+from halfserve.serve.security.roles import (
+    DESCRIPTION,
+    HEALTH,
+    LOGGING,
+    METADATA,
+    METRICS,
+    MODEL_CONFIG,
+    MODEL_READY,
+    REPOSITORY_CHANGE,
+    REPOSITORY_INDEX,
+    SHARED_MEMORY,
+    STATISTICS,
+    TRACE,
+)
 
 MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version}"
@@ -30,7 +44,7 @@ REPOSITORY_MODEL = "/v2/repository/models/{model}"
 FILE = "file:"
 LEVELS = "trace_level"  # the only setting with several values
 
-_post = partial(Route, methods=["POST"])
+_post = partial(GuardedRoute, method="POST")
 
 
 class ModelRoutes:
@@ -41,23 +55,23 @@ class ModelRoutes:
         self._bodies = bodies
         self._call, self._done = partial(rpc_response, service), partial(_done, service)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[GuardedRoute]:
         found = [
-            Route("/v2", self.server_metadata),
-            Route("/v2/", self.server_metadata),
-            Route("/v2/health/live", self.live),
-            Route("/v2/health/ready", self.ready),
-            Route("/v2/models/stats", self.statistics),
-            _post("/v2/repository/index", self.repository_index),
-            _post(f"{REPOSITORY_MODEL}/load", self.load),
-            _post(f"{REPOSITORY_MODEL}/unload", self.unload),
+            GuardedRoute("/v2", self.server_metadata, METADATA),
+            GuardedRoute("/v2/", self.server_metadata, METADATA),
+            GuardedRoute("/v2/health/live", self.live, HEALTH),
+            GuardedRoute("/v2/health/ready", self.ready, HEALTH),
+            GuardedRoute("/v2/models/stats", self.statistics, STATISTICS),
+            _post("/v2/repository/index", self.repository_index, REPOSITORY_INDEX),
+            _post(f"{REPOSITORY_MODEL}/load", self.load, REPOSITORY_CHANGE),
+            _post(f"{REPOSITORY_MODEL}/unload", self.unload, REPOSITORY_CHANGE),
         ]
         for path in (MODEL, VERSION):
             found += [
-                Route(path, self.model_metadata),
-                Route(f"{path}/ready", self.model_ready),
-                Route(f"{path}/config", self.model_config),
-                Route(f"{path}/stats", self.statistics),
+                GuardedRoute(path, self.model_metadata, METADATA),
+                GuardedRoute(f"{path}/ready", self.model_ready, MODEL_READY),
+                GuardedRoute(f"{path}/config", self.model_config, MODEL_CONFIG),
+                GuardedRoute(f"{path}/stats", self.statistics, STATISTICS),
             ]
         return found
 
@@ -133,15 +147,17 @@ class SharedMemoryRoutes:
         self._bodies = bodies
         self._call, self._done = partial(rpc_response, service), partial(_done, service)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[GuardedRoute]:
         found = []
         for kind, register in (("System", self.system_register), ("Cuda", self.cuda_register)):
             base = f"/v2/{kind.lower()}sharedmemory"
             region = base + "/region/{region}"
             for path in (base, region):  # all regions, or the one of a name
-                found.append(Route(f"{path}/status", partial(self._status, f"{kind}SharedMemoryStatus"), methods=["GET"]))
-                found.append(_post(f"{path}/unregister", partial(self._unregister, f"{kind}SharedMemoryUnregister")))
-            found.append(_post(f"{region}/register", register))
+                status = partial(self._status, f"{kind}SharedMemoryStatus")
+                unregister = partial(self._unregister, f"{kind}SharedMemoryUnregister")
+                found.append(GuardedRoute(f"{path}/status", status, SHARED_MEMORY))
+                found.append(_post(f"{path}/unregister", unregister, SHARED_MEMORY))
+            found.append(_post(f"{region}/register", register, SHARED_MEMORY))
         return found
 
     async def system_register(self, request: Request) -> Response:
@@ -180,10 +196,13 @@ class SettingRoutes:
         self._bodies = bodies
         self._call = partial(rpc_response, service)
 
-    def routes(self) -> list[Route]:
-        found = [Route("/v2/logging", self.log_settings, methods=["GET"]), _post("/v2/logging", self.set_log_settings)]
+    def routes(self) -> list[GuardedRoute]:
+        found = [
+            GuardedRoute("/v2/logging", self.log_settings, LOGGING),
+            _post("/v2/logging", self.set_log_settings, LOGGING),
+        ]
         for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
-            found += [Route(path, self.trace_settings, methods=["GET"]), _post(path, self.set_trace_settings)]
+            found += [GuardedRoute(path, self.trace_settings, TRACE), _post(path, self.set_trace_settings, TRACE)]
         return found
 
     async def trace_settings(self, request: Request) -> Response:
@@ -272,7 +291,7 @@ def _setting_text(name: str, value: object) -> str:
     return str(value)
 
 
-def metrics_route(service: Service) -> Route:
+def metrics_route(service: Service) -> GuardedRoute:
     """GET /metrics, for Prometheus."""
 
     async def answer(_: Request) -> Response:
@@ -281,10 +300,10 @@ def metrics_route(service: Service) -> Route:
         body, content_type = await (service.exposition or partial(module.exposition, service.core))()
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
-    return Route("/metrics", answer)
+    return GuardedRoute("/metrics", answer, METRICS)
 
 
-def openapi_route(service: Service) -> Route:
+def openapi_route(service: Service) -> GuardedRoute:
     """GET /openapi.json: the REST interface, described for tools."""
 
     async def answer(_: Request) -> Response:
@@ -292,7 +311,7 @@ def openapi_route(service: Service) -> Route:
         content["info"]["version"] = service.server_metadata(pb.ServerMetadataRequest()).version
         return json_response(content)
 
-    return Route("/openapi.json", answer)
+    return GuardedRoute("/openapi.json", answer, DESCRIPTION)
 
 
 def openapi_document() -> dict[str, Any]:

@@ -12,7 +12,8 @@ from halfserve.option_groups import reading
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.observability.metrics import latency_figures
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
-from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
+from halfserve.serve.security.restricted_apis import GRPC_PREFIX, restricted_group
+from halfserve.serve.security.roles import Api
 from halfserve.serve.security.security_options import RestrictedGroup
 
 _as_triton = partial(typer.Option, rich_help_panel="As in Triton")
@@ -41,7 +42,7 @@ class AsTriton:
         _as_triton(
             hide_input=True,
             help="APIS:KEY=VALUE, such as inference,metadata:key=secret: calls of these need the header "
-            f"{GRPC_PREFIX}KEY with this value; may be repeated. APIs: {', '.join(APIS)}.",
+            f"{GRPC_PREFIX}KEY with this value; may be repeated. APIs: {', '.join(Api)}.",
         ),
     ] = None
     http_restricted_api: Annotated[

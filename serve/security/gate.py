@@ -13,8 +13,9 @@ from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError,
 from halfserve.serve.protocol.inference import WatchableInference
 from halfserve.serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
-from halfserve.serve.security.restricted_apis import Header, RestrictedApis
-from halfserve.serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, ModelRights, Role, method_role, path_role
+from halfserve.serve.security.restricted_apis import Header, RestrictedApis, check_header
+from halfserve.serve.security.roles import METHODS, UNKNOWN_METHOD, Access, ModelRights, Role
+from halfserve.serve.security.security_options import RestrictedGroup
 from halfserve.serve.security.tokens import CHANGED_TOKEN, TokenHolder, Tokens
 
 Count = Callable[[InferenceError], None]
@@ -72,23 +73,22 @@ class Gate:
             PermissionDeniedError: the token does not carry the role, the RPC is served on another port, or the call lacks a
                 header.
         """
-        is_admin = path in ADMIN_METHODS
-        return self._admit(method_role(path), headers, partial(self._restricted.check_method, path), is_admin=is_admin)
+        access = METHODS.get(path, UNKNOWN_METHOD)
+        return self._admit(access, headers, self._restricted.grpc.get(access.api))
 
-    def admit_path(self, path: str, headers: Sequence[Header]) -> AccessGrant:
-        """Admit an HTTP request, as `admit_method` admits a call."""
-        is_admin = ADMIN_PATHS.fullmatch(path) is not None
-        return self._admit(path_role(path), headers, partial(self._restricted.check_path, path), is_admin=is_admin)
+    def admit_route(self, access: Access, headers: Sequence[Header]) -> AccessGrant:
+        """Admit an HTTP request by what its route requires, as `admit_method` admits a call."""
+        return self._admit(access, headers, self._restricted.http.get(access.api))
 
-    def _admit(
-        self, role: Role | None, headers: Sequence[Header], check: Callable[[Sequence[Header]], None], *, is_admin: bool
-    ) -> AccessGrant:
-        tokens, shown = self._tokens, [value for name, value in headers if name == b"authorization"]
+    def _admit(self, access: Access, headers: Sequence[Header], restriction: RestrictedGroup | None) -> AccessGrant:
+        tokens, role = self._tokens, access.role
+        shown = [value for name, value in headers if name == b"authorization"]
         authorization = shown[0] if shown else None
         bearer: Bearer | None = None
         try:
-            check(headers)
-            if is_admin and self._admin_elsewhere:
+            if restriction is not None:
+                check_header(restriction, headers)
+            if access.is_admin and self._admin_elsewhere:
                 raise PermissionDeniedError(ADMIN_ELSEWHERE)
             if tokens is not None:
                 if len(shown) > 1:

@@ -1,11 +1,10 @@
-"""Authorization: the role that each method and path requires, and the models that a token may be used for.
+"""Authorization: what each method and route requires of its callers, and the models that a token may be used for.
 
-A method or path that is not listed requires the highest role.
+METHODS lists the RPCs; one that is missing requires the highest role. A REST route cannot be made without an `Access`.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -29,62 +28,75 @@ class Role(StrEnum):
     ADMIN = "admin"
 
 
-OPEN_METHODS = frozenset(
-    {
-        f"/{SERVICE}/ServerLive",
-        f"/{SERVICE}/ServerReady",
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/Watch",
-    }
-)
-ADMIN_METHODS = frozenset(
-    f"/{SERVICE}/{name}" for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
-)
-INFER_METHODS = (
-    "ModelInfer",
-    "ModelStreamInfer",
-    "ModelReady",
-    "ServerMetadata",
-    "ModelMetadata",
-    "ModelConfig",
-    "ModelStatistics",
-    "RepositoryIndex",
-)
-ROLES: dict[str, Role] = {
-    **dict.fromkeys(ADMIN_METHODS, Role.ADMIN),
-    **{f"/{SERVICE}/{name}": Role.INFER for name in INFER_METHODS},
+class Api(StrEnum):
+    """Groups of methods and routes that a header can be required for, by Triton's names."""
+
+    HEALTH = "health"
+    METADATA = "metadata"
+    INFERENCE = "inference"
+    SHARED_MEMORY = "shared-memory"
+    MODEL_CONFIG = "model-config"
+    MODEL_REPOSITORY = "model-repository"
+    STATISTICS = "statistics"
+    TRACE = "trace"
+    LOGGING = "logging"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a method or a route requires of its callers.
+
+    Attributes:
+        role: role that the caller's token must carry; None admits callers without a token, and does not limit their rate.
+        api: group whose restriction applies; None if no restriction can.
+        is_admin: whether it changes the server, so that a server with an admin port serves it on that port alone.
+    """
+
+    role: Role | None
+    api: Api | None
+    is_admin: bool = False
+
+
+HEALTH = Access(None, Api.HEALTH)
+METADATA = Access(Role.INFER, Api.METADATA)
+INFERENCE = Access(Role.INFER, Api.INFERENCE)
+MODEL_READY = Access(Role.INFER, Api.HEALTH)
+MODEL_CONFIG = Access(Role.INFER, Api.MODEL_CONFIG)
+STATISTICS = Access(Role.INFER, Api.STATISTICS)
+REPOSITORY_INDEX = Access(Role.INFER, Api.MODEL_REPOSITORY)
+REPOSITORY_CHANGE = Access(Role.ADMIN, Api.MODEL_REPOSITORY, is_admin=True)
+SHARED_MEMORY = Access(Role.SHARED_MEMORY, Api.SHARED_MEMORY)
+TRACE = Access(Role.ADMIN, Api.TRACE, is_admin=True)
+LOGGING = Access(Role.ADMIN, Api.LOGGING, is_admin=True)
+METRICS = Access(Role.METRICS, None)
+DESCRIPTION = Access(Role.INFER, None)  # what the server offers: the page, the OpenAPI document, reflection
+UNKNOWN_ROUTE = DESCRIPTION  # a path without a route has no answer but 404, which says where the list is
+UNKNOWN_METHOD = Access(Role.ADMIN, None)
+METHODS: dict[str, Access] = {
+    f"/{SERVICE}/ServerLive": HEALTH,
+    f"/{SERVICE}/ServerReady": HEALTH,
+    "/grpc.health.v1.Health/Check": HEALTH,
+    "/grpc.health.v1.Health/Watch": HEALTH,
+    f"/{SERVICE}/ModelReady": MODEL_READY,
+    f"/{SERVICE}/ServerMetadata": METADATA,
+    f"/{SERVICE}/ModelMetadata": METADATA,
+    f"/{SERVICE}/ModelInfer": INFERENCE,
+    f"/{SERVICE}/ModelStreamInfer": INFERENCE,
+    f"/{SERVICE}/ModelConfig": MODEL_CONFIG,
+    f"/{SERVICE}/ModelStatistics": STATISTICS,
+    f"/{SERVICE}/RepositoryIndex": REPOSITORY_INDEX,
+    f"/{SERVICE}/RepositoryModelLoad": REPOSITORY_CHANGE,
+    f"/{SERVICE}/RepositoryModelUnload": REPOSITORY_CHANGE,
     **{
-        f"/{SERVICE}/{kind}SharedMemory{what}": Role.SHARED_MEMORY
+        f"/{SERVICE}/{kind}SharedMemory{what}": SHARED_MEMORY
         for kind in ("System", "Cuda")
         for what in ("Status", "Register", "Unregister")
     },
-    "/halfserve.Cluster/Watch": Role.INFER,
-    **{f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": Role.INFER for version in ("v1", "v1alpha")},
+    f"/{SERVICE}/TraceSetting": TRACE,
+    f"/{SERVICE}/LogSettings": LOGGING,
+    "/halfserve.Cluster/Watch": DESCRIPTION,
+    **{f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": DESCRIPTION for version in ("v1", "v1alpha")},
 }
-OPEN_PATHS = re.compile("/v2/health/(live|ready)")
-ADMIN_PATHS = re.compile("/v2/repository/models/.*|/v2/logging|/v2(/models/.*)?/trace/setting")
-# The first match decides.
-PATHS: tuple[tuple[re.Pattern[str], Role], ...] = (
-    (ADMIN_PATHS, Role.ADMIN),
-    (re.compile("/metrics"), Role.METRICS),
-    (re.compile("/v2/(system|cuda)sharedmemory/.*"), Role.SHARED_MEMORY),
-    (re.compile("/v2/?|/v2/models/.*|/v2/repository/index"), Role.INFER),
-    # Text endpoints.
-    (re.compile("/v1/(models(/.*)?|embeddings|rerank)|/v2/rerank|/(embed|rerank|predict|info|tokenize)"), Role.INFER),
-    (re.compile(r"/|/ui/.*|/openapi\.json"), Role.INFER),
-)
-
-
-def method_role(path: str) -> Role | None:
-    """Return the role that an RPC requires, by its path; None if it is open to all."""
-    return None if path in OPEN_METHODS else ROLES.get(path, Role.ADMIN)
-
-
-def path_role(path: str) -> Role | None:
-    """Return the role that an HTTP path requires; None if it is open to all."""
-    if OPEN_PATHS.fullmatch(path):
-        return None
-    return next((role for pattern, role in PATHS if pattern.fullmatch(path)), Role.ADMIN)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_count, shown, truncates
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import CLASSIFICATION, labels_of
+from halfserve.serve.security.roles import INFERENCE
 
 RESULT_BYTES = 48  # JSON of one result, without the label
 
@@ -27,8 +28,8 @@ class ClassificationRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[Route]:
-        return [Route("/predict", self.tei, methods=["POST"])]
+    def routes(self) -> list[GuardedRoute]:
+        return [GuardedRoute("/predict", self.tei, INFERENCE, method="POST")]
 
     async def tei(self, request: Request) -> Response:
         """All classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.error_forms import InputError
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import (
     flag_field,
@@ -30,6 +30,7 @@ from halfserve.serve.http.tasks.text_bodies import (
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS
+from halfserve.serve.security.roles import INFERENCE
 
 DIMENSIONS = "halfserve.embedding_dimensions"
 IDS_SETTING = "halfserve.token_ids"
@@ -44,8 +45,11 @@ class EmbeddingRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[Route]:
-        return [Route("/v1/embeddings", self.openai, methods=["POST"]), Route("/embed", self.tei, methods=["POST"])]
+    def routes(self) -> list[GuardedRoute]:
+        return [
+            GuardedRoute("/v1/embeddings", self.openai, INFERENCE, method="POST"),
+            GuardedRoute("/embed", self.tei, INFERENCE, method="POST"),
+        ]
 
     async def openai(self, request: Request) -> Response:
         """A vector of length 1 for each input, as numbers or as base64 of little-endian float32."""

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
@@ -30,6 +29,7 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import LACKING
 from halfserve.serve.http.error_forms import InputError
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.infer_route import inference_entry, joined, named, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.responses import JSON_TYPE
@@ -41,6 +41,7 @@ from halfserve.serve.http.tasks.text_endpoint import json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import labels_of, task_of
 from halfserve.serve.http.tasks.tokenizing import TokenizerThreads
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.roles import INFERENCE
 
 IMAGE_CLASSIFICATION: Final = "image-classification"
 TOP: Final = 5  # classes of an answer, where a request does not say how many
@@ -70,8 +71,8 @@ class PictureRoutes:
         self._bodies = bodies
         self._threads = threads
 
-    def routes(self) -> list[Route]:
-        return [Route(f"{path}/classify", self.classify, methods=["POST"]) for path in (MODEL, VERSION)]
+    def routes(self) -> list[GuardedRoute]:
+        return [GuardedRoute(f"{path}/classify", self.classify, INFERENCE, method="POST") for path in (MODEL, VERSION)]
 
     async def classify(self, request: Request) -> Response:
         """The best classes of a picture: the body is a picture file, or JSON with one in base64. Raises InferenceError: the

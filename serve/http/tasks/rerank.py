@@ -12,11 +12,11 @@ from uuid import uuid4
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import (
     flag_field,
@@ -30,6 +30,7 @@ from halfserve.serve.http.tasks.text_bodies import (
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import RERANK
+from halfserve.serve.security.roles import INFERENCE
 
 RESULT_BYTES = 64  # JSON of one result, without the document
 
@@ -40,11 +41,11 @@ class RerankRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Route("/v1/rerank", self.cohere, methods=["POST"]),
-            Route("/v2/rerank", self.cohere, methods=["POST"]),
-            Route("/rerank", self.tei, methods=["POST"]),
+            GuardedRoute("/v1/rerank", self.cohere, INFERENCE, method="POST"),
+            GuardedRoute("/v2/rerank", self.cohere, INFERENCE, method="POST"),
+            GuardedRoute("/rerank", self.tei, INFERENCE, method="POST"),
         ]
 
     async def cohere(self, request: Request) -> Response:

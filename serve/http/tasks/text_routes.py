@@ -6,11 +6,10 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, NotFoundError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.guards import client_of
+from halfserve.serve.http.guards import GuardedRoute, client_of
 from halfserve.serve.http.responses import json_in_pieces, json_response
 from halfserve.serve.http.tasks.classification import ClassificationRoutes
 from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
@@ -19,6 +18,7 @@ from halfserve.serve.http.tasks.rerank import RerankRoutes
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS, RERANK, TEXT_TASKS, labels_of, task_of
+from halfserve.serve.security.roles import INFERENCE, METADATA
 
 OWNER = "halfserve"
 
@@ -29,12 +29,12 @@ class TextRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{model}", self.model, methods=["GET"]),
-            Route("/info", self.info, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
+            GuardedRoute("/v1/models", self.models, METADATA),
+            GuardedRoute("/v1/models/{model}", self.model, METADATA),
+            GuardedRoute("/info", self.info, METADATA),
+            GuardedRoute("/tokenize", self.tokenize, INFERENCE, method="POST"),
             *EmbeddingRoutes(self._endpoint).routes(),
             *RerankRoutes(self._endpoint).routes(),
             *ClassificationRoutes(self._endpoint).routes(),

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.rest_server import application
 from halfserve.serve.http.unread_answer import PIECE_BYTES, PieceTransport
+from halfserve.serve.security.roles import DESCRIPTION
 from halfserve.serve.transports.task_turns import task_turns
 from tests.serve.engine.fakes import HOLD_S
 from tests.serve.running_server import RunningServer
@@ -33,7 +34,7 @@ def test_a_large_answer_arrives_whole(server: RunningServer, requests: bytes, en
     async def large(_: Request) -> Response:
         return Response(BODY)
 
-    app = application([Route("/large", large)], "127.0.0.1", HttpOptions())
+    app = application([GuardedRoute("/large", large, DESCRIPTION)], "127.0.0.1", HttpOptions())
     listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
     port = server.run(listening.start())
     with socket.create_connection(("127.0.0.1", port), HOLD_S) as peer:

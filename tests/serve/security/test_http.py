@@ -16,15 +16,17 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import Response
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.http.guards import GuardedRoute, RouteTable
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.protocol.service import SERVICE
 from halfserve.serve.security.file_reload import DAY_S
 from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.roles import Role, path_role
+from halfserve.serve.security.roles import INFERENCE, METADATA, Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.security.tokens import new_token
@@ -208,8 +210,8 @@ def test_every_path_has_a_role_of_its_own(server: RunningServer) -> None:
     rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", HttpOptions(port=0, metrics_port=None)))
     roles: dict[str, set[str]] = {}
     for route in rest.routes:
-        assert isinstance(route, Route)
-        roles.setdefault(path_role(route.path) or "open", set()).add(route.path)
+        roles.setdefault(route.access.role or "open", set()).add(route.path)
+    assert roles[Role.ADMIN] == {route.path for route in rest.routes if route.access.is_admin}
     assert roles[Role.ADMIN] == {
         "/v2/logging",
         "/v2/trace/setting",
@@ -220,7 +222,21 @@ def test_every_path_has_a_role_of_its_own(server: RunningServer) -> None:
     assert roles["open"] == {"/v2/health/live", "/v2/health/ready"}
     assert roles[Role.METRICS] == {"/metrics"}
     assert all("sharedmemory" in path for path in roles[Role.SHARED_MEMORY])
-    assert path_role("/v2/anything/new") is Role.ADMIN
+
+
+def test_a_route_says_what_it_requires_and_its_path_only_once() -> None:
+    async def answer(_: Request) -> Response:
+        return Response()
+
+    with pytest.raises(TypeError, match="access"):
+        GuardedRoute("/new", answer)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="the routes of /new require different things"):
+        RouteTable([GuardedRoute("/new", answer, METADATA), GuardedRoute("/new", answer, INFERENCE, method="POST")])
+    table = RouteTable([GuardedRoute("/new", answer, METADATA), GuardedRoute("/new/{model}", answer, METADATA)])
+    assert [table.find(path)[1] for path in ("/new", "/new/a", "/new/a\n")] == [{}, {"model": "a"}, {"model": "a\n"}]
+    assert [table.find(path)[0] for path in ("/new\n", "/new/", "/new/a/", "/NEW", "/new/a/b", "new", "")] == [None] * 7
+    with pytest.raises(ValueError, match="GET /new has two routes, expected one"):
+        RouteTable([GuardedRoute("/new", answer, METADATA), GuardedRoute("/new", answer, METADATA)])
 
 
 class Site:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import grpc
 import httpx
 import pytest
-from starlette.routing import Route
 
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH
-from halfserve.serve.security.restricted_apis import APIS, GRPC_PREFIX, restricted_group
+from halfserve.serve.security.restricted_apis import GRPC_PREFIX, restricted_group
+from halfserve.serve.security.roles import METHODS, Api
 from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.security.guarded import call, guarded_server, infer, infer_request
@@ -64,12 +64,12 @@ def test_each_method_and_path_of_the_protocol_is_in_one_api() -> None:
         options = HttpOptions(port=0, metrics_port=None)
         rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", options))
         methods = {*server.service.unary, *server.service.streams, INFER_PATH, INFER_STREAM_PATH}
-        paths = {route.path for route in rest.routes if isinstance(route, Route)}
-    in_apis = [method for api in APIS.values() for method in api.methods]
-    assert sorted(in_apis) == sorted(method for method in methods if "reflection" not in method)
-    for path in paths:
-        found = [name for name, api in APIS.items() if api.paths.fullmatch(path)]
-        assert len(found) == (path not in {"/", "/metrics", "/openapi.json"}), path
+    assert {method for method in methods if METHODS[method].api is None} == {
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")
+    }
+    assert {METHODS[method].api for method in methods} == {*Api, None}
+    assert {route.path for route in rest.routes if route.access.api is None} == {"/", "/metrics", "/openapi.json"}
+    assert {route.access.api for route in rest.routes} == {*Api, None}
 
 
 @pytest.mark.parametrize(
