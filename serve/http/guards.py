@@ -49,8 +49,9 @@ EXPOSED = ("retry-after", "inference-header-content-length")  # headers of an an
 GRANT = "halfserve.grant"  # the key of the gate's AccessGrant in a request's scope
 SERVED = "halfserve.served_path"  # the key of the route guard's ServedPath, or None, in a request's scope
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and separators of lines and paragraphs
-# For Basic, browsers ask their user for a name and a password; the password is the token.
-CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
+# For Basic, browsers ask their user for a name and a password; the password is the token. Each has a line of its own, as
+# Chromium reads only the first scheme of a line.
+CHALLENGES = ('Bearer realm="halfserve"', 'Basic realm="halfserve", charset="UTF-8"')
 
 
 class GuardedRoute(Route):
@@ -278,10 +279,11 @@ class TokenGuard:
             grant.charge(peer_of(scope))
         except InferenceError as error:
             status, text, headers = http_status(error)
-            if isinstance(error, UnauthenticatedError):
-                headers["www-authenticate"] = CHALLENGE
             headers["connection"] = "close"  # the body is not read
-            await error_response(status, text, headers, path=scope["path"])(scope, receive, send)
+            response = error_response(status, text, headers, path=scope["path"])
+            for challenge in CHALLENGES if isinstance(error, UnauthenticatedError) else ():
+                response.headers.append("www-authenticate", challenge)
+            await response(scope, receive, send)
             return
         scope[GRANT] = grant
         app = self._app

@@ -1,6 +1,6 @@
 // The precision certificate of a model: the verdict, its figures, and how far off the outputs were.
 import { columns } from "./charts.js";
-import { badge, h, number, show } from "./dom.js";
+import { ask, badge, h, number, show } from "./dom.js";
 
 const NAMES = { rounded: "as a GPU rounds", runtime: "as the CPU computes", cuda: "on CUDA" };
 
@@ -21,7 +21,7 @@ export class CertificateCard {
     show(this.element, key, () => [title, h("p", { class: "empty" }, "loading")]);
     const path = `/ui/certificates/${encodeURIComponent(model.name)}/${model.version}`;
     try {
-      const response = await fetch(path);
+      const response = await ask(path);
       const content = await response.json();
       if (this.element.dataset.key !== key) return;
       const parts = response.ok ? card(content, path) : [h("p", { class: "error" }, content.error)];

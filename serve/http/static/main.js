@@ -1,6 +1,6 @@
 // Asks the server once a second what it does, and shows it.
 import { CertificateCard } from "./certificate.js";
-import { h } from "./dom.js";
+import { ask, h } from "./dom.js";
 import { Plots, cards, facts, figures, guard, heading, idOf, uptime } from "./models.js";
 import { Try } from "./try.js";
 
@@ -15,7 +15,7 @@ let plots = null;
 
 async function poll() {
   try {
-    const response = await fetch(`/ui/state?since=${latest}`, { signal: AbortSignal.timeout(5000) });
+    const response = await ask(`/ui/state?since=${latest}`, { signal: AbortSignal.timeout(5000) });
     if (!response.ok) throw new Error(String(response.status));
     take(await response.json());
     draw();

@@ -1,5 +1,5 @@
 // The form that sends a request, and the answer.
-import { badge, h, number, shapeText, show } from "./dom.js";
+import { ask, badge, h, number, shapeText, show } from "./dom.js";
 import { OWN, PICTURE, TEXT, answered, classOf, colours, elements, fills, make, middle, pictureSize } from "./tensors.js";
 import { proposed, request, textLines, textRequest, written } from "./tensors.js";
 
@@ -144,7 +144,7 @@ async function posted(path, body) {
   const started = performance.now();
   let response;
   try {
-    response = await fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body });
+    response = await ask(path, { method: "POST", headers: { "content-type": "application/json" }, body });
   } catch {
     throw new Error("the server did not answer; it may be stopping, or the connection is lost");
   }

@@ -12,6 +12,7 @@ from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.security import PortSecurity
 from tests.serve.running_server import RunningServer
 
 
@@ -26,6 +27,7 @@ def running_http(
     observe: ObserveOptions | None = None,
     forwarded: ForwardedHeaders | None = None,
     budget: MemoryBudget | None = None,
+    guard: PortSecurity | None = None,
 ) -> Iterator[RestServer]:
     """HTTP on the core of a running server; a free port takes the place of the default one of the metrics.
 
@@ -39,7 +41,7 @@ def running_http(
             server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe, forwarded=forwarded
         )
     )
-    rest = server.call(lambda: RestServer(server.core, service, host, options, budget=budget))
+    rest = server.call(lambda: RestServer(server.core, service, host, options, guard, budget=budget))
     server.run(rest.start())
     try:
         yield rest

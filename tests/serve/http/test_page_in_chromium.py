@@ -14,11 +14,15 @@ import pytest
 
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.security_options import SecurityOptions
 from tests.models import save_mlp, save_picky
 from tests.serve.conftest import load_repository, vouched
 from tests.serve.http.chromium import Tab, chromium, find_chromium
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
+from tests.serve.security.guarded import tokens_in
 
 HOSTILE = '<img src=x onerror="document.title=1">&amp;'
 FIGURES = {"max_abs_error": 1e-3, "max_scaled_error": 2e-3, "cosine": 0.999999, "agreement": 1.0}
@@ -90,6 +94,19 @@ def test_it_shows_the_models_and_one_of_them(tab: Tab, url: str) -> None:
     assert tab.read("document.querySelector('#status').textContent") == "ready"
     assert "CPUExecutionProvider" in tab.read("document.querySelector('#heading').innerText")
     assert tab.read("document.title").startswith("mlp")
+
+
+def test_a_browser_signs_in_with_a_token_as_password(
+    tab: Tab, served: tuple[RunningServer, RestServer], tmp_path: Path
+) -> None:
+    token = tokens_in(tmp_path / "tokens", alice=Role.INFER)["alice"]
+    server, _ = served
+    options = SecurityOptions(token_file=tmp_path / "tokens")
+    security = server.call(lambda: Security(options, server.core.figures.refuse))
+    with running_http(server, guard=security.main) as rest:
+        tab.open(f"http://anybody:{token}@127.0.0.1:{rest.port}/#mlp%2F1")
+        tab.wait_for(READY)
+        assert "FP16 [1, 10]" in send(tab)
 
 
 def test_names_are_text_and_never_markup(tab: Tab, url: str) -> None:
