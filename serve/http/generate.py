@@ -160,8 +160,7 @@ class Responses:
         Raises ClientDisconnect: the client has disconnected.
         """
         coming = asyncio.ensure_future(self.next())
-        await answered_or_gone(request, coming, self.give_up)
-        if coming.cancelled():
+        if not await answered_or_gone(request, coming, self.give_up):
             raise ClientDisconnect
         return coming.result()
 

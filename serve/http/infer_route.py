@@ -112,8 +112,7 @@ class InferRoute:
         except InferenceError as error:
             inference.failed(asked.message, error)
             raise
-        await answered_or_gone(request, answered, cancel)
-        if answered.cancelled():
+        if not await answered_or_gone(request, answered, cancel):
             inference.gone(asked.message)
             raise ClientDisconnect
         failure = answered.exception()

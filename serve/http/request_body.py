@@ -187,11 +187,11 @@ async def client_gone(request: Request) -> None:
         pass
 
 
-async def answered_or_gone(request: Request, answered: asyncio.Future[Any], cancel: Callable[[], None]) -> None:
+async def answered_or_gone(request: Request, answered: asyncio.Future[Any], cancel: Callable[[], None]) -> bool:
     """Wait for an answer, or until the client has closed the connection; the answer is then cancelled.
 
-    The answer may be an error, which is not raised here. `cancel` is called if there is no answer: the client has gone, or this
-    wait is cancelled.
+    Returns whether there is an answer; it may be an error, which is not raised here. `cancel` is called if there is none: the
+    client has gone, or this wait is cancelled.
     """
     gone = asyncio.create_task(client_gone(request))
     waited: list[asyncio.Future[Any]] = [answered, gone]
@@ -204,6 +204,7 @@ async def answered_or_gone(request: Request, answered: asyncio.Future[Any], canc
         gone.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await gone
+    return answered.done() and not answered.cancelled()  # a task that was cancelled just now is not done yet
 
 
 def header_length(request: Request, body_bytes: int) -> int | None:

@@ -86,8 +86,7 @@ class RowRequests(Generic[R]):
         """
         self._client = client_of(request.scope)
         self._fill()
-        await answered_or_gone(request, self.answered, self._cancel)
-        if self.answered.cancelled():
+        if not await answered_or_gone(request, self.answered, self._cancel):
             self._entry.gone(self._maker.message(self._rows[0]))
             raise ClientDisconnect
         self.answered.result()

@@ -220,7 +220,7 @@ def test_a_full_queue_and_a_spent_time_have_their_statuses() -> None:
 
 
 @pytest.mark.parametrize("entry", ["infer", "generate", "generate_stream"])
-def test_a_client_that_goes_frees_its_place(entry: str) -> None:
+def test_a_client_that_goes_frees_its_place(entry: str, caplog: pytest.LogCaptureFixture) -> None:
     body = held_body(2) if entry == "infer" else {"x": 2}
     backend = HeldBackend(held=True)
     with (
@@ -237,6 +237,7 @@ def test_a_client_that_goes_frees_its_place(entry: str) -> None:
         backend.release.set()
         assert b'"data":[2.0]' in read_answer(first)
         assert backend.batches == [[1.0]]
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Client) -> None:
