@@ -13,14 +13,14 @@ from importlib import import_module, resources
 from typing import Any
 
 from google.protobuf.message import Message
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError, UnavailableError
 from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.guards import GuardedRoute
-from halfserve.serve.http.request_body import BodyReader
+from halfserve.serve.http.request_body import BodyReader, answered_or_gone
 from halfserve.serve.http.responses import dump_list, empty_response, json_response, json_text_response, message_dict
 from halfserve.serve.protocol.service import SERVICE, Service
 from halfserve.serve.security.roles import (
@@ -127,9 +127,11 @@ class ModelRoutes:
         """Load or reload a model; parameters "config" (JSON) and "file:<path>" (base64) override what is on disk."""
         name = request.path_params["model"]
         body = await self._bodies.read(request)
-        return await self._done(
-            "RepositoryModelLoad", await self._bodies.understand(body, lambda body: _load_request(name, body))
-        )
+        message = await self._bodies.understand(body, lambda body: _load_request(name, body))
+        loading = asyncio.ensure_future(self._done("RepositoryModelLoad", message))
+        if not await answered_or_gone(request, loading, lambda: None):
+            raise ClientDisconnect
+        return loading.result()
 
     async def unload(self, request: Request) -> Response:
         """Unload a model after its accepted requests are answered."""

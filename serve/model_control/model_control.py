@@ -117,9 +117,8 @@ class ModelControl:
         """Load or reload a model by request; see `InferenceCore.load`."""
         self._require_explicit("loaded")
         check_name(name)
-        # A load that has begun is finished even if the client disconnects.
         if caller is None:
-            await asyncio.shield(self._task(self._load(name, config, files)))
+            await self._load_for_client(name, config, files)
             return
         if caller in self._waited_for_by(name):
             raise FailedPreconditionError(
@@ -154,6 +153,19 @@ class ModelControl:
             if not self._unreadable:
                 logger.warning("%s", error)
             self._unreadable = True
+
+    async def _load_for_client(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load a model of the repository, even if the client disconnects; its own files only for a client that waits.
+
+        A model that hangs would otherwise block later loads until its time limit.
+        """
+        loading = self._task(self._load(name, config, files))
+        try:
+            await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            if files:
+                loading.cancel()
+            raise
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._copies is None or files:

@@ -96,6 +96,14 @@ class Switch:
         except ModelLoadError as error:
             self._refuse(repository, name, [files.version], error)
             return error
+        except asyncio.CancelledError:
+            self._refuse(
+                repository,
+                name,
+                [files.version],
+                ModelLoadError(f"{files.model}: its load was given up, because its client has gone"),
+            )
+            raise
         except Exception as error:
             logger.exception("%s: failed to load", label, extra={"model": label})
             unknown = ModelLoadError(f"{files.model}: {type(error).__name__} while it was loaded; the server's log says more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import logging
@@ -59,7 +60,13 @@ class UploadedModels:
                 "model files in a load request are refused here; put them into the repository, or start the server with "
                 "--model-uploads"
             )
-        folder = await self._thread.run(_written, name, config, files)
+        # Files are written to their end even if the client goes, so that the folder is known and can be deleted.
+        writing = asyncio.ensure_future(self._thread.run(_written, name, config, files))
+        try:
+            folder = await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            writing.add_done_callback(_delete)
+            raise
         self._folders.setdefault(name, []).append(folder)
         return ModelRepository(Path(folder.name))
 
@@ -83,6 +90,12 @@ class UploadedModels:
         for folders in self._folders.values():
             for folder in folders:
                 folder.cleanup()
+
+
+def _delete(written: asyncio.Future[tempfile.TemporaryDirectory[str]]) -> None:
+    """Delete the files of a client that has gone."""
+    if not written.cancelled() and written.exception() is None:
+        written.result().cleanup()
 
 
 def _written(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,31 @@ AGAIN_S = 1.0  # seconds until the next attempt to start a thread
 QUICK_S = 1.0
 
 
+class GivenUp:
+    """Whether the result of a function is wanted no longer, and what ends it early. Used on both threads."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._enders: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        for end in list(self._enders):
+            end()
+
+    def when_set(self, end: Callable[[], None]) -> None:
+        """Call `end`, on any thread, once the result is wanted no longer; at once if that is so already. It may come twice."""
+        self._enders.append(end)
+        if self._is_set:
+            end()
+
+
+_GIVEN_UP: ContextVar[GivenUp | None] = ContextVar("given_up", default=None)  # of the function that runs on a LoaderThread
+
+
 class _Run(Generic[T]):
     """One function's run on the thread. All methods but `tell` are called on the event loop."""
 
@@ -42,6 +68,8 @@ class _Run(Generic[T]):
         self._limit_s = limit_s
         self._leave_behind = leave_behind
         self._overdue: asyncio.TimerHandle | None = None
+        self.given_up = GivenUp()
+        self.has_started = self.has_ended = False  # set on the thread
 
     def tell(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -61,7 +89,16 @@ class _Run(Generic[T]):
         else:
             self.done.set_exception(error)
 
+    def abandon(self) -> None:
+        """End the function early, or skip it, because its caller has gone."""
+        self.given_up.set()
+        if self.has_started and not self.has_ended:
+            self._give_up()
+
     def _give_up(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self.given_up.set()
         try:
             self._leave_behind()  # even if its caller has gone, because the function blocks those behind it
         except RuntimeError:  # the process may start no more threads, so the functions behind it wait
@@ -82,19 +119,26 @@ class LoaderThread:
         self._name = name
         self._worker = Worker(name)
         self._works_long = works_long
+        self._is_stopped = False
         self.in_service = False
 
     async def run(self, function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
         """Run `function(*arguments)` on the thread; its errors pass through.
 
+        A function that takes longer than `limit_s` seconds, or whose caller is cancelled, is abandoned: a thread cannot be
+        killed, so a new one runs the following functions. `GivenUp.when_set` ends it early.
+
         Raises:
-            TimeoutError: it takes longer than `limit_s` seconds. As a thread cannot be killed, it is abandoned, and a new one
-                runs the following functions.
+            TimeoutError: it takes longer than `limit_s` seconds.
         """
         run: _Run[T] = _Run(asyncio.get_running_loop(), limit_s, self._leave_behind)
 
         def work() -> None:
             result, failure = None, None
+            run.has_started = True
+            if run.given_up:
+                return
+            token = _GIVEN_UP.set(run.given_up)
             try:
                 run.tell(run.begin)
                 with self._manners():
@@ -102,10 +146,16 @@ class LoaderThread:
                     result = function(*arguments)
             except BaseException as error:  # noqa: BLE001  (the caller gets every error)
                 failure = error
+            _GIVEN_UP.reset(token)
+            run.has_ended = True
             run.tell(run.end, result, failure)
 
         self._worker.submit(work)
-        return await run.done
+        try:
+            return await run.done
+        except asyncio.CancelledError:
+            run.abandon()
+            raise
 
     def step_aside(self) -> None:
         """Run the following functions on another thread, because the running function waits for one of them.
@@ -115,6 +165,8 @@ class LoaderThread:
         self._leave_behind()
 
     def _leave_behind(self) -> None:
+        if self._is_stopped:
+            return
         after = Worker(self._name)
         before, self._worker = self._worker, after
         before.hand_over(after)
@@ -129,6 +181,7 @@ class LoaderThread:
 
     def stop(self) -> None:
         """End the thread after the running function. Does not wait for it."""
+        self._is_stopped = True
         self._worker.stop()
 
 
@@ -161,6 +214,9 @@ class VersionLoader:
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
             pause()
             version = load_version(files, self.runtime, self.placement, self.defaults)
+            if (given_up := _GIVEN_UP.get()) is not None:
+                for backend in version.backends:
+                    given_up.when_set(backend.give_up)
             _report_ignored(version)
             _report_certificate(version, verdict)
             pause()

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import socket
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import grpc
+import numpy as np
+import onnx
 import pytest
 import tritonclient.grpc as triton
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException
 
+from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.model_control.uploads import check_name, write_upload
-from tests.models import save_mlp
-from tests.serve.model_control.controlled import ask, controlled_server
-from tests.serve.running_server import RunningServer
+from halfserve.serve.protocol.service import SERVICE
+from tests.models import save_counter, save_mlp
+from tests.serve.http.running_http import running_http
+from tests.serve.http.test_inference import wait_until
+from tests.serve.model_control.controlled import ask, controlled_server, lines, wait_for
+from tests.serve.running_server import WAIT_S, RunningServer
 
 
 @pytest.fixture
@@ -73,6 +86,56 @@ def test_an_upload_that_cannot_be_stored_is_refused(
     temporary.mkdir()
     client.load_model("new", config="{}", files={"file:1/model.onnx": model})
     assert ask(client, "new")
+
+
+@contextmanager
+def over_grpc(server: RunningServer, _: RestServer, name: str, content: bytes) -> Iterator[Callable[[], None]]:
+    """Load a model with its file; yields what gives the load up."""
+    request = pb.RepositoryModelLoadRequest(model_name=name)
+    request.parameters["config"].string_param = "{}"
+    request.parameters["file:1/model.onnx"].bytes_param = content
+    with grpc.insecure_channel(server.address) as channel:
+        yield channel.unary_unary(f"/{SERVICE}/RepositoryModelLoad").future(request.SerializeToString()).cancel
+
+
+@contextmanager
+def over_rest(_: RunningServer, rest: RestServer, name: str, content: bytes) -> Iterator[Callable[[], None]]:
+    body = {"parameters": {"config": "{}", "file:1/model.onnx": base64.b64encode(content).decode()}}
+    data = json.dumps(body).encode()
+    head = f"POST /v2/repository/models/{name}/load HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", rest.port)) as peer:
+        peer.sendall(head.encode() + data)
+        yield peer.close
+
+
+@pytest.mark.parametrize("sending", [over_grpc, over_rest])
+def test_an_upload_that_is_given_up_is_in_no_ones_way(
+    server: RunningServer,
+    client: triton.InferenceServerClient,
+    model: bytes,
+    temporary: Path,
+    tmp_path: Path,
+    sending: Callable[..., AbstractContextManager[Callable[[], None]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endless = onnx.load(save_counter(tmp_path / "endless.onnx"))
+    assert endless.graph.node[0].output == ["times"]
+    del endless.graph.node[0]
+    endless.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2**60, np.int64), "times"))
+    loaders = sum(thread.name == "loader" for thread in threading.enumerate())
+    content = endless.SerializeToString()
+    with running_http(server) as rest, sending(server, rest, "new", content) as give_up:
+        wait_for(server, [("new", "1", "LOADING", "")])
+        with sending(server, rest, "new", content) as give_up_waiting:
+            give_up_waiting()
+        give_up()
+        wait_for(server, [("new", "1", "UNAVAILABLE", "new/1/model.onnx: its load was given up, because its client has gone")])
+    client.load_model("new", config="{}", files={"file:1/model.onnx": model}, client_timeout=WAIT_S)
+    assert ask(client, "new")
+    assert [line[:3] for line in lines(server)] == [("new", "1", "READY")]
+    assert len(list(temporary.iterdir())) == 1
+    wait_until(lambda: sum(thread.name == "loader" for thread in threading.enumerate()) == loaders)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(
