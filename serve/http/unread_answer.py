@@ -185,7 +185,7 @@ class UnreadAnswer:
         return max(self._left(), self._held_bytes)
 
     def write(self, data: bytes) -> None:
-        if len(data) > LARGE_BYTES:
+        if len(data) > LARGE_BYTES and not self._transport.is_closing():
             self._transport.set_write_buffer_limits(0)  # writing is paused until the client has read everything
             self._held_bytes = len(data)
         self._transport.write(data)
@@ -203,7 +203,9 @@ class UnreadAnswer:
         """Take note that a large answer has been read."""
         if self._held_bytes:
             self._held_bytes = 0
-            self._transport.set_write_buffer_limits()
+            # Over TLS, uvloop has no protocol to tell from the loss of a connection until `connection_lost` is called.
+            if not self._transport.is_closing():
+                self._transport.set_write_buffer_limits()
 
     def stop_waiting(self) -> None:
         self._limit.cancel()

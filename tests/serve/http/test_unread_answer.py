@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import struct
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +20,11 @@ from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.rest_server import application
 from halfserve.serve.http.unread_answer import PIECE_BYTES, PieceTransport
 from halfserve.serve.security.roles import DESCRIPTION
+from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.task_turns import task_turns
 from tests.serve.engine.fakes import HOLD_S
 from tests.serve.running_server import RunningServer
+from tests.serve.security.guarded import Certificates
 
 BODY = np.random.default_rng(0).bytes(8 * PIECE_BYTES + 17)  # more than sockets hold
 GET = b"GET /large HTTP/1.1\r\nhost: localhost\r\n"
@@ -46,6 +52,38 @@ def test_a_large_answer_arrives_whole(server: RunningServer, requests: bytes, en
             received += piece
     assert [part.partition(b"\r\n\r\n")[2] for part in bytes(received).split(b"HTTP/1.1 200")[1:]] == [BODY] * answers
     server.run(listening.stop(0.0))
+
+
+def test_an_answer_to_a_client_that_is_just_gone_leaves_no_stack_trace(
+    server: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over TLS, a connection is lost some steps before the server hears of it."""
+    certificates = Certificates(tmp_path)
+    entered, answered = threading.Event(), threading.Event()
+
+    async def large(_: Request) -> Response:
+        entered.set()
+        (connection,) = listening._state.connections
+        while not connection.transport.is_closing():  # noqa: ASYNC110  (each turn of the loop is looked at)
+            await asyncio.sleep(0)
+        answered.set()
+        return Response(BODY)
+
+    def make() -> HttpServer:
+        app = application([GuardedRoute("/large", large, DESCRIPTION)], "127.0.0.1", HttpOptions())
+        return HttpServer(app, "127.0.0.1", 0, limits=HttpLimits(), tls=ServerTls(certificates.options).context("http/1.1"))
+
+    listening = server.call(make)
+    port = server.run(listening.start())
+    trust = ssl.create_default_context(cadata=certificates.trusted.decode())
+    plain = socket.create_connection(("127.0.0.1", port), HOLD_S)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset ends the connection at once
+    with trust.wrap_socket(plain, server_hostname="localhost") as peer:
+        peer.sendall(KEPT)
+        assert entered.wait(HOLD_S)
+    assert answered.wait(HOLD_S)
+    server.run(listening.stop(HOLD_S))
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 class Taking(asyncio.Transport):
