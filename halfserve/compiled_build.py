@@ -43,6 +43,7 @@ MODULES = (
     "engine.queueing.admission_control",
     "engine.queueing.batch_queue",
     "engine.queueing.compute_slots",
+    "engine.queueing.deadline_timer",
     "engine.queueing.pace",
     "engine.queueing.waiting_requests",
     "engine.requests",

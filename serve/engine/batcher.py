@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
-from halfserve.serve.engine.errors import UnavailableError
+from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.delivery import Delivery
 from halfserve.serve.engine.execution.free_instances import FreeInstances
@@ -22,8 +22,9 @@ from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
+from halfserve.serve.engine.queueing.deadline_timer import DeadlineTimer
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
-from halfserve.serve.engine.queueing.waiting_requests import FullError
+from halfserve.serve.engine.queueing.waiting_requests import FullError, is_late
 from halfserve.serve.engine.requests import InferRequest
 
 # Seconds for which a turn of the event loop computes short batches: TURN_S, or as long as the loop has handled other events
@@ -71,6 +72,7 @@ class Batcher:
         self._soon: asyncio.Handle | None = None  # dispatches in this turn of the loop, or the next
         self._latest_size = 1  # requests in the batch that started last
         self._due: asyncio.TimerHandle | None = None  # dispatches when the oldest request has waited long enough
+        self._late_timer = DeadlineTimer(self._drop_late)  # for requests that wait while no instance or slot is free
         self._drained: asyncio.Event | None = None
         self._is_down = False  # whether no copy is up, and the latest attempt to load one has failed
         # Made by the first request with a deadline, or by `compete`.
@@ -126,8 +128,11 @@ class Batcher:
             self._queue.offer(request)
         except FullError as full:
             self._make_room(request, full)
-        if self._soon is None and (self._free.idle or self._free.can_go_ahead):
-            self._dispatch_soon()
+        if self._soon is None:
+            if self._free.idle or self._free.can_go_ahead:
+                self._dispatch_soon()
+            else:
+                self._late_timer.watch(request.deadline, request.leave_by)
 
     def cancel(self, request: InferRequest) -> None:
         """Drop a request whose client has gone: free its place if it still waits, otherwise discard its answer."""
@@ -150,6 +155,7 @@ class Batcher:
             self._share.leave()
             self._share = None  # breaks a reference cycle that would keep an unloaded model
         self._delivery.let_go()
+        self._late_timer.stop()
         for instance in self._instances:
             instance.stop()
 
@@ -269,9 +275,12 @@ class Batcher:
         return None
 
     def _dispatch_when_due(self, now: float) -> None:
-        """Schedule a dispatch for when the next batch is due; a model that waits for a slot is woken by the slot."""
+        """Schedule a dispatch for when the next batch is due; a busy instance or a slot wakes a model that waits for it."""
+        if not self._free.idle or (self._share and self._share.waits):
+            self._late_timer.watch(self._queue.waiting.soonest)
+            return
         due = self._queue.next_due(now)
-        if self._free.idle and due is not None and not (self._share and self._share.waits):
+        if due is not None:  # a batch is due before its requests are late
             self._due = asyncio.get_running_loop().call_later(max(0.0, due - now), self._dispatch)
 
     def _go_ahead(self, now: float) -> None:
@@ -279,6 +288,7 @@ class Batcher:
         while self._free.can_go_ahead:
             if not self._queue.has_full_batch(now):
                 return
+            self._late_timer.watch(self._queue.waiting.soonest)  # the running batch may take longer than usual
             begins = now if self._admission is None else max(now, self._admission.free_s(now))
             batch = self._next_batch(now, hurry=False, begins=begins)
             if batch is None:
@@ -401,11 +411,25 @@ class Batcher:
         finally:
             self._fail_late(late, now)
 
+    def _drop_late(self, now: float) -> None:
+        """Answer the requests whose time has run out while no instance was free, in the queue or behind a running batch."""
+        self._fail_late(self._queue.waiting.take_late(now), now)
+        for instance in self._instances:
+            for request in instance.next_requests:
+                if is_late(request, now, now):
+                    request.finish(self._late_error(request, now))
+                    request.cancelled = True  # it has its answer, and is counted once its instance reports it
+                else:
+                    self._late_timer.watch(request.deadline, request.leave_by)
+        self._late_timer.watch(self._queue.waiting.soonest)
+        self._notice_drained()
+
     def _fail_late(self, late: list[InferRequest], now: float) -> None:
         for request in late:
-            self._delivery.fail(
-                request, self._admission.too_late(request, now) if self._admission else late_error(request, now)
-            )
+            self._delivery.fail(request, self._late_error(request, now))
+
+    def _late_error(self, request: InferRequest, now: float) -> InferenceError:
+        return self._admission.too_late(request, now) if self._admission else late_error(request, now)
 
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self.waiting and not self._delivery.awaited:

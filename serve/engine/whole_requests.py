@@ -45,7 +45,7 @@ class WholeRequests:
             caller.enter(self, request)
 
     def holds(self, request: InferRequest) -> bool:
-        return request.line is not None or any(instance.has_next(request) for instance in self._batcher.instances)
+        return request.line is not None or any(request in instance.next_requests for instance in self._batcher.instances)
 
     def is_stuck(self, asking: tuple[CallingExecution, ...], seen: frozenset[CallQueue]) -> bool:
         executions = [instance.caller for instance in self._batcher.instances]

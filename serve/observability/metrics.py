@@ -211,7 +211,7 @@ def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     pending = Metric("nv_inference_pending_request_count", "Requests that wait for their batch now", "gauge")
     for model in models:
         sequences = _sequences_of(model)
-        ahead = sum(instance.waiting for instance in model.batcher.instances)
+        ahead = sum(len(instance.next_requests) for instance in model.batcher.instances)
         waiting = model.batcher.waiting + ahead + (0 if sequences is None else sequences.pending)
         pending.add_sample(pending.name, labels_of(model), waiting)
     yield pending

@@ -74,10 +74,12 @@ class _Computation:
     def suits(self, request: InferRequest) -> bool:
         """Return whether a request may wait for this computation.
 
-        The computation must be urgent enough, and the request must not be one that the computation itself waits for: the models
-        that a computation calls have other callers than its own request.
+        The computation must be urgent enough, may not wait in the queue beyond the request's own timeout, and must not wait for
+        this request: the models that a computation calls have other callers than its own request.
         """
-        return self.own.priority <= request.priority and self.own.callers == request.callers
+        own, leave_by = self.own, request.leave_by
+        in_time = own.line is None or leave_by is None or (own.leave_by is not None and own.leave_by <= leave_by)
+        return in_time and own.priority <= request.priority and own.callers == request.callers
 
     def add(self, request: InferRequest) -> None:
         request.line = self

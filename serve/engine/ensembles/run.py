@@ -126,7 +126,7 @@ class EnsembleRun:
             self._start()
             return
         try:
-            self._memory.wait(self._begin)
+            self._memory.wait(self._request, self._begin)
         except InferenceError as error:
             self._end()
             self._statistics.failed(self._request.arrived_ns, error)

@@ -187,14 +187,12 @@ class Instance:
         backend = self._copy.backend
         return backend.caller if isinstance(backend, RequestBackend) else None
 
-    def has_next(self, request: InferRequest) -> bool:
-        """Return whether a request waits here for the end of the running batch."""
-        return any(request in job.requests for job in islice(self._jobs, 1, None))
-
     @property
-    def waiting(self) -> int:
-        """Number of requests that wait here for the end of the running batch."""
-        return sum([len(job.requests) for job in islice(self._jobs, 1, None)])
+    def next_requests(self) -> list[InferRequest]:
+        """The requests that wait here for the end of the running batch."""
+        if not self._jobs or self._jobs[0].computed:  # the thread has begun the next batch
+            return []
+        return [request for job in islice(self._jobs, 1, None) for request in job.requests]
 
     def next_try_s(self) -> float:
         """Return the seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from halfserve.serve.engine.errors import QueueFullError, UnavailableError
+from halfserve.serve.engine.queueing.deadline_timer import DeadlineTimer
+from halfserve.serve.engine.queueing.waiting_requests import is_late
+from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors, memory_of
 
 MOST_WAITING: Final = 8192  # most waiting runs, over all ensembles
@@ -50,7 +53,9 @@ class StepMemory:
         self._limit: int | None = None
         self._share: BudgetShare | None = None
         self._reported = 0
-        self._line: dict[RunMemory, Callable[[], None]] = {}  # the runs that wait, and the functions that begin them
+        # The runs that wait, with their requests and the functions that begin them.
+        self._line: dict[RunMemory, tuple[InferRequest, Callable[[], None]]] = {}
+        self._timer = DeadlineTimer(self._drop_late)
         self._is_filling = False
 
     def bound(self, limit_bytes: int, share: BudgetShare) -> None:
@@ -71,15 +76,16 @@ class StepMemory:
             return False
         return self.claimed + claim <= self._limit and (self._share is None or not self._share.is_short)
 
-    def wait(self, run: RunMemory, begin: Callable[[], None]) -> None:
-        """Call `begin`, which must not raise, once there is room for a run.
+    def wait(self, run: RunMemory, request: InferRequest, begin: Callable[[], None]) -> None:
+        """Call `begin`, which must not raise, once there is room for the run of a request, or once the request is late.
 
         Raises:
             QueueFullError: too many runs wait.
         """
         if len(self._line) >= MOST_WAITING:
             raise QueueFullError(f"{MOST_WAITING} requests wait for memory: {FULL}", retry_after_s=RETRY_S)
-        self._line[run] = begin
+        self._line[run] = request, begin
+        self._timer.watch(request.deadline, request.leave_by)
 
     def leave(self, run: RunMemory, claim: int) -> None:
         """Remove a run with this claim, which has ended: it neither waits nor holds anything."""
@@ -111,13 +117,20 @@ class StepMemory:
         self._is_filling = True
         try:
             while self._line:
-                run, begin = next(iter(self._line.items()))
+                run, (_, begin) = next(iter(self._line.items()))
                 if not self.has_room(run.expected_bytes):
                     break
                 del self._line[run]
                 begin()
         finally:
             self._is_filling = False
+
+    def _drop_late(self, now: float) -> None:
+        for run, (request, begin) in list(self._line.items()):
+            if not is_late(request, now, now):
+                self._timer.watch(request.deadline, request.leave_by)
+            elif self._line.pop(run, None):  # an answer may have cancelled this run
+                begin()
 
 
 class RunSizes:
@@ -170,9 +183,9 @@ class RunMemory:
         sizes = self._sizes
         return not sizes.expected or sizes.memory.has_room(sizes.claim) or self._is_within
 
-    def wait(self, begin: Callable[[], None]) -> None:
+    def wait(self, request: InferRequest, begin: Callable[[], None]) -> None:
         """See `StepMemory.wait`."""
-        self._sizes.memory.wait(self, begin)
+        self._sizes.memory.wait(self, request, begin)
 
     def claim_expected(self) -> None:
         """Claim the bytes that the run is expected to hold."""

@@ -267,8 +267,13 @@ class WaitingRequests:
         self.drop_empty(line)
         return True
 
+    @property
+    def soonest(self) -> float | None:
+        """A lower bound of the times at which requests become late, in seconds; None if no request can."""
+        return _earliest(*[line.soonest for line in self.lines.values()])
+
     def take_late(self, now: float) -> list[InferRequest]:
-        """Remove every request whose time has run out, to make room."""
+        """Remove every request whose time has run out."""
         late: list[InferRequest] = []
         for line in list(self.lines.values()):
             if (soonest := line.soonest) is not None and soonest <= now:

@@ -7,24 +7,21 @@ would otherwise be computed on states that lack a step. If a request is cancelle
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
-from typing import Final
 
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, RequestCancelledError
 from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
+from halfserve.serve.engine.queueing.deadline_timer import DeadlineTimer
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.sequence import Sequence, SequenceId, SequenceTable, Step
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors, StateTensors, StepInputs
 from halfserve.serve.engine.tensors import Tensors
-
-SWEEP_S: Final = 0.02  # least seconds between two searches for requests that wait too long
 
 
 class IdleSequences:
@@ -81,11 +78,9 @@ class WaitingSteps:
     """
 
     def __init__(self, drop_late: Callable[[float], None]) -> None:
-        """`drop_late`: drops requests that are late at a time, in seconds, and calls `watch` for the others."""
+        """`drop_late`: see `DeadlineTimer`."""
         self.count = self.size = 0
-        self._drop_late = drop_late
-        self._timer: asyncio.TimerHandle | None = None
-        self._due, self._checked = math.inf, -math.inf  # times of the next and the last check
+        self._timer = DeadlineTimer(drop_late)
 
     def add(self, step: Step) -> None:
         """Count a request that joins the waiting requests of its sequence."""
@@ -95,8 +90,7 @@ class WaitingSteps:
         step.sequence.waiting.append(step)
         self.count += 1
         self.size += request.size
-        if request.deadline is not None or request.leave_by is not None:
-            self.watch(request)
+        self.watch(request)
 
     def left(self, step: Step) -> None:
         """Count a request that has left the waiting requests of its sequence."""
@@ -104,23 +98,12 @@ class WaitingSteps:
         self.size -= step.request.size
 
     def watch(self, request: InferRequest) -> None:
-        """Schedule a check for requests that wait too long, at the latest when this one does."""
-        moment = min(end for end in (request.deadline, request.leave_by, math.inf) if end is not None)
-        if moment < self._due:
-            self.stop()
-            self._due = moment
-            delay_s = max(moment, self._checked + SWEEP_S) - time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._check)
+        """Have a waiting request dropped when its time runs out."""
+        self._timer.watch(request.deadline, request.leave_by)
 
     def stop(self) -> None:
         """Cancel the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _check(self) -> None:
-        self._checked = time.monotonic()
-        self._timer, self._due = None, math.inf
-        self._drop_late(self._checked)
+        self._timer.stop()
 
 
 class SequenceRunner:

@@ -17,6 +17,7 @@ from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
+from halfserve.serve.engine.queueing.deadline_timer import DeadlineTimer
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.sequence import Step
@@ -83,6 +84,7 @@ class SlotBatches:
         self._groups: dict[int, _Group] = {}
         self._not_ready = ControlTensors(plan).not_ready()
         self._hurries = False
+        self._timer = DeadlineTimer(self._drop_all_late)
 
     @property
     def waiting(self) -> int:
@@ -96,6 +98,7 @@ class SlotBatches:
         if group is None:
             group = self._groups[number] = _Group()
         group.ready[row] = request
+        self._timer.watch(request.deadline)
         self._dispatch_soon(group)
 
     def cancel(self, request: InferRequest) -> None:
@@ -126,6 +129,7 @@ class SlotBatches:
     async def drain(self) -> None:
         """Stop, once every request has its answer."""
         await self._batcher.drain()
+        self._timer.stop()
 
     def _place(self, request: InferRequest) -> tuple[int, int]:
         """Return the group of a request's slot, and the row in its batches."""
@@ -144,7 +148,7 @@ class SlotBatches:
         if group.due is not None:
             group.due.cancel()
         group.soon = group.due = None
-        self._drop_late(group)
+        self._drop_late(group, time.monotonic())
         if group.computing or not group.ready:
             return
         wait_s = self._wait_s(group)
@@ -178,8 +182,13 @@ class SlotBatches:
         bounds = [end for request in group.ready.values() for end in (request.deadline, request.leave_by) if end is not None]
         return 0.0 if bounds else first_s + self._plan.max_delay_s - time.monotonic()
 
-    def _drop_late(self, group: _Group) -> None:
-        now = time.monotonic()
+    def _drop_all_late(self, now: float) -> None:
+        for group in list(self._groups.values()):  # an answer may begin a sequence in a new group
+            self._drop_late(group, now)
+            for request in group.ready.values():
+                self._timer.watch(request.deadline)
+
+    def _drop_late(self, group: _Group, now: float) -> None:
         for row, request in list(group.ready.items()):
             if is_late(request, now, now):
                 del group.ready[row]

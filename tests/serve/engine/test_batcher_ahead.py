@@ -50,7 +50,7 @@ async def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before(answers:
         model.batcher.submit(answers.request(value))
     await turns()
     assert (instance.batches, model.batcher.waiting) == (2, 3), "one batch ahead, and no more"
-    assert instance.waiting == 2
+    assert len(instance.next_requests) == 2
     backend.release.set()
     await answers.all(6)
     assert backend.batches == [[100], [1, 2], [3, 4], [5]]
@@ -119,6 +119,26 @@ async def test_requests_late_behind_a_long_batch_are_not_computed(answers: Answe
     totals = model.statistics.totals
     answered = 1 + len(in_time)
     assert (totals.success.count, totals.rows, totals.failures) == (answered, answered, {"deadline_exceeded": 4 - answered})
+    await model.batcher.drain()
+
+
+@on_loop
+async def test_requests_late_behind_a_long_batch_are_answered_before_its_end(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = ahead_model(backend)
+    await hold_first(backend, model.batcher, answers)
+    model.batcher.submit(answers.request(1, leave_by=time.monotonic() + 0.1))
+    model.batcher.submit(answers.request(2))
+    await turns()
+    assert model.batcher.waiting == 0
+    await answers.all(1)
+    assert "longer than its timeout allows; it was not computed" in str(answers.error(1))
+    assert not backend.batches
+    backend.release.set()
+    await answers.all(3)
+    assert backend.batches == [[100], [2]]
+    totals = model.statistics.totals
+    assert (totals.success.count, totals.failures) == (2, {"deadline_exceeded": 1})
     await model.batcher.drain()
 
 

@@ -358,6 +358,26 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
         assert b"504" in read_answer(peer).splitlines()[0]
 
 
+def test_a_timeout_that_passes_while_the_model_is_busy_is_answered_then() -> None:
+    backend = HeldBackend(held=True)
+    url = "/v2/models/held/infer"
+    with (
+        running_server(lambda: [held_model(backend)]) as server,
+        running_http(server) as rest,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=HOLD_S) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(client.post, url, json=held_body(1))
+        assert backend.entered.wait(HOLD_S)
+        late = client.post(url, json={**held_body(2), "parameters": {"timeout": 100_000}})
+        assert late.status_code == 504
+        assert "longer than its timeout allows; it was not computed" in late.json()["error"]
+        assert not running.done()
+        backend.release.set()
+        assert running.result().status_code == 200
+    assert backend.batches == [[1.0]]
+
+
 def post(peer: socket.socket, body: dict[str, Any], entry: str = "infer") -> None:
     content = json.dumps(body).encode()
     head = f"POST /v2/models/held/{entry} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"

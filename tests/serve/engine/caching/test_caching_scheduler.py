@@ -155,6 +155,24 @@ async def test_one_whose_time_is_up_fails_alone(answers: Answers) -> None:
 
 
 @on_loop
+async def test_one_with_a_shorter_timeout_does_not_wait_for_one_with_a_longer(answers: Answers) -> None:
+    backend = HeldBackend(held=True)
+    model = cached_model(backend)
+    model.scheduler.submit(answers.request(100))  # holds the worker
+    assert await asyncio.to_thread(backend.entered.wait, 20)
+    model.scheduler.submit(answers.request(4))
+    model.scheduler.submit(answers.request(4, leave_by=time.monotonic() + 0.1))
+    await answers.all(1)
+    assert isinstance(answers.results[4][0], DeadlineExceededError)
+    assert not backend.batches
+    model.scheduler.submit(answers.request(100, leave_by=time.monotonic()))  # it is being computed
+    backend.release.set()
+    await answers.all(4)
+    assert backend.batches == [[100.0], [4.0]]
+    await model.scheduler.drain()
+
+
+@on_loop
 async def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend, levels=2)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from onnx import TensorProto
 
-from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.errors import DeadlineExceededError, InvalidArgumentError
 from tests.serve.engine.sequences.scene import TELLING, WAIT_S, Scene, play, played, save_telling
 
 TOLD = ("y", "told_start", "told_end", "told_ready", "told_id")
@@ -85,6 +86,22 @@ async def test_a_cancelled_row_stays_in_its_batch(scene: Scene) -> None:
     scene.held.release.set()
     assert [float((await one)["y"][0, 0]) for one in (first, beside, again)] == [30, 20, 11]
     assert scene.held.batches[2:] == [[11, 20]]
+
+
+@played(telling_model)
+async def test_a_row_whose_deadline_passes_during_a_batch_is_answered_then(scene: Scene) -> None:
+    await scene.hold()
+    first = scene.send(1, 1, start=True)
+    await scene.until_computing()
+    request, late = scene.request(2, 2, start=True)
+    request.deadline = time.monotonic() + 0.1
+    scene.scheduler.submit(request)
+    with pytest.raises(DeadlineExceededError, match="passed while the request waited in the queue"):
+        await asyncio.wait_for(late, WAIT_S)
+    assert not first.done()
+    scene.held.release.set()
+    assert float((await first)["y"][0, 0]) == 1
+    assert scene.held.batches == [[1]]
 
 
 def test_a_batch_waits_for_the_asked_share_of_its_rows(tmp_path: Path) -> None:
