@@ -30,6 +30,7 @@ from tests.key_pairs import key_pair
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.model_control.controlled import loader
 
+STORED = Path(__file__).parents[2] / "export" / "certificate" / "versions"  # as earlier versions of halfserve wrote them
 ONES = np.ones((4, 2))
 PASSED = Certificate(
     model="m",
@@ -116,6 +117,14 @@ def test_a_model_that_names_no_certificate_has_no_verdict(tmp_path: Path, caplog
     rewrite(model, onnx_sha256=file_sha256(model), content_sha256=file_sha256(model))
     assert verdict(version) == "none"
     assert "model.onnx: its metadata names no certificate, so the one beside it is no proof" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["1", "2", "3", "4", "5", "5_later"])
+def test_a_certificate_of_each_earlier_version_holds(version: str) -> None:
+    model, key = STORED / version / "model.onnx", VerifyingKey(STORED / "public.pem")
+    assert check_certificate(model) == (None if version == "1" else "passed")  # models did not name theirs yet
+    if version >= "4":
+        assert check_certificate(model, key=key) == "passed"
 
 
 def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> None:
