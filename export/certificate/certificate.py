@@ -21,7 +21,7 @@ from halfserve.protos.certificates import SCHEMA, certificate_sha256
 # Raised where readers of the number before would misunderstand a certificate. A new field with a default does not raise it: add
 # the field to its dataclass, and nothing else. Readers ignore fields that they do not know, with a note; hashes and signatures
 # cover the fields that a file has.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +241,8 @@ class Certificate(PrecisionVerdict):
         graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
         files: SHA-256 of the other files of the model's version that its answers depend on, such as the float32 twin, by path
             in the version's folder.
+        settings: Settings of the model's config.pbtxt that change the meaning of its answers, by path (see
+            `halfserve.protos.certificates.bound_settings`); None for a file without one, and in older certificates.
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
         probe: The optimisation level at which ONNX Runtime runs the file.
@@ -263,6 +265,7 @@ class Certificate(PrecisionVerdict):
     content_sha256: str = ""
     graph_sha256: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] | None = None
     reference_bytes: int | None = None
     samples: int
     probe: Probe

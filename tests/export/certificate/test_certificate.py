@@ -18,6 +18,7 @@ from onnx import numpy_helper
 
 from halfserve.export.certificate.budget import Budget, ErrorFigures, adversarial_violations, violations
 from halfserve.export.certificate.certificate import (
+    SCHEMA_VERSION,
     Accuracy,
     AdversarialVerdict,
     Certificate,
@@ -103,6 +104,10 @@ def test_a_stored_certificate_of_each_version_still_holds(folder: str, tmp_path:
             check_embedded(model, replace(certificate, samples=17))
     copy = shutil.copy(model, tmp_path)
     check_embedded(copy, embed_in_file(Path(copy), certificate))
+
+
+def test_the_newest_version_has_stored_files() -> None:
+    assert (STORED / str(SCHEMA_VERSION) / "certificate.json").exists()
 
 
 def test_fields_of_a_newer_halfserve_are_ignored_with_a_note_and_hashed(
@@ -193,8 +198,8 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is not JSON"),
         (lambda _: b"[]", "not a halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "not a halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 5; read it with the halfserve"),
-        (damaged(lambda data: data.update(schema_version=[])), r"schema version \[\], expected 1 to 5"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 6; read it with the halfserve"),
+        (damaged(lambda data: data.update(schema_version=[])), r"schema version \[\], expected 1 to 6"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data.update(budget=[])), "incomplete or damaged: "),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),
