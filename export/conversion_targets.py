@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,8 +14,11 @@ from halfserve.export.export_errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_files.model_writer import StagedModel, superseded_files
 from halfserve.export.onnx_fp16.convert import require_free
+from halfserve.export.repository.config_file import served_config
 from halfserve.export.repository.version_writer import (
+    CONFIG,
     bound_files,
+    config_of_version,
     latest_version,
     require_addable,
     require_same_network,
@@ -23,6 +26,7 @@ from halfserve.export.repository.version_writer import (
 )
 from halfserve.export.tasks.task import Task
 from halfserve.files.object_storage import is_url
+from halfserve.protos.certificates import bound_settings
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.certificate import Certificate
@@ -67,8 +71,12 @@ class ConversionTarget(Protocol):
         """Samples to write beside the model, with their float32 answers (`recorded_samples`); empty for none."""
         ...
 
-    def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:
-        """Hashes of the files that are written beside the model, for its certificate (`Certificate.files`)."""
+    def bound(self, certificate: Certificate, source: ModelFile, model: ModelFile, recorded: bytes) -> Certificate:
+        """The certificate with the files and settings that the model, made from `source`, is written with.
+
+        Raises:
+            ExportError: They cannot be read.
+        """
         ...
 
     def publish(
@@ -108,8 +116,14 @@ class FileTarget:
     def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:  # noqa: ARG002  (a file has none beside it)
         return b""
 
-    def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:  # noqa: ARG002  (a file has none beside it)
-        return {}
+    def bound(
+        self,
+        certificate: Certificate,
+        source: ModelFile,  # noqa: ARG002  (see below)
+        model: ModelFile,  # noqa: ARG002  (see below)
+        recorded: bytes,  # noqa: ARG002  (a file has neither files nor a configuration beside it)
+    ) -> Certificate:
+        return certificate
 
     def publish(
         self,
@@ -200,8 +214,20 @@ class RepositoryTarget:
 
         return recorded_samples(source, inputs)
 
-    def bound_files(self, source: ModelFile, recorded: bytes) -> dict[str, str]:
-        return bound_files(source if self.fp32_twin else None, self.task, recorded)
+    def bound(self, certificate: Certificate, source: ModelFile, model: ModelFile, recorded: bytes) -> Certificate:
+        with self._folder() as repository:
+            config = config_of_version(
+                repository,
+                self.name,
+                model,
+                version=self.version,
+                max_batch_size=self.max_batch_size,
+                has_twin=self.fp32_twin,
+                task=self.task,
+            )
+            settings = bound_settings(served_config(repository / self.name / CONFIG, config))
+        files = bound_files(source if self.fp32_twin else None, self.task, recorded)
+        return replace(certificate, files=files, settings=settings)
 
     def publish(
         self, source: ModelFile, staged: StagedModel, certificate: Certificate | None, recorded: bytes

@@ -351,8 +351,8 @@ def _verified(
         task=verification.task,
     )
     recorded = target.recorded(done.source, samples.inputs)
-    files = target.bound_files(done.source, recorded)
-    certificate = embed_in_file(done.staged.path, replace(certificate, files=files))
+    certificate = target.bound(certificate, done.source, open_model(done.staged.path), recorded)
+    certificate = embed_in_file(done.staged.path, certificate)
     return (certificate if verification.key is None else certificate.signed(verification.key)), recorded
 
 

@@ -1,4 +1,4 @@
-"""Links between a certificate and the files of a model's version, for the stage that writes them and the one that checks.
+"""Links between a certificate, a model's version and its configuration, for the stage that writes them and the one that checks.
 
 The certificate contains SHA-256 hashes of the model file and of the files beside it, and the model's metadata contains the hash
 of the certificate. To avoid a cycle, the latter hash omits `onnx_sha256` and `onnx_bytes`, and covers `content_sha256` instead:
@@ -13,10 +13,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
+
+from google.protobuf import json_format
 
 from halfserve.files.onnx_outline import FileWindow, top_level_fields
 from halfserve.files.varint import encoded_varint, length_delimited
+from halfserve.protos.model_config_pb2 import DataType, ModelConfig, ModelInput
 
 CERTIFICATE = "certificate.json"
 SCHEMA = "halfserve.certificate"
@@ -26,6 +29,11 @@ SAMPLES = "samples.npz"
 RECORDED_INPUT, RECORDED_OUTPUT = "input/", "output/"
 NAME = "halfserve.certificate_sha256"  # the key in the model's metadata
 PIECE_BYTES = 1 << 20
+# Parameters of config.pbtxt that change what requests or answers mean, and not only how fast or on what they are computed.
+BOUND_PARAMETERS = frozenset(
+    f"halfserve.{name}" for name in ("constant_inputs", "embedding_dimensions", "label_scores", "padding", "task", "token_ids")
+)
+Changed: TypeAlias = tuple[str | None, str | None]  # a setting in the certificate and in config.pbtxt; None where it is not set
 
 _METADATA = 14  # ModelProto.metadata_props
 _NOT_NAMED = frozenset({"onnx_sha256", "onnx_bytes", "signature"})
@@ -65,6 +73,62 @@ def signed_bytes(certificate: Mapping[str, Any]) -> bytes:
 def _canonical(certificate: Mapping[str, Any], *, without: frozenset[str]) -> bytes:
     content = {name: value for name, value in certificate.items() if name not in without}
     return json.dumps(content, sort_keys=True).encode()
+
+
+def bound_settings(config: ModelConfig) -> dict[str, str]:
+    """Return the settings of a config.pbtxt that change the meaning of answers, as texts by their path.
+
+    Instances, queues, batch sizes above 0, runtimes, devices, warm-up and the precision guard are not among them.
+    """
+    batch = [-1] if config.max_batch_size > 0 else []
+    found = {} if batch else {"max_batch_size": "0"}
+    for tensor in config.input:
+        found[f"input[{tensor.name}]"] = _tensor_text(tensor, batch)
+        if tensor.format:
+            found[f"input[{tensor.name}].format"] = ModelInput.Format.Name(tensor.format)
+        if tensor.allow_ragged_batch:
+            found[f"input[{tensor.name}].allow_ragged_batch"] = "true"
+    for output in config.output:
+        found[f"output[{output.name}]"] = _tensor_text(output, batch)
+        if output.label_filename:
+            found[f"output[{output.name}].label_filename"] = output.label_filename
+    content = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    parts = {name: content.get(name) for name in ("batch_input", "batch_output", "model_operations")}
+    sequences = content.get("sequence_batching", {})
+    parts |= {f"sequence_batching.{name}": sequences.get(name) for name in ("control_input", "state")}
+    found |= {path: json.dumps(part, sort_keys=True) for path, part in parts.items() if part}
+    given = sorted(BOUND_PARAMETERS & config.parameters.keys())
+    return found | {f"parameters.{key}": config.parameters[key].string_value for key in given}
+
+
+def changed_settings(certified: Mapping[str, str], config: ModelConfig, *, says_batch_size: bool) -> dict[str, Changed]:
+    """Return the settings of a config.pbtxt that differ from those of a certificate, by path.
+
+    Inputs and outputs that it leaves out are those of the model file. So is a `max_batch_size` that it does not say.
+    """
+    choices = [config]
+    if not says_batch_size:
+        batched = ModelConfig()
+        batched.CopyFrom(config)
+        batched.max_batch_size = 1
+        choices.append(batched)
+    return min((_changes(certified, bound_settings(choice)) for choice in choices), key=len)
+
+
+def _changes(certified: Mapping[str, str], now: Mapping[str, str]) -> dict[str, Changed]:
+    pairs = {name: (certified.get(name), now.get(name)) for name in sorted({*certified, *now})}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if "max_batch_size" not in certified:
+        differing.pop("max_batch_size", None)  # without batches, whole shapes mean the same
+    return {name: pair for name, pair in differing.items() if name in now or not name.endswith("]")}
+
+
+def _tensor_text(tensor: Any, batch: list[int]) -> str:
+    """Describe type and shape in the model, batch dimension included, and the shape that clients see where it is another."""
+    dims = list(tensor.dims)
+    own = list(tensor.reshape.shape) if tensor.HasField("reshape") else dims
+    shown = "" if own == dims or (not own and dims == [1]) else f", {batch + dims} for clients"
+    return f"{DataType.Name(tensor.data_type)} {batch + own}{shown}"
 
 
 def named_entry(digest: str) -> bytes:

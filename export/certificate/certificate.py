@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,8 +18,10 @@ from halfserve.export.half_types import FP16_MAX, HalfName
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
 from halfserve.protos.certificates import SCHEMA, certificate_sha256
 
-SCHEMA_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, 5)
+# Raised where readers of the number before would misunderstand a certificate. A new field with a default does not raise it: add
+# the field to its dataclass, and nothing else. Readers ignore fields that they do not know, with a note; hashes and signatures
+# cover the fields that a file has.
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +241,8 @@ class Certificate(PrecisionVerdict):
         graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
         files: SHA-256 of the other files of the model's version that its answers depend on, such as the float32 twin, by path
             in the version's folder.
+        settings: Settings of the model's config.pbtxt that change the meaning of its answers, by path (see
+            `halfserve.protos.certificates.bound_settings`); None for a file without one, and in older certificates.
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
         probe: The optimisation level at which ONNX Runtime runs the file.
@@ -248,6 +253,8 @@ class Certificate(PrecisionVerdict):
         placement: The provider of each node (`Placement.to_json`), if known.
         signature: The signature of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without
             one.
+        document: The JSON object that this certificate was read from or signed as, which hashes and signatures cover: it may
+            lack fields of today's certificates, or have further ones. None for a new certificate and for a changed copy.
     """
 
     model: str
@@ -258,6 +265,7 @@ class Certificate(PrecisionVerdict):
     content_sha256: str = ""
     graph_sha256: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] | None = None
     reference_bytes: int | None = None
     samples: int
     probe: Probe
@@ -267,6 +275,7 @@ class Certificate(PrecisionVerdict):
     levels: tuple[LevelVerdict, ...] = ()
     placement: dict[str, Any] | None = None
     signature: str = ""
+    document: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def not_proved(self) -> dict[HalfName, PrecisionVerdict]:
@@ -274,9 +283,12 @@ class Certificate(PrecisionVerdict):
         return {name: verdict for name, verdict in self.precisions.items() if not verdict.passed}
 
     def to_json(self) -> dict[str, Any]:
-        """The certificate as JSON types; NaN and infinities become strings."""
+        """The certificate as JSON types, with the fields of the file that it was read from; NaN and infinities are strings."""
+        if self.document is not None:
+            return deepcopy(self.document)
         about = {"model": self.model, "precision": self.precision}  # first, for people
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **about, **asdict(self)}
+        del content["document"]
         content["precisions"] = {name: {"passed": each.passed, **asdict(each)} for name, each in self.precisions.items()}
         plain: dict[str, Any] = json_values(content)
         return plain
@@ -291,7 +303,9 @@ class Certificate(PrecisionVerdict):
 
     def signed(self, key: SigningKey) -> Certificate:
         """Return a copy with a signature over all other fields; changing a field makes the signature invalid."""
-        return replace(self, signature=key.signature(self.to_json()))
+        content = self.to_json()
+        signature = key.signature(content)
+        return _of_document(replace(self, signature=signature), {**content, "signature": signature})
 
     def to_bytes(self) -> bytes:
         """The certificate as a JSON file."""
@@ -332,7 +346,9 @@ class BudgetExceeded(ExportError):  # noqa: N818  (named by what happened; the b
 
 
 def read_certificate(content: bytes | str) -> Certificate:
-    """Read what `Certificate.to_bytes` wrote.
+    """Read what `Certificate.to_bytes` wrote, in this version or an earlier one.
+
+    A note names the fields that this version does not know. They are ignored, but hashes and signatures cover them.
 
     Raises:
         ExportError: The content is not JSON, not a certificate, of a newer schema version, or lacks a field.
@@ -343,33 +359,56 @@ def read_certificate(content: bytes | str) -> Certificate:
         raise ExportError(f"the certificate is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ExportError("this is not a halfserve certificate; expected a certificate.json that `halfserve export` wrote")
-    if data.get("schema_version") not in READABLE_VERSIONS:
-        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 5")
+    version = data.get("schema_version")
+    if version not in range(1, SCHEMA_VERSION + 1):
+        raise ExportError(
+            f"the certificate has schema version {version}, expected 1 to {SCHEMA_VERSION}; read it with the halfserve "
+            "that wrote it"
+        )
+    unknown: list[str] = []
     values = {name: value for name, value in data.items() if name not in ("schema", "schema_version")}
     try:
-        certificate: Certificate = _decoded(Certificate, values)
+        certificate: Certificate = _decoded(Certificate, values, "", unknown)
     except (AttributeError, TypeError, ValueError) as error:
         raise ExportError(f"the certificate is incomplete or damaged: {type(error).__name__} {error}") from error
     except UsageError as error:  # the budget's limits are out of range
         raise ExportError(f"the certificate is incomplete or damaged: {error}") from error
+    if unknown:
+        names = ", ".join(dict.fromkeys(unknown))
+        note = f"this halfserve does not know these fields of the certificate, and ignores them: {names}"
+        certificate = replace(certificate, notes=(*certificate.notes, note))
+    return _of_document(certificate, data)
+
+
+def _of_document(certificate: Certificate, document: dict[str, Any]) -> Certificate:
+    object.__setattr__(certificate, "document", document)
     return certificate
 
 
-def _decoded(kind: Any, value: Any) -> Any:
-    """Rebuild a value of a type from JSON: dataclasses, tuples, optional values, and floats that are written as strings."""
+def _decoded(kind: Any, value: Any, place: str, unknown: list[str]) -> Any:
+    """Rebuild a value of a type from JSON: dataclasses, tuples, optional values, and floats that are written as strings.
+
+    Args:
+        kind: The type.
+        value: The value, as JSON types.
+        place: Path of the value in the certificate.
+        unknown: Receives the paths of fields that the dataclasses do not have.
+    """
     arguments = get_args(kind)
     if value is None:
         return None
     if get_origin(kind) is UnionType:
-        return _decoded(next(entry for entry in arguments if entry is not NoneType), value)
+        return _decoded(next(entry for entry in arguments if entry is not NoneType), value, place, unknown)
     if get_origin(kind) is tuple:
         each = repeat(arguments[0], len(value)) if arguments[-1] is Ellipsis else arguments
-        return tuple(_decoded(*pair) for pair in zip(each, value, strict=True))
+        return tuple(_decoded(*pair, place, unknown) for pair in zip(each, value, strict=True))
     if get_origin(kind) is dict:
-        return {name: _decoded(arguments[1], entry) for name, entry in value.items()}
+        return {name: _decoded(arguments[1], entry, f"{place}{name}.", unknown) for name, entry in value.items()}
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _decoded(hints.get(name), entry) for name, entry in value.items() if name != "passed"})
+        hints, names = get_type_hints(kind), {entry.name for entry in fields(kind) if entry.init}
+        unknown += [f"{place}{name}" for name in value if name not in names and name != "passed"]
+        given = {name: entry for name, entry in value.items() if name in names}
+        return kind(**{name: _decoded(hints[name], entry, f"{place}{name}.", unknown) for name, entry in given.items()})
     return float(value) if kind is float and isinstance(value, str) else value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -66,6 +67,27 @@ def read_config(content: bytes, path: str) -> ModelConfig:
 def write_config(config: ModelConfig) -> bytes:
     """The configuration as the text of a config.pbtxt."""
     return text_format.MessageToString(config).encode()
+
+
+def served_config(path: Path, wanted: ModelConfig) -> ModelConfig:
+    """The configuration that a server has of a model: that of the file at `path`, with the inputs and outputs that it omits.
+
+    `wanted` describes the model, and is the configuration where there is no file.
+
+    Raises:
+        ExportError: The file is no configuration.
+        OSError: As the system reports it.
+    """
+    if not path.is_file():
+        return wanted
+    config = read_config(path.read_bytes(), str(path))
+    inputs, outputs = {tensor.name for tensor in config.input}, {tensor.name for tensor in config.output}
+    config.input.extend(tensor for tensor in wanted.input if tensor.name not in inputs)
+    for tensor in wanted.output:
+        if tensor.name not in outputs:
+            config.output.append(tensor)
+            config.output[-1].ClearField("label_filename")  # this file says nothing of labels
+    return config
 
 
 def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str, *, is_converted: bool = True) -> None:

@@ -23,12 +23,13 @@ from halfserve.export.repository.config_file import (
     read_config,
     require_agreement,
     require_twin,
+    served_config,
     write_config,
 )
 from halfserve.export.tasks.task import Task
 from halfserve.files.atomic_files import sync_folder, write_and_sync
 from halfserve.protos.certificate_signature import SigningKey
-from halfserve.protos.certificates import CERTIFICATE, SAMPLES
+from halfserve.protos.certificates import CERTIFICATE, SAMPLES, bound_settings
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 MODEL = "model.onnx"
@@ -65,11 +66,11 @@ class VersionFiles:
         """The text of the labels file; empty for a model without labels."""
         return labels_file(self.task)
 
-    def write(self, folder: Path) -> None:
-        """Make the folder with all files, and wait until it is on the disk.
+    def write(self, folder: Path, config: ModelConfig) -> None:
+        """Make the folder with all files, and wait until it is on the disk. `config` is the model's configuration.
 
         Raises:
-            ExportError: A source file changed since it was opened.
+            ExportError: A source file, or what a signed certificate is about, changed since it was opened.
             OSError: As the system reports it.
         """
         folder.mkdir()
@@ -86,16 +87,21 @@ class VersionFiles:
             write_and_sync(folder / name, content)
         if self.recorded:
             write_and_sync(folder / SAMPLES, self.recorded)
-        write_and_sync(folder / CERTIFICATE, self._bound(folder / MODEL).to_bytes())
+        write_and_sync(folder / CERTIFICATE, self._bound(folder / MODEL, config).to_bytes())
         sync_folder(folder)
 
-    def _bound(self, model: Path) -> Certificate:
-        """The certificate that names all files of the version, which the written model names."""
-        files = bound_files(self.twin, self.task, self.recorded)
+    def _bound(self, model: Path, config: ModelConfig) -> Certificate:
+        """The certificate that names all files of the version and the settings of its model, which the written model names."""
         certificate = self.certificate
-        if certificate.files == files and certificate.sha256 == name_of_certificate(open_model(model)):
+        bound = replace(certificate, files=bound_files(self.twin, self.task, self.recorded), settings=bound_settings(config))
+        if certificate == bound and certificate.sha256 == name_of_certificate(open_model(model)):
             return certificate
-        bound = embed_in_file(model, replace(certificate, files=files))
+        if certificate.signature and self.key is None:
+            raise ExportError(
+                f"the certificate is signed, and lacks the settings of {CONFIG} or files of this version, or these changed "
+                "meanwhile; give certificate_key to sign it again"
+            )
+        bound = embed_in_file(model, bound)
         return bound if self.key is None else bound.signed(self.key)
 
 
@@ -171,8 +177,9 @@ def write_model_version(
     models' data files may have the same names. The parameter `halfserve.fp32_twin` of a new config.pbtxt states the path within
     the version's folder; a server assumes this path where an older config.pbtxt states none. Triton ignores both.
 
-    The certificate names the twin, the task's files and labels with their hashes, and the model names the certificate. Where
-    the given ones do not yet, both are changed when they are written.
+    The certificate names the twin, the task's files and labels with their hashes, and the settings of config.pbtxt that change
+    the meaning of answers; the model names the certificate. Where the given ones do not yet, both are changed when they are
+    written.
 
     Args:
         repository: The repository's folder; it is made if it is missing.
@@ -199,18 +206,11 @@ def write_model_version(
         raise ExportError(
             "the certificate belongs to another model: its sha256 differs; verify this one and pass its certificate"
         )
-    config = require_addable(repository, name, opened, version=version, max_batch_size=max_batch_size)
     if twin is not None:
         require_twin(opened.outline, twin.outline)
-        config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
-    if task is not None:
-        config.parameters["halfserve.task"].string_value = task.name
-        if padding := padding_text(config, task):
-            config.parameters["halfserve.padding"].string_value = padding
-        for key, value in task.settings.items():
-            config.parameters[key].string_value = value
-        if task.labels:
-            config.output[0].label_filename = LABELS
+    config = config_of_version(
+        repository, name, opened, version=version, max_batch_size=max_batch_size, has_twin=twin is not None, task=task
+    )
     signing = signing_key(certificate_key)
     files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task, recorded=recorded, key=signing)
     folder = Path(repository) / name
@@ -224,6 +224,31 @@ def write_model_version(
                 return written
     except OSError as error:
         raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
+
+
+def config_of_version(
+    repository: Path | str,
+    name: str,
+    model: ModelFile,
+    *,
+    version: int | None = None,
+    max_batch_size: int = 32,
+    has_twin: bool = False,
+    task: Task | None = None,
+) -> ModelConfig:
+    """The configuration that a new model gets; see `write_model_version`, and `require_addable` for errors."""
+    config = require_addable(repository, name, model, version=version, max_batch_size=max_batch_size)
+    if has_twin:
+        config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
+    if task is not None:
+        config.parameters["halfserve.task"].string_value = task.name
+        if padding := padding_text(config, task):
+            config.parameters["halfserve.padding"].string_value = padding
+        for key, value in task.settings.items():
+            config.parameters[key].string_value = value
+        if task.labels:
+            config.output[0].label_filename = LABELS
+    return config
 
 
 def require_addable(
@@ -283,7 +308,7 @@ def _add_model(folder: Path, files: VersionFiles, config: ModelConfig, version: 
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as hidden:
         staged = Path(hidden) / folder.name
         staged.mkdir()
-        files.write(staged / str(number))
+        files.write(staged / str(number), config)
         write_and_sync(staged / CONFIG, write_config(config))
         if files.labels:
             write_and_sync(staged / LABELS, files.labels)
@@ -301,9 +326,10 @@ def _add_version(folder: Path, files: VersionFiles, config: ModelConfig, version
         raise _taken(folder.name, version)
     _require_labels(folder, files.labels)
     _keep_or_write_config(folder / CONFIG, config)
+    served = served_config(folder / CONFIG, config)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as hidden:
         staged = Path(hidden) / target.name
-        files.write(staged)
+        files.write(staged, served)
         if not _renamed(staged, target):
             return None
     sync_folder(folder)

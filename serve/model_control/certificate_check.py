@@ -17,7 +17,17 @@ from typing import Any
 
 from halfserve.files.onnx_outline import DamagedFileError
 from halfserve.protos.certificate_signature import VerifyingKey
-from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
+from halfserve.protos.certificates import (
+    CERTIFICATE,
+    NAME,
+    SCHEMA,
+    ModelDigests,
+    bound_settings,
+    certificate_sha256,
+    changed_settings,
+    model_digests,
+)
+from halfserve.protos.pictures import PREPROCESSING
 from halfserve.serve.backends.cpu_trials import RecordedSamples, read_samples
 from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from halfserve.serve.engine.config.model_config import DeclaredConfig
@@ -37,15 +47,17 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
     """Compare a model file, and the files of its version that its answers depend on, with the certificate beside it.
 
     The configuration names files that a certificate may list; one that is missing is reported by the code that reads it, one
-    that the certificate does not list is named in a warning. Without a key no signature is required.
+    that the certificate does not list is named in a warning. A setting of the configuration that changes the meaning of answers
+    and is another than in the certificate is named in a warning; with a key, it is an error. Without a key no signature is
+    required.
 
     Returns:
         "passed" or "failed", as the certificate says; None if no certificate vouches for the model, because there is none or
         the model does not name it. A warning gives the reason, unless a certificate is neither there nor named nor required.
 
     Raises:
-        ModelLoadError: model and certificate do not belong together, or the certificate is not signed with the key, not
-            readable, or, with a key, missing although the model names one.
+        ModelLoadError: model and certificate do not belong together, the certificate is not signed with the key or not
+            readable, or the configuration is another; or, with a key, the certificate that the model names is missing.
     """
     path = model.parent / CERTIFICATE
     if not path.exists():
@@ -72,6 +84,8 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
     if certificate.get("content_sha256") not in (None, "", digests.content):
         raise _other_file(model, "export it again")
     _check_files(path, certificate, declared)
+    if declared is not None:
+        _check_settings(path, certificate, declared, is_required=key is not None)
     return "passed" if certificate.get("passed") is True else "failed"
 
 
@@ -158,6 +172,32 @@ def _check_files(path: Path, certificate: dict[str, Any], declared: DeclaredConf
         )
 
 
+def _check_settings(path: Path, certificate: dict[str, Any], declared: DeclaredConfig, *, is_required: bool) -> None:
+    certified = certificate.get("settings")
+    if certified is None:  # an older certificate
+        # The model file has the shapes of inputs and outputs too.
+        if unbound := [name for name in bound_settings(declared.message) if name != "max_batch_size" and name[-1] != "]"]:
+            logger.warning(
+                "%s: does not hold settings of %s, so nothing shows whether %s belong to the model; export it again",
+                *(path, declared.source, ", ".join(unbound)),
+            )
+        return
+    if not isinstance(certified, dict):
+        raise _no_certificate(path)
+    changed = changed_settings(certified, declared.message, says_batch_size=declared.says_batch_size)
+    if not changed:
+        return
+    texts = ", ".join(f"{name} is {_value(now)}, certified was {_value(before)}" for name, (before, now) in changed.items())
+    said = f"{declared.source}: is not what {CERTIFICATE} was made for: {texts}; change that back, or export the model again"
+    if is_required:
+        raise ModelLoadError(said)
+    logger.warning("%s", said)
+
+
+def _value(text: object) -> str:
+    return "not set" if text is None else repr(text)
+
+
 def _listed(path: Path, certificate: dict[str, Any]) -> dict[str, str]:
     """Return the files that a certificate lists, with their hashes; all lie in the model's folder."""
     files = certificate.get("files", {})
@@ -175,7 +215,7 @@ def _dependent(declared: DeclaredConfig | None) -> Iterator[str]:
     if declared is not None:
         yield guard_settings(declared.message, declared.source).fp32_twin
         yield from sorted({f"../{output.label_filename}" for output in declared.message.output if output.label_filename})
-    yield TOKENIZER
+    yield from (TOKENIZER, PREPROCESSING)
 
 
 def _named(model: Path) -> str | None:

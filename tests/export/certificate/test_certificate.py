@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from onnx import numpy_helper
 
 from halfserve.export.certificate.budget import Budget, ErrorFigures, adversarial_violations, violations
 from halfserve.export.certificate.certificate import (
+    SCHEMA_VERSION,
     Accuracy,
     AdversarialVerdict,
     Certificate,
@@ -34,11 +36,13 @@ from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey, VerifyingKey
+from halfserve.protos.certificates import certificate_sha256
 from tests.export.stored_models import sums
 from tests.key_pairs import key_pair
 from tests.whole_words import broken_words, printed
 
 Certify = Callable[[onnx.ModelProto], Certificate]
+STORED = Path(__file__).parent / "versions"
 ONES: Array = np.ones(4, np.float32)
 
 
@@ -79,18 +83,54 @@ def test_nan_is_written_as_json_allows_and_reads_back(full: Certificate) -> None
     assert np.isnan(read_certificate(content).outputs[0].figures.max_abs_error)
 
 
-def test_certificates_of_version_1_are_read(full: Certificate) -> None:
+@pytest.mark.parametrize("folder", sorted(path.name for path in STORED.iterdir() if path.is_dir()))
+def test_a_stored_certificate_of_each_version_still_holds(folder: str, tmp_path: Path) -> None:
+    """Each pair was written by the halfserve of its time; those from version 4 on are signed."""
+    model, content = STORED / folder / "model.onnx", (STORED / folder / "certificate.json").read_bytes()
+    certificate = read_certificate(content)
+    version = json.loads(content)["schema_version"]
+    assert folder.startswith(str(version))
+    assert certificate.passed
+    assert certificate.notes == ()
+    assert certificate.to_bytes() == content
+    assert certificate.onnx_sha256 == open_model(model).sha256
+    assert VerifyingKey(STORED / "public.pem").signed(certificate.to_json()) == (version >= 4)
+    if version == 1:  # models did not name their certificates yet
+        with pytest.raises(ExportError, match="names no certificate in its metadata"):
+            check_embedded(model, certificate)
+    else:
+        check_embedded(model, certificate)
+        with pytest.raises(ExportError, match=r"names the certificate [0-9a-f]{12}\.\.\., this one is"):
+            check_embedded(model, replace(certificate, samples=17))
+    copy = shutil.copy(model, tmp_path)
+    check_embedded(copy, embed_in_file(Path(copy), certificate))
+
+
+def test_the_newest_version_has_stored_files() -> None:
+    assert (STORED / str(SCHEMA_VERSION) / "certificate.json").exists()
+
+
+def test_fields_of_a_newer_halfserve_are_ignored_with_a_note_and_hashed(
+    full: Certificate, model: onnx.ModelProto, tmp_path: Path
+) -> None:
+    private, public = key_pair(tmp_path)
     data = full.to_json()
-    added = ("precision", "graph_sha256", "levels", "adversarial", "headroom", "accumulators", "risks", "notes", "placement")
-    old = {name: value for name, value in data.items() if name not in added} | {"schema_version": 1}
-    for output in old["outputs"]:
-        del output["plot"], output["figures"]["floating"]
-    for limit in ("adversarial_factor", "min_headroom"):
-        del old["budget"][limit]
-    read = read_certificate(json.dumps(old))
+    data["colour"] = {"depth": 7}
+    for output in data["outputs"]:
+        output["figures"]["spread"] = "nan"
+    read = read_certificate(json.dumps(data))
     assert read.outputs == full.outputs
-    assert (read.precision, read.adversarial) == ("float16", ())
-    assert read.violations == ["output 'y' (runtime): max abs error 2 (limit 1)"]
+    note = "this halfserve does not know these fields of the certificate, and ignores them: colour, outputs.figures.spread"
+    assert read.notes == (*full.notes, note)
+    assert note in printed(certificate_table(read), 300)
+    assert read.to_json() == data
+    assert read.sha256 == certificate_sha256(data) != full.sha256
+    signed = read.signed(SigningKey(private))
+    assert signed.to_json() == {**data, "signature": signed.signature}
+    assert VerifyingKey(public).signed(signed.to_json())
+    assert read_certificate(signed.to_bytes()).sha256 == signed.sha256 == read.sha256
+    named, embedded = embed(model, read)
+    check_embedded(named, read_certificate(embedded.to_bytes()))
 
 
 def test_edge_cases_headroom_and_sums_count_where_the_budget_says_so(full: Certificate) -> None:
@@ -158,9 +198,10 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is not JSON"),
         (lambda _: b"[]", "not a halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "not a halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 5"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 6; read it with the halfserve"),
+        (damaged(lambda data: data.update(schema_version=[])), r"schema version \[\], expected 1 to 6"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: TypeError"),
-        (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
+        (damaged(lambda data: data.update(budget=[])), "incomplete or damaged: "),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),
         (damaged(lambda data: data.pop("onnx_sha256")), "incomplete or damaged: TypeError"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from google.protobuf import text_format
 from onnx import numpy_helper
 
 from halfserve.export.certificate.budget import Budget
@@ -22,7 +24,9 @@ from halfserve.export.repository.version_writer import write_model_version
 from halfserve.export.tasks.task import Task
 from halfserve.export.verification.metrics import compare
 from halfserve.protos.certificate_signature import VerifyingKey
-from halfserve.protos.certificates import certificate_sha256
+from halfserve.protos.certificates import BOUND_PARAMETERS, certificate_sha256
+from halfserve.protos.model_config_pb2 import ModelConfig, ModelParameter
+from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.model_control.certificate_check import check_certificate
@@ -30,6 +34,7 @@ from tests.key_pairs import key_pair
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.model_control.controlled import loader
 
+STORED = Path(__file__).parents[2] / "export" / "certificate" / "versions"  # as earlier versions of halfserve wrote them
 ONES = np.ones((4, 2))
 PASSED = Certificate(
     model="m",
@@ -42,7 +47,12 @@ PASSED = Certificate(
     created_utc="2026-01-01T00:00:00Z",
     notes=("π is not exact",),
 )
-TASK = Task(name="text-classification", labels=("no", "yes"), files={"tokenizer.json": b"{}"})
+TASK = Task(
+    name="text-classification",
+    labels=("no", "yes"),
+    files={"tokenizer.json": b"{}"},
+    settings={"halfserve.label_scores": "sigmoid"},
+)
 
 
 def certified(folder: Path, certificate: Certificate = PASSED) -> Path:
@@ -118,6 +128,14 @@ def test_a_model_that_names_no_certificate_has_no_verdict(tmp_path: Path, caplog
     assert "model.onnx: its metadata names no certificate, so the one beside it is no proof" in caplog.text
 
 
+@pytest.mark.parametrize("version", ["1", "2", "3", "4", "5", "5_later", "6"])
+def test_a_certificate_of_each_earlier_version_holds(version: str) -> None:
+    model, key = STORED / version / "model.onnx", VerifyingKey(STORED / "public.pem")
+    assert check_certificate(model) == (None if version == "1" else "passed")  # models did not name theirs yet
+    if version >= "4":
+        assert check_certificate(model, key=key) == "passed"
+
+
 def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> None:
     assert verdict(exported(tmp_path)) == "passed"
 
@@ -125,7 +143,7 @@ def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> 
 def test_a_certificate_from_before_it_listed_files_still_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     version = exported(tmp_path)
     model, path = version / "model.onnx", version / "certificate.json"
-    names = {"files", "content_sha256", "signature", "onnx_sha256"}
+    names = {"files", "settings", "content_sha256", "signature", "onnx_sha256"}
     content = {name: value for name, value in json.loads(path.read_text()).items() if name not in names}
     content["schema_version"] = 3
     message = onnx.load(model)
@@ -135,6 +153,138 @@ def test_a_certificate_from_before_it_listed_files_still_holds(tmp_path: Path, c
     path.write_text(json.dumps({**content, "onnx_sha256": file_sha256(model)}))
     assert verdict(version) == "passed"
     assert "certificate.json: does not hold the hash of fp32/model.onnx, ../labels.txt, tokenizer.json" in caplog.text
+    settings = "output[y].label_filename, parameters.halfserve.label_scores, parameters.halfserve.task"
+    assert f"config.pbtxt, so nothing shows whether {settings} belong to the model" in caplog.text
+
+
+def configure(version: Path, change: Callable[[ModelConfig], object]) -> None:
+    path = version.parent / "config.pbtxt"
+    config = text_format.Parse(path.read_text(), ModelConfig())
+    change(config)
+    path.write_text(text_format.MessageToString(config))
+
+
+def parameter(key: str, value: str) -> Callable[[ModelConfig], object]:
+    return lambda config: config.parameters[f"halfserve.{key}"].MergeFrom(ModelParameter(string_value=value))
+
+
+def reshaped(config: ModelConfig) -> None:
+    del config.input[0].dims[:]
+    config.input[0].dims.extend([1, 4])
+    config.input[0].reshape.shape.append(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (parameter("task", "token-classification"), "parameters.halfserve.task is 'token-classification', certified was "),
+        (parameter("label_scores", "softmax"), "parameters.halfserve.label_scores is 'softmax', certified was 'sigmoid'"),
+        (parameter("token_ids", "own"), "parameters.halfserve.token_ids is 'own', certified was not set"),
+        (
+            lambda config: config.parameters.pop("halfserve.task"),
+            "parameters.halfserve.task is not set, certified was 'text-classification'",
+        ),
+        (
+            lambda config: config.output[0].ClearField("label_filename"),
+            "output[y].label_filename is not set, certified was 'labels.txt'",
+        ),
+        (reshaped, "input[x] is 'TYPE_FP16 [-1, 4], [-1, 1, 4] for clients', certified was 'TYPE_FP16 [-1, 4]'"),
+    ],
+    ids=["task", "scores", "tokens", "no task", "no labels", "reshape"],
+)
+def test_a_setting_that_changes_the_meaning_of_answers_is_named(
+    change: Callable[[ModelConfig], object], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    private, public = key_pair(tmp_path)
+    version = exported(tmp_path, certificate_key=private)
+    assert verdict(version, public) == "passed"
+    assert "is not what certificate.json was made for" not in caplog.text
+    configure(version, change)
+    (files,) = find_models(version.parent.parent)
+    assert check_certificate(files.model, files.config) == "passed"
+    assert f"config.pbtxt: is not what certificate.json was made for: {said}" in caplog.text
+    with pytest.raises(ModelLoadError, match=re.escape(said) + ".*; change that back, or export the model again"):
+        verdict(version, public)
+
+
+def test_a_new_version_is_certified_with_the_settings_that_are_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    private, public = key_pair(tmp_path)
+    version = exported(tmp_path, certificate_key=private)
+    configure(version, parameter("token_ids", "own"))
+    half = tmp_path / "half.onnx"
+    certificate = replace(PASSED, onnx_sha256=open_model(half).sha256)
+    again = write_model_version(version.parent.parent, "m", half, certificate, task=TASK, certificate_key=private)
+    assert again.name == "2"
+    assert verdict(again, public) == "passed"
+    assert "certificate" not in caplog.text
+
+
+def tuned(config: ModelConfig) -> None:
+    """Change everything that is about how fast, where and in which batches the model is computed."""
+    config.max_batch_size = 7
+    config.instance_group.add(count=2)
+    config.dynamic_batching.max_queue_delay_microseconds = 10
+    config.dynamic_batching.preferred_batch_size.append(4)
+    config.optimization.graph.level = 1
+    config.response_cache.enable = True
+    for key, value in {
+        "cpu_precision": "float32",
+        "compute_weight": "2",
+        "warm_up": "off",
+        "shadow_rate": "0",
+        "precision_guard": "count",
+        "latency_target_ms": "50",
+    }.items():
+        parameter(key, value)(config)
+    config.parameters["session.intra_op_thread_count"].string_value = "1"
+
+
+def by_hand(config: ModelConfig) -> None:
+    """Leave out what a server completes from the model file."""
+    del config.input[:]
+    for name in ("name", "platform", "max_batch_size", "dynamic_batching"):
+        config.ClearField(name)
+
+
+def shapes(config: ModelConfig) -> list[Any]:
+    return [*(tensor.dims for tensor in config.input), *(tensor.dims for tensor in config.output)]
+
+
+def whole_shapes(config: ModelConfig) -> None:
+    config.ClearField("max_batch_size")
+    config.ClearField("dynamic_batching")
+    for dims in shapes(config):
+        dims.insert(0, -1)
+
+
+@pytest.mark.parametrize("change", [tuned, by_hand, whole_shapes])
+def test_settings_that_tune_a_server_are_not_bound(
+    change: Callable[[ModelConfig], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    private, public = key_pair(tmp_path)
+    version = exported(tmp_path, certificate_key=private)
+    configure(version, change)
+    assert verdict(version, public) == "passed"
+    assert "certificate" not in caplog.text
+
+
+def test_rows_that_were_no_batch_must_not_become_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    version = exported(tmp_path, max_batch_size=0)
+    assert verdict(version) == "passed"
+    assert "certificate" not in caplog.text
+
+    def batched(config: ModelConfig) -> None:
+        config.max_batch_size = 8
+        for dims in shapes(config):
+            del dims[0]
+
+    configure(version, batched)
+    assert verdict(version) == "passed"
+    assert "certificate.json was made for: max_batch_size is not set, certified was '0'" in caplog.text
+
+
+def test_the_parameters_that_certificates_bind_exist() -> None:
+    assert OWN_PARAMETERS.keys() > BOUND_PARAMETERS
 
 
 def other_twin(path: Path) -> None:
