@@ -44,6 +44,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 from halfserve.export.half_types import BF16, HalfType
 
 AXES_ARE_INPUT_FROM = {"ReduceSum": 13, "ReduceMax": 18}
+RAISED = "/as_float32_"  # in the name of a half value that was cast to float32 for a node to compute on
 ENDLESS = 2**63 - 1  # Slice's "to the end"
 ATTRIBUTES = {
     "HardSigmoid": ("alpha", "beta"),
@@ -222,9 +223,8 @@ def _whole(name: str, number: int) -> onnx.NodeProto:
 
 def _turn(part: str, half: int) -> onnx.GraphProto:
     """The Scan's body: one addition in float32, rounded to the half type."""
-    total, entry, wide, more, added, after, seen = (
-        f"{part}/{name}" for name in ("total", "entry", "wide", "more", "added", "after", "seen")
-    )
+    total, entry, added, after, seen = (f"{part}/{name}" for name in ("total", "entry", "added", "after", "seen"))
+    wide, more = f"{total}{RAISED}", f"{entry}{RAISED}"
     nodes = [
         helper.make_node("Cast", [total], [wide], to=TensorProto.FLOAT),
         helper.make_node("Cast", [entry], [more], to=TensorProto.FLOAT),

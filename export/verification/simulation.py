@@ -3,8 +3,8 @@
 On most CPUs ONNX Runtime has no float16 arithmetic. It casts a chain of nodes to float32 and drops the casts in between, at
 every optimisation level: `1 * 300 * 300 / 300` yields 300 there, and infinity on a GPU, whose every node rounds. Casts that
 the model itself contains are never dropped, so the rewritten model raises each node's half inputs to float32 and rounds its
-results. A bfloat16 model is held in float32 besides (see `verification.float32_copy`), as the CPU provider has hardly any
-kernels for it.
+results. Nodes without a half result, such as ArgMax, take rounded inputs too: a Cast to a half type is rounding. A bfloat16
+model is held in float32 besides (see `verification.float32_copy`), as the CPU provider has hardly any kernels for it.
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
 cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed,
@@ -38,6 +38,7 @@ from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
 from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.verification.kernel_steps import (
     AXES_ARE_INPUT_FROM,
+    RAISED,
     NodeSteps,
     StoredConstants,
     constants_in,
@@ -55,6 +56,9 @@ _MOVERS = """
     Squeeze Tile Transpose Unsqueeze
 """
 MOVERS = frozenset(_MOVERS.split())
+# Movers without a float16 kernel in ONNX Runtime's CPU provider, which casts their inputs to float32 itself. That cast cancels
+# a Cast to float16 before it, and the value would not be rounded at all.
+_RAISED_MOVERS = frozenset({"NonZero", "Pad", "Tile"})
 BEFORE_ROUNDING = "/before_rounding"
 FLOAT_TYPE_NAMES: dict[int, str] = {
     TensorProto.FLOAT16: "tensor(float16)",
@@ -108,8 +112,16 @@ def simulated_node(node: onnx.NodeProto) -> bool:
 
 
 def rounds(graph: onnx.GraphProto) -> bool:
-    """Whether a graph of a rounded model, bodies included, rounds anything to half precision."""
-    return any(simulated_node(node) or any(map(rounds, bodies(node))) for node in graph.node)
+    """Whether a node of a rounded model, bodies included, takes or makes numbers that were rounded to half precision.
+
+    A node without a half result, such as ArgMax or Greater, takes them too. Movers and casts alone need no simulation: every
+    runtime executes a Cast that the model contains.
+    """
+    return any(_takes_rounded(node) or any(map(rounds, bodies(node))) for node in graph.node)
+
+
+def _takes_rounded(node: onnx.NodeProto) -> bool:
+    return simulated_node(node) or any(RAISED in name for name in node.input)
 
 
 def _rewrite(
@@ -157,7 +169,7 @@ class _Rounder:
         wide.CopyFrom(node)
         for index, name in enumerate(node.input):
             if self._types.is_half(name):
-                wide.input[index] = f"{name}/as_float32_{self._scope}"
+                wide.input[index] = f"{name}{RAISED}{self._scope}"
                 if name not in self._raised:
                     self._raised.add(name)
                     yield helper.make_node("Cast", [name], [wide.input[index]], to=TensorProto.FLOAT)
@@ -173,9 +185,8 @@ class _Rounder:
 
 
 def _only_moves(node: onnx.NodeProto) -> bool:
-    """Whether a node cannot round. A Pad before opset 11 can: its fill value is a float32 attribute."""
-    holds_number = node.op_type == "Pad" and any(attribute.name == "value" for attribute in node.attribute)
-    return node.op_type in MOVERS and not holds_number
+    """Whether a node cannot round, and the runtime computes it on half inputs."""
+    return node.op_type in MOVERS - _RAISED_MOVERS
 
 
 class ElementTypes:

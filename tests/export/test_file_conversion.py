@@ -17,13 +17,14 @@ from halfserve.export.conversion_options import ConversionOptions
 from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.export_errors import ExportError
 from halfserve.export.file_conversion import SearchFailed, Verification, convert, convert_verified
-from halfserve.export.onnx_files.model_file import ModelFile, open_model
+from halfserve.export.onnx_files.model_file import ModelFile, open_model, serialize
 from halfserve.export.repository import recorded_samples
 from halfserve.export.verification.samples import Array, SampleSet
+from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.model_control.certificate_check import check_certificate
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
-from tests.export.stored_models import in_one_file, sums
+from tests.export.stored_models import in_one_file, open_session, parse, run_session, sums
 
 SAMPLES = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
 
@@ -274,3 +275,22 @@ def test_a_file_larger_than_its_source_says_why(tmp_path: Path) -> None:
 
 def test_a_file_that_is_smaller_has_no_growth_to_explain(source: Path, tmp_path: Path) -> None:
     assert convert(source, tmp_path / "half.onnx").growth is None
+
+
+def in_float16(model: onnx.ModelProto, feed: dict[str, Array]) -> list[Array]:
+    """What hardware with float16 arithmetic answers: every node rounds, and a Cast to float16 does."""
+    session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")
+    return list(run_session(session, feed).values())
+
+
+def test_a_choice_among_scores_that_float16_merges_is_right(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    text = "g (float[N,16] x) => (int64[N] y) { s = MatMul (x, w)  y = ArgMax <axis = 1, keepdims = 0> (s) }"
+    model = parse(text, w=10 + 0.1 * random.normal(size=(16, 1000)))
+    source = in_one_file(model, tmp_path / "in.onnx")
+    x = random.uniform(size=(200, 16)).astype(np.float32)
+    done = convert(source, tmp_path / "half.onnx", samples={"x": x})
+    exact = run_session(open_session(source.read_bytes(), "ORT_ENABLE_BASIC"), {"x": x})["y"]
+    (half,) = in_float16(onnx.load(done.path), {"x": x})
+    assert np.mean(half == exact) >= Budget().min_agreement
+    assert done.search is not None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Risk
 from halfserve.export.half_module.to_half import to_half
-from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.to_onnx.export_onnx import export_onnx
-from halfserve.export.verification.samples import Array
-from halfserve.export.verification.simulation import SumChecks, round_every_node, with_sum_checks
+from halfserve.export.verification.executions import run_simulated
+from halfserve.export.verification.samples import Array, as_array
+from halfserve.export.verification.sandbox import Sandbox
+from halfserve.export.verification.simulation import MOVERS, SumChecks, round_every_node, with_sum_checks
 from halfserve.export.verification.verify import verify
 from tests.export import models
 from tests.export.stored_models import both, chain, open_session, parse, run_session
@@ -141,6 +144,85 @@ def test_the_number_that_an_old_pad_fills_with_is_rounded() -> None:
     model = parse(text, opset=9, ir=4)
     assert np.isfinite(run(model, X)).all(), "or else the runtime has a float16 Pad, and this is no test any more"
     assert np.isposinf(run(round_every_node(model), X)[:, 1]).all()
+
+
+OTHER = np.linspace(-2, 2, 40).astype(np.float16)
+IN_A_BRANCH = """n = Size (h)  k = Cast <to = 9> (n)  y = If (k) <
+    then_branch = t () => (int64[M] a) { a = ArgMax <axis = 1, keepdims = 0> (h) },
+    else_branch = e () => (int64[M] b) { b = ArgMin <axis = 1, keepdims = 0> (h) }
+>"""
+CHOOSING: dict[str, Callable[[Array], Array]] = {
+    "y = ArgMax <axis = -1, keepdims = 0> (h)": lambda h: h.argmax(-1),
+    "y = ArgMin <axis = -1, keepdims = 0> (h)": lambda h: h.argmin(-1),
+    "v, y = TopK (h, three)": lambda h: np.argsort(-h.astype(float), axis=-1, kind="stable")[:, :3],
+    "y = Greater (h, other)": lambda h: h > OTHER,
+    "y = LessOrEqual (h, other)": lambda h: h <= OTHER,
+    "y = Equal (h, other)": lambda h: h == OTHER,
+    "y = NonZero (h)": lambda h: np.stack(np.nonzero(h)),
+    "c = Cast <to = 9> (h)  y = Not (c)": lambda h: h == 0,
+    "y = IsInf (h)": np.isinf,
+    "c = Greater (h, other)  w = Cast <to = 1> (h)  y = Where (c, w, zero)": lambda h: np.where(h > OTHER, h, 0).astype(
+        np.float32
+    ),
+    "c = Tile (h, repeats)  y = Cast <to = 1> (c)": lambda h: np.tile(h, (1, 2)).astype(np.float32),
+    "c = Pad (h, ends)  y = Cast <to = 1> (c)": lambda h: np.pad(h, ((0, 0), (1, 1))).astype(np.float32),
+    "c = CumSum (h, one)  y = Cast <to = 1> (c)": lambda h: np.cumsum(h, 1, dtype=np.float16).astype(np.float32),
+    "a = ArgMax <axis = 1, keepdims = 0> (h)  y = OneHot (a, forty, values)": lambda h: np.eye(40, dtype=np.float16)[
+        h.argmax(1)
+    ],
+    IN_A_BRANCH: lambda h: h.argmax(-1),
+}
+# Neighbours that float16 does not distinguish, numbers that vanish in it, and some over its range.
+CLOSE = (np.random.default_rng(4).integers(-8, 8, (12, 40)) / 4 + np.random.default_rng(5).normal(size=(12, 40)) * 1e-4).astype(
+    np.float32
+)
+CLOSE[::3, ::5] = 1e-9
+CLOSE[1::4, 7] = 1e6
+
+
+@pytest.mark.parametrize("text", CHOOSING)
+def test_a_cast_to_half_rounds_before_a_node_without_a_half_result(text: str) -> None:
+    kind = "int64" if "Arg" in text or "TopK" in text or "NonZero" in text else "bool"
+    kind = "float" if "<to = 1>" in text else "float16" if "OneHot" in text else kind
+    weights: dict[str, Any] = {"other": OTHER, "zero": np.float32(0), "three": [3], "one": 1, "ends": [0, 1, 0, 1]}
+    weights |= {"repeats": [1, 2], "rows": [0], "forty": 40, "values": np.array([0, 1], np.float16)}
+    used = {name: array for name, array in weights.items() if re.search(rf"\b{name}\b", text)}
+    model = parse(f"g (float[N, 40] x) => ({kind} y) {{ h = Cast <to = 10> (x)  {text} }}", opset=20, **used)
+    with np.errstate(over="ignore"):
+        expected = CHOOSING[text](CLOSE.astype(np.float16))
+    with Sandbox() as sandbox:
+        done = run_simulated(open_model(model), sandbox, sandbox.stage([{"x": CLOSE}]), user_batches=1, products=False)
+    (answer,) = done.answer.batches
+    assert not isinstance(answer, str), answer
+    assert np.array_equal(as_array(answer[0]), expected, equal_nan=expected.dtype.kind == "f")
+
+
+@pytest.mark.parametrize("mover", sorted(MOVERS))
+def test_every_mover_on_half_inputs_is_rounded_before_it(mover: str) -> None:
+    calls = {
+        "Concat": "Concat <axis = 0> (h, h)", "Expand": "Expand (h, sizes)", "Gather": "Gather (h, rows)",
+        "GatherElements": "GatherElements (h, table)", "GatherND": "GatherND (h, table)", "Pad": "Pad (h, ends)",
+        "Reshape": "Reshape (h, flat)", "ReverseSequence": "ReverseSequence <batch_axis = 1, time_axis = 0> (h, counts)",
+        "Slice": "Slice (h, first, last)", "Squeeze": "Squeeze (h)", "Tile": "Tile (h, repeats)",
+        "Split": "Split <num_outputs = 1> (h)",
+        "Unsqueeze": "Unsqueeze (h, rows)", "Compress": "Compress (h, chosen)", "CastLike": "CastLike (x, half)",
+        "DepthToSpace": "DepthToSpace <blocksize = 1> (cube)", "SpaceToDepth": "SpaceToDepth <blocksize = 2> (cube)",
+    }  # fmt: skip
+    unary = ("Cast", "Flatten", "Identity", "Transpose")
+    if mover not in calls and mover not in unary:
+        return  # makes no number, or a sequence of unchanged ones
+    step = "Cast <to = 10> (x)" if mover == "Cast" else calls.get(mover, f"{mover} (h)")
+    weights: dict[str, Any] = {"sizes": [2, 12, 40], "rows": [0], "table": [[0] * 40], "ends": [0, 1, 0, 1], "flat": [-1]}
+    weights |= {"counts": [12] * 40, "first": [0, 0], "last": [9, 9], "repeats": [1, 2], "half": np.float16(1)}
+    weights |= {"chosen": np.arange(480) % 2 == 0, "four": [1, 12, 4, 10]}
+    if mover == "GatherND":
+        weights["table"] = [[0]]
+    text = f"h = Cast <to = 10> (x)  cube = Reshape (h, four)  m = {step}  y = Cast <to = 1> (m)"
+    used = {name: array for name, array in weights.items() if re.search(rf"\b{name}\b", text)}
+    rounded = round_every_node(parse(f"g (float[12, 40] x) => (float y) {{ {text} }}", opset=20, **used))
+    with np.errstate(over="ignore"):
+        expected = CLOSE.astype(np.float16).astype(np.float32)
+    assert np.array_equal(run(rounded, CLOSE), run(rounded, expected))
 
 
 def test_an_activations_constants_are_rounded() -> None:
