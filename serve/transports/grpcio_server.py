@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
+from grpc._cython import cygrpc
 
 from halfserve.serve.engine.errors import InferenceError, UnsupportedError
 from halfserve.serve.protocol.inference import AnyInference, ObservedInference
@@ -51,6 +52,7 @@ class GrpcioServer:
         Raises:
             BindError: the address is in use, not this machine's, or not allowed.
         """
+        logging.getLogger(cygrpc.__name__).addFilter(_is_no_lost_call)
         self._server = grpc.aio.server(options=OPTIONS)
         self._server.add_generic_rpc_handlers((_Methods(self._service, self._guard.gate),))
         try:
@@ -80,6 +82,11 @@ class GrpcioServer:
         if tls is None:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, tls.grpc_credentials()))
+
+
+def _is_no_lost_call(record: logging.LogRecord) -> bool:
+    """Leave out the stack traces that grpcio logs for answers to clients that have gone, or whose deadline has passed."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], cygrpc.ExecuteBatchError)
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types

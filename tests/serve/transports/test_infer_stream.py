@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
+from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
+from tests.models import save_model
+from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 from tests.serve.transports.test_under_load import held_request, wait_until_waiting
@@ -48,6 +52,23 @@ def test_tritonclient_streams_and_an_error_does_not_end_it(server: RunningServer
             response = result.get_response()
             assert (response.id, response.parameters["triton_final_response"].bool_param) == (str(number), True)
             assert result.as_numpy("y").shape == (1, 10)
+
+
+def test_unread_answers_leave_no_stack_trace(
+    transport: MakeTransport, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes, weights = [helper.make_node("Expand", ["x", "shape"], ["y"])], {"shape": np.array([1, 500_000])}
+    path, float32 = tmp_path / "held" / "1" / "model.onnx", TensorProto.FLOAT
+    save_model(path, nodes, [("x", float32, ["batch", 1])], [("y", float32, ["batch", 500_000])], weights)
+    with running_server(lambda: load_repository(tmp_path), transport) as server:
+        for timeout_s in (0.1, None):
+            with grpc.insecure_channel(server.address) as channel:
+                call = channel.stream_stream(STREAM)(iter([held_request(1).SerializeToString()] * 20), timeout=timeout_s)
+                if timeout_s is not None:
+                    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                else:
+                    next(call)
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_with_tritons_header_the_first_error_ends_the_stream(transport: MakeTransport) -> None:
