@@ -44,6 +44,7 @@ from halfserve.export.tasks.served_models import (
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.export.verification.judging import Judge
+from halfserve.installation import install_hint
 from halfserve.protos.pictures import PicturePreparation
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _transformers() -> Any:
     try:
         import transformers  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:
-        lacking = "a Hugging Face folder needs the package transformers; in a checkout of halfserve, run: pip install '.[hf]'"
+        lacking = f"a Hugging Face folder needs the package transformers; {install_hint('hf')}"
         raise ExportError(lacking) from error
     # Bars are for downloads of gigabytes; the command tells its own progress.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
