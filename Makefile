@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 
 help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
-	@echo "make install the environment, .venv: all that trains, converts, serves and measures"
+	@echo "make install the environment, .venv: all that trains, converts, serves and measures; EXTRAS=hf,text adds what is optional"
 	@echo "make dev     the environment, with what the tests, the documentation and the checks use"
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
@@ -48,7 +48,6 @@ $(DEMO): pyproject.toml constraints.txt
 		$(UV) --requirement pyproject.toml --extra demo && echo "make: the packages are installed ($$(($$(date +%s) - started)) s)"; \
 		installed=$$?; wait $$compiling && exit $$installed
 	@$(UV) --no-deps --no-build-isolation --editable .
-	@$(BIN)/halfserve --version
 	@touch $(DEMO)
 
 $(READY): $(DEMO)
@@ -64,7 +63,13 @@ $(READY): $(DEMO)
 	@rm -r $(VENV)/layer $(VENV)/layer.zip
 	@touch $(READY)
 
+# Also of an environment that is there: it keeps what is in it. A `pip install` without --editable puts a copy of halfserve in place
+# of the checkout.
+comma := ,
 install: $(DEMO)
+	@$(if $(EXTRAS),echo "make: adding these extras of pyproject.toml: $(EXTRAS)" && $(UV) --requirement pyproject.toml $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
+	@$(BIN)/halfserve --version | grep -q "from the checkout" || $(UV) --no-deps --no-build-isolation --editable .
+	@$(BIN)/halfserve --version
 	@echo "make: $(VENV) is complete; to use it, run: source $(BIN)/activate"
 
 dev: $(READY)

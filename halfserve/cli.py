@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from halfserve.configuration import ConfigurableCommand, ConfigurationError, variable
+from halfserve.installation import code_in_use, install_hint
 from halfserve.option_groups import OptionCommand
 
 if TYPE_CHECKING:
@@ -190,14 +191,16 @@ app = typer.Typer(
 def _root(
     ctx: typer.Context,
     *,
-    version: bool = typer.Option(False, "--version", help="Print the version, and whether the server is compiled."),
+    version: bool = typer.Option(
+        False, "--version", help="Print the version, whether the server is compiled, and the folder of the code."
+    ),
 ) -> None:
     if version:
         from importlib.metadata import version as installed_version  # noqa: PLC0415  (only this branch needs it)
 
         from halfserve.compiled_build import build_in_use  # noqa: PLC0415  (see above)
 
-        typer.echo(f"halfserve {installed_version('halfserve')}, {build_in_use()}")
+        typer.echo(f"halfserve {installed_version('halfserve')}, {build_in_use()}; {code_in_use()}")
     elif ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 
@@ -265,10 +268,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     except ModuleNotFoundError as error:
         if stage is None or stage.extra is None or not error.name:
             raise
-        typer.echo(
-            f"{prefix}: needs the package {error.name!r}; in a checkout of halfserve, run: pip install '.[{stage.extra}]'",
-            err=True,
-        )
+        typer.echo(f"{prefix}: needs the package {error.name!r}; {install_hint(stage.extra)}", err=True)
         sys.exit(MISSING_EXTRA_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)

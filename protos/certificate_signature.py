@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfserve.installation import install_hint
 from halfserve.protos.certificates import signed_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415  (see the module's text)
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415  (see the module's text)
     except ImportError as error:
-        lacking = "signatures need the package cryptography; in a checkout of halfserve, run: pip install '.[sign]'"
+        lacking = f"signatures need the package cryptography; {install_hint('sign')}"
         raise CertificateKeyError(lacking) from error
     return serialization, ed25519
 

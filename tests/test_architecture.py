@@ -1,6 +1,6 @@
 """The arrows between the rooms: stages meet in files on disk and in protos/, never in each other's Python.
 
-`halfserve/files/` is what all of them do with files.
+`halfserve/files/` is what all of them do with files; `halfserve/installation.py` names the command that adds an extra.
 """
 
 from __future__ import annotations
@@ -180,11 +180,23 @@ def test_below_the_commands_a_room_knows_no_options_of_theirs(room: str) -> None
 
 
 def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
-    paths = (*files("files"), *(path for path in files("protos") if path.name != "generate.py"))
+    paths = (ROOT / "installation.py", *files("files"), *(path for path in files("protos") if path.name != "generate.py"))
     outside = {m.split(".")[0] for path in paths for m in imported(path)}
     # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, cryptography signs
     # certificates, and Pillow (PIL) decodes pictures; they are imported when such a tensor, URL, key or picture is met.
-    ours = {"files", "protos", "google", "numpy", "ml_dtypes", "fsspec", "s3fs", "aiobotocore", "cryptography", "PIL"}
+    ours = {
+        "files",
+        "installation",
+        "protos",
+        "google",
+        "numpy",
+        "ml_dtypes",
+        "fsspec",
+        "s3fs",
+        "aiobotocore",
+        "cryptography",
+        "PIL",
+    }
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 

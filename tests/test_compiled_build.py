@@ -45,7 +45,7 @@ def build_of(home: Path) -> tuple[str, str]:
     assert done.returncode == 0, done.stderr
     file, version = done.stdout.splitlines()
     assert Path(file).is_relative_to(home)
-    number, _, build = version.partition(", ")
+    number, _, build = version.rpartition("; ")[0].partition(", ")
     assert number.startswith("halfserve ")
     assert file.endswith(SUFFIX if build == "compiled" else ".py")
     return build, done.stderr
@@ -176,7 +176,7 @@ def test_a_build_that_does_not_fit_is_ignored_with_one_line(checkout: Path, spoi
 def test_a_compiled_module_runs_until_it_does_not_fit(compiled: Path) -> None:
     assert libraries(compiled) == set(LIBRARIES)
     assert run([sys.executable, "-m", "halfserve", "--version"], compiled, **{SWITCH: "0"}).stdout.endswith(
-        f", plain: {SWITCH} is 0\n"
+        f", plain: {SWITCH} is 0; from the checkout {compiled}\n"
     )
     library = compiled / "halfserve" / LIBRARIES[0]
     content = library.read_bytes()

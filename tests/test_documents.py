@@ -45,6 +45,17 @@ def test_links_lead_to_what_is_there(document: str) -> None:
             assert heading in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, heading
 
 
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_folders_and_files_that_a_newcomer_reads_of_exist(document: str) -> None:
+    packages = [path.name for path in (ROOT / "halfserve").iterdir() if path.is_dir()]
+    folders = "|".join([*packages, "benchmarks", "deploy", "docs", "halfserve", "tests"])
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(rf"(?<![\w/.:-])(?:{folders})/(?:[\w.-]*\w/?)*", text)
+    named += re.findall(r"`([\w.-]+/[\w./-]*)`", text)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_tests_that_documents_name_exist() -> None:
     named = [
         name for document in DOCUMENTS for name in re.findall(r"(tests/\S+?\.py)::(\w+)", (ROOT / document).read_text("utf-8"))

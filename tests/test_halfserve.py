@@ -41,7 +41,9 @@ def test_help_lists_every_command(arguments: list[str]) -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert run("--version").stdout.startswith(f"halfserve {declared}, {build_in_use().name}")
+    version = run("--version").stdout
+    assert version.startswith(f"halfserve {declared}, {build_in_use().name}")
+    assert version.endswith(f"; from the checkout {ROOT}\n")
 
 
 @pytest.mark.parametrize("name", cli.STAGES)
@@ -171,9 +173,8 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     done = run("train", "--help", PYTHONPATH=str(tmp_path))
     assert done.returncode == 69
-    assert (
-        done.stderr == "halfserve train: needs the package 'torch'; in a checkout of halfserve, run: pip install '.[train]'\n"
-    )
+    hint = "in a checkout of halfserve, run: make install EXTRAS=train; in another environment: pip install -e '.[train]'"
+    assert done.stderr == f"halfserve train: needs the package 'torch'; {hint}\n"
 
 
 def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:

@@ -28,6 +28,11 @@ def package_files() -> Iterator[Path]:
         yield from filter(Path.is_file, path.rglob("*") if path.is_dir() else [path])
 
 
+def read_by_users() -> Iterator[Path]:
+    """The documents, and the sources with their messages."""
+    yield from [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(path for path in package_files() if path.suffix == ".py")]
+
+
 def pinned() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
@@ -89,6 +94,9 @@ def test_an_installation_holds_every_module_under_one_name(tmp_path: Path) -> No
     built = {str(path.relative_to(lib)) for path in lib.rglob("*.py")}
     assert built == {str(path.relative_to(ROOT)) for path in package_files() if path.suffix == ".py"}
     assert (lib / "halfserve" / "serve" / "http" / "static" / "index.html").exists()
+    program = "from halfserve.installation import code_in_use; print(code_in_use())"
+    said = subprocess.run([sys.executable, "-c", program], cwd=lib, check=True, capture_output=True, text=True).stdout
+    assert said == f"from an installed copy, {lib / 'halfserve'}\n"
 
 
 def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
@@ -117,9 +125,22 @@ def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
 
 def test_install_hints_take_the_checkout_as_no_index_has_the_project() -> None:
     hint = re.compile(r"(install|-U) +'?halfserve(\[|'|`)")
-    sources = (path for path in package_files() if path.suffix == ".py")
-    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *sources]
-    assert [str(path) for path in texts if hint.search(path.read_text(encoding="utf-8"))] == []
+    assert [str(path) for path in read_by_users() if hint.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_install_hints_keep_a_checkout_editable() -> None:
+    """`pip install '.[hf]'` would put a copy of halfserve in place of the checkout, which is what a deployment wants alone."""
+    hint = re.compile(r"pip install +(--\S+ +)*['`\"]?\.(\[|\s|`)")
+    copies = [path for path in read_by_users() if hint.search(path.read_text(encoding="utf-8"))]
+    assert copies == [ROOT / "docs" / "guides" / "deploying.md"]
+
+
+def test_make_adds_extras_to_the_environment() -> None:
+    planned = subprocess.run(
+        ["make", "--dry-run", "install", "EXTRAS=hf,text"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert " --requirement pyproject.toml --extra hf --extra text" in planned.stdout
+    assert {"hf", "text"} <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 def test_the_mypyc_that_installations_compile_with_is_the_one_that_is_tested() -> None:

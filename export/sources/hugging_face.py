@@ -18,7 +18,7 @@ from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
-from halfserve.export.sources.image_libraries import open_timm_folder
+from halfserve.export.sources.image_libraries import open_timm_folder, require_fitting_torchvision
 from halfserve.export.sources.picture_preparation import (
     LibraryPreparation,
     of_transformers,
@@ -44,6 +44,7 @@ from halfserve.export.tasks.served_models import (
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.export.verification.judging import Judge
+from halfserve.installation import install_hint
 from halfserve.protos.pictures import PicturePreparation
 
 if TYPE_CHECKING:
@@ -89,9 +90,13 @@ def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
 def _transformers() -> Any:
     try:
         import transformers  # noqa: PLC0415  (an extra, and slow to import)
-    except ImportError as error:
-        lacking = "a Hugging Face folder needs the package transformers; in a checkout of halfserve, run: pip install '.[hf]'"
+    except ModuleNotFoundError as error:
+        lacking = f"a Hugging Face folder needs the package {error.name}; {install_hint('hf')}"
         raise ExportError(lacking) from error
+    except ImportError as error:  # another package has a version that it does not take
+        raise ExportError(f"transformers cannot be imported: {one_line(error)}") from error
+    # Where it is there, the code of every model imports it.
+    require_fitting_torchvision()
     # Bars are for downloads of gigabytes; the command tells its own progress.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # Its table of weights that do not fit; an error says it in one line.

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfserve.export.export_errors import UsageError
+from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.tasks.judges import judge_embeddings, judge_token_labels, judge_token_vectors
+from halfserve.export.to_onnx.capture import one_line, root
 from halfserve.export.verification.judging import Judge
 
 if TYPE_CHECKING:
@@ -78,13 +79,14 @@ def task_of(transformers: Any, config: PretrainedConfig, folder: Path, asked: st
 
     Raises:
         UsageError: The task is not known, not one that this architecture has weights for, or cannot be told.
+        ExportError: The code of this architecture cannot be imported.
     """
     if asked is not None and asked not in KINDS:
         raise UsageError(f"--task {asked!r} is not known; expected one of {', '.join(KINDS)}")
     architecture = next(iter(config.architectures or ()), "")
     if architecture.endswith(WRITERS):
         raise _writer(architecture, folder)
-    takes = _takes(getattr(transformers, architecture, None))
+    takes = _takes(_class_of(transformers, architecture))
     fitting = [
         name
         for name, kind in KINDS.items()
@@ -115,6 +117,15 @@ def task_of(transformers: Any, config: PretrainedConfig, folder: Path, asked: st
     if found == "text-classification" and config.num_labels == 1:
         return "rerank"
     return "feature-extraction" if found == "embeddings" and not is_of_sentences else found
+
+
+def _class_of(transformers: Any, architecture: str) -> Any:
+    try:
+        return getattr(transformers, architecture, None)
+    except ImportError as error:  # it imports a model's code where it is asked for
+        raise ExportError(
+            f"transformers {transformers.__version__} cannot import {architecture}: {one_line(root(error))}"
+        ) from error
 
 
 def _writer(architecture: str, folder: Path) -> UsageError:

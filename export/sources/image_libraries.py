@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch import __version__ as torch_version
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
 from halfserve.export.conversion_options import SourceOptions
@@ -166,8 +169,34 @@ def _as_array(prepare: Callable[[Any], Tensor]) -> LibraryPreparation:
     return lambda picture: prepare(picture).numpy()
 
 
+def require_fitting_torchvision() -> None:
+    """Check a torchvision that is installed, which timm and transformers import too.
+
+    Raises:
+        ExportError: It was built for another torch: its operators are missing, or its library cannot be loaded.
+    """
+    if find_spec("torchvision") is None:
+        return
+    try:
+        import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise ExportError(f"torchvision needs the package {error.name}: pip install {error.name}") from error
+    except Exception as error:  # a RuntimeError, OSError or AttributeError, by version
+        try:
+            installed = version("torchvision")
+        except PackageNotFoundError:
+            installed = "of unknown version"
+        release, _, build = torch_version.partition("+")
+        index = f" --index-url URL, with the URL of PyTorch's index for {build} (pytorch.org names it)" if build else ""
+        raise ExportError(
+            f"torchvision {installed} does not fit torch {torch_version} ({one_line(error)}); expected the build for this "
+            f"torch; run: pip uninstall -y torchvision && pip install torchvision torch=={release}{index}"
+        ) from error
+
+
 def _library(module: str, argument: str) -> Any:
     library = module.partition(".")[0]
+    require_fitting_torchvision()
     try:
         return import_module(module)
     except ImportError as error:

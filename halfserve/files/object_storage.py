@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
+from halfserve.installation import install_hint
+
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)")  # at least two letters: C:\ is a drive
 USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+@")
 QUERY = re.compile(r"(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
@@ -119,7 +121,7 @@ class ObjectStore:
 
     def _missing(self, package: str) -> str:
         if self._extra:
-            install = f"in a checkout of halfserve, run: pip install '.[{self._extra}]'"
+            install = install_hint(self._extra)
         else:
             install = f"run: pip install {package} filelock" if package == "fsspec" else f"run: pip install {package}"
         return f"{self.url}: what opens {self._protocol}:// is not installed; {install}"

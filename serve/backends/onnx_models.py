@@ -19,6 +19,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from halfserve.installation import install_hint
 from halfserve.protos.certificates import CERTIFICATE, NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import (
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
 PACKAGE = "openvino"
-INSTALL = f"in a checkout of halfserve, pip install '.[{PACKAGE}]'"
+INSTALL = install_hint(PACKAGE)
 USUAL_ERROR = 0.04  # bfloat16's budget if a certificate has none
 # Made-up inputs resemble the model's own no more than a certificate's adversarial samples, for which it allows this factor.
 TRIAL_FACTOR = 5.0

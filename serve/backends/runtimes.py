@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import TrialCache
 from halfserve.serve.backends.onnx_models import OnnxModels
@@ -98,29 +99,26 @@ class Runtimes:
                 f"to ONNX, or start the server with {TRUST_OPTION} if you trust everybody who writes model files there"
             )
         if self._torch is None:
-            with _installed(path, "a torch program", "'.[train]', or export the model to ONNX"):
+            with _installed(path, "a torch program", f"export the model to ONNX, or {install_hint('train')}"):
                 from halfserve.serve.backends.torch_backend import TorchRuntime  # noqa: PLC0415  (takes a second, and may not be there)
             self._torch = TorchRuntime()
         return self._torch
 
     def _openvino_for(self, path: Path) -> OpenVinoRuntime:
         if self._openvino is None:
-            with _installed(path, "a model for OpenVINO", "'.[openvino]'"):
+            with _installed(path, "a model for OpenVINO", install_hint("openvino")):
                 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime  # noqa: PLC0415  (may not be there)
             self._openvino = OpenVinoRuntime(self._probe, trust_custom_operators=self._trust.custom_operators)
         return self._openvino
 
 
 @contextmanager
-def _installed(path: Path, kind: str, extra: str) -> Iterator[None]:
+def _installed(path: Path, kind: str, remedy: str) -> Iterator[None]:
     """Report a missing package as a reason not to load the model."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ModelLoadError(
-            f"{path}: is {kind}, and the package {error.name!r} is not installed; "
-            f"in a checkout of halfserve, pip install {extra}"
-        ) from None
+        raise ModelLoadError(f"{path}: is {kind}, and the package {error.name!r} is not installed; {remedy}") from None
 
 
 def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:

@@ -8,8 +8,9 @@ bench.json holds one object:
 - "goal", "best": for a search, the latency limit, and the index in "levels" of the highest load that met it; else null
 - "levels": one per load, in the order measured:
     - "concurrency": requests in flight, or "rate": requests per second; the other is null. "batch_size": rows per request
-    - "requests": successful requests; "errors": failed ones; "errors_by_status": {gRPC status: count}; "error_messages": one
-    each - "seconds", "requests_per_second", "rows_per_second"
+    - "requests": successful requests; "errors": failed ones; "errors_by_status": {gRPC status: count};
+      "error_messages": the first message of each status
+    - "seconds", "requests_per_second", "rows_per_second"
     - "goodput_per_second": requests answered within the given latency limit, null without one
     - "latency_ms": {"min", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"} of the successful ones; at a rate it counts
       from the intended sending time

@@ -8,6 +8,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
+from halfserve.installation import install_hint
 from halfserve.serve.engine.errors import FailedPreconditionError
 
 UNBOUNDED = -1
@@ -95,4 +96,4 @@ def check_can_trace(to: str) -> None:
         except ModuleNotFoundError:
             found = False
         if not found:
-            raise FailedPreconditionError("traces need OpenTelemetry; install it from a checkout with: pip install '.[trace]'")
+            raise FailedPreconditionError(f"traces need OpenTelemetry; {install_hint('trace')}")

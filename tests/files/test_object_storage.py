@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfserve.files.object_storage import ObjectExistsError, ObjectStore, StorageError, is_url, redacted
+from halfserve.installation import install_hint
 from tests.s3_server import S3Server, s3_server
 
 
@@ -44,8 +45,8 @@ def test_credentials_do_not_show(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("url", "install"),
     [
-        ("gs://bucket/models", "in a checkout of halfserve, run: pip install '.[gcs]'"),
-        ("az://container/models?sig=secret", "in a checkout of halfserve, run: pip install '.[azure]'"),
+        ("gs://bucket/models", install_hint("gcs")),
+        ("az://container/models?sig=secret", install_hint("azure")),
         ("oci://bucket/models", "pip install ocifs"),
         ("sftp://me:secret@host/models", "pip install paramiko"),
     ],

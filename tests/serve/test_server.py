@@ -76,7 +76,7 @@ def test_a_server_says_which_build_runs(mlp: Path, switch: str, monkeypatch: pyt
         if switch == "0"
         else subprocess.run([*HALFSERVE[:-1], "--version"], capture_output=True, text=True, check=True)
         .stdout.split()[2]
-        .strip(":")
+        .strip(":;")
     )
     with serving(mlp) as (_, ready):
         assert ready["build"] == expected

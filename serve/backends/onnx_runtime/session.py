@@ -18,6 +18,7 @@ from typing import Any
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from halfserve.installation import install_hint
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
@@ -105,11 +106,9 @@ class SessionOpener:
             return self._on_cpu()
         if placement.require_gpu:
             raise ModelLoadError(
-                f"{self.path}: a GPU is required, but {reason}; pip install '.[cuda]' in a checkout, or allow the CPU"
+                f"{self.path}: a GPU is required, but {reason}; allow the CPU, or add CUDA's libraries: {install_hint('cuda')}"
             )
-        logger.warning(
-            "%s: %s; it runs on the CPU. To use the GPU, in a checkout of halfserve: pip install '.[cuda]'", self.path, reason
-        )
+        logger.warning("%s: %s; it runs on the CPU. To add CUDA's libraries: %s", self.path, reason, install_hint("cuda"))
         return self._on_cpu()
 
     def _on_gpu(self) -> OpenSession:

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import own_parameter
@@ -227,8 +228,7 @@ def _library(name: str, path: Path, *, trusted: bool) -> str:
         found = packaged_library()
         if found is None:
             raise ModelLoadError(
-                f"{path}: needs the operators of onnxruntime-extensions, which is not installed; "
-                "in a checkout of halfserve, pip install '.[extensions]'"
+                f"{path}: needs the operators of onnxruntime-extensions, which is not installed; {install_hint('extensions')}"
             )
         return found
     hint = f". The package {PACKAGE!r} needs no option"

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
+from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
 from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 # Of other models, a file of this name is something else.
 PICTURE_TASKS: Final = frozenset({"image-classification", "image-embeddings"})
-LACKING: Final = "the server lacks the package pillow; in a checkout of halfserve, run: pip install '.[pictures]'"
+LACKING: Final[str] = f"the server lacks the package pillow; {install_hint('pictures')}"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class ClusterMemory:
         self.changed()
 
     def settings_since(self, number: int) -> SettingsChanges | None:
-        """SettingsChanges changed after change `number`; None if there are none."""
+        """Return the settings that changed after change `number`; None if there are none."""
         if number == self.settings_number:
             return None
         changed = [(path, one) for at, path, one in self.settings.values() if at > number]

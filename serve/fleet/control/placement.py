@@ -175,7 +175,7 @@ def _relieve(placing: _Placing) -> None:
 
 
 def _house(placing: _Placing) -> None:
-    """WorkerSlot each model that has no copy, the largest first, because they fit in the fewest places."""
+    """Place each model that has no copy, the largest first, because large models fit on the fewest members."""
     homeless = [name for name, holders in placing.holders.items() if not holders]
     for name in sorted(homeless, key=lambda name: (-placing.models[name].size, -placing.share(name), name)):
         for shelf in placing.best(name) or _vacated(placing, name) or placing.best(name, most=len(placing.models)):
@@ -201,7 +201,7 @@ def _vacated(placing: _Placing, name: str) -> list[_Shelf]:
 
 
 def _replicate(placing: _Placing) -> None:
-    """WorkerSlot the further copies, as far as there is room."""
+    """Place the further copies, as far as there is room."""
     for name, count in placing.copies.items():
         if len(placing.holders[name]) < count:
             for shelf in placing.best(name, count - len(placing.holders[name])):

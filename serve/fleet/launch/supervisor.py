@@ -34,7 +34,7 @@ class WorkerSlot:
     """Slot for one worker at a time.
 
     Attributes:
-        number: number of the place, counted from 1.
+        number: number of the slot, counted from 1.
         restarts: number of earlier workers, not counting the current or next one.
         worker: current worker; None before the start and between two workers.
         due_s: time of the next start on time.monotonic()'s clock.
@@ -42,7 +42,7 @@ class WorkerSlot:
     """
 
     def __init__(self, number: int, title: str) -> None:
-        """Create a place without a worker; `title` names the worker in the log."""
+        """Create a slot without a worker; `title` names the worker in the log."""
         self.number = number
         self.title = title
         self.restarts = 0
@@ -110,7 +110,7 @@ class Supervisor:
         return max(0.0, min(place.due_s for place in waiting) - time.monotonic()) if waiting else None
 
     def _startable(self) -> list[WorkerSlot]:
-        """The first place, and all places once a worker has been ready."""
+        """Return the first slot, and all slots once a worker has been ready."""
         return self._places if self._has_served or any(place.is_ready for place in self._places) else self._places[:1]
 
     def _start_due(self) -> None:

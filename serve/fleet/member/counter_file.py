@@ -31,7 +31,7 @@ BATCH, HITS, MISS, FAILED = 1, 2, 3, 4
 
 
 class CounterFile:
-    """CounterFile of one model, written by the process that serves the model; see `StatisticsLedger`."""
+    """File with the counters of one model, written by the process that serves the model; see `StatisticsLedger`."""
 
     def __init__(self, path: Path, model: Model) -> None:
         """Create the file.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfserve.files.varint import encoded_varint
+from halfserve.installation import install_hint
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular
@@ -333,7 +334,7 @@ def _load(model: Model) -> TokenizedModel | InferenceError:
     try:
         return TokenizedModel(model, _tokenizer(model))
     except ImportError:
-        lacking = "the server lacks the package tokenizers; in a checkout of halfserve, run: pip install '.[text]'"
+        lacking = f"the server lacks the package tokenizers; {install_hint('text')}"
         logger.warning("%s: takes no text: %s", label, lacking, extra={"model": label})
         return UnsupportedError(f"model {model.name!r} takes no text here: {lacking}")
     except Exception as error:  # tokenizers raises plain Exceptions

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -138,3 +140,26 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ExportError, match="timm:resnet10t needs the package timm: pip install timm"):
         open_source(argument, SourceOptions(weights=weights))
+
+
+@pytest.mark.parametrize("source", ["folder", "timm:resnet10t"])
+def test_a_torchvision_of_another_torch_is_named_with_the_cure(source: str, tmp_path: Path) -> None:
+    """transformers, timm and torchvision itself import it, and end in forty lines that do not name it."""
+    (tmp_path / "torchvision").mkdir()
+    lines = ["import torch", "torch.library.register_fake('torchvision::nms')(lambda *_: None)"]  # as its first module does
+    (tmp_path / "torchvision" / "__init__.py").write_text("\n".join(lines))
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pth")
+    weights = () if source == "folder" else ("--weights", "weights.pth")
+    command = [sys.executable, "-m", "halfserve", "export", source, *weights, "--repository", "models"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"halfserve export: torchvision 0.1 does not fit torch {torch.__version__} (RuntimeError: ")
+    release = torch.__version__.partition("+")[0]
+    assert f"; run: pip uninstall -y torchvision && pip install torchvision torch=={release}" in done.stderr

@@ -10,11 +10,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
 from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
+from halfserve.export.sources.hugging_face_tasks import task_of
 from halfserve.export.sources.opening import open_source
 from tests.export import models
 from tests.export.cli.commands import command
@@ -183,3 +185,15 @@ def test_samples_of_numpys_own_type_become_the_models(tmp_path: Path) -> None:
     source = open_source(FACTORY, SourceOptions(samples=tmp_path / "s.npy"))
     assert source.samples.inputs.dtype == torch.float32
     assert source.samples.note == "the samples are float64, and were rounded to the model's float32"
+
+
+def test_the_first_cause_is_named_where_the_code_of_an_architecture_cannot_be_imported(tmp_path: Path) -> None:
+    class Broken:
+        __version__ = "5.0"
+
+        def __getattr__(self, name: str) -> None:
+            raise ModuleNotFoundError(f"Could not import module {name!r}.") from OSError("libcudart.so: cannot open")
+
+    config = transformers.BertConfig(architectures=["BertModel"])
+    with pytest.raises(ExportError, match=r"^transformers 5.0 cannot import BertModel: OSError: libcudart.so: cannot open$"):
+        task_of(Broken(), config, tmp_path, None)

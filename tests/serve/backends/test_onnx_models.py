@@ -15,6 +15,7 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper
 
+from halfserve.installation import install_hint
 from halfserve.protos.certificates import certificate_sha256, named_entry
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends import onnx_models
@@ -167,8 +168,8 @@ def test_without_openvino_a_model_is_computed_in_float32(
         assert caplog.text == "", "nothing is proved that the package could compute"
         certify(path, precision="bfloat16", passed=True)
         assert load(path)[0].provider == ON_ONNX_RUNTIME
-    assert "with the package 'openvino', which is not installed; in a checkout of halfserve, pip install '.[" in caplog.text
-    with pytest.raises(ModelLoadError, match=r"the package 'openvino' is not installed; .*pip install '.\[openvino\]'"):
+    assert f"with the package 'openvino', which is not installed; {install_hint('openvino')}" in caplog.text
+    with pytest.raises(ModelLoadError, match=r"the package 'openvino' is not installed; .* make install EXTRAS=openvino"):
         load(path, CpuPrecision.BFLOAT16)
 
 

@@ -249,7 +249,9 @@ def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatc
     path = save_program(tmp_path / "m.pt2", Twice(), torch.zeros(2, 1))
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "halfserve.serve.backends.torch_backend")
-    with pytest.raises(ModelLoadError, match=r"'torch' is not installed; .* pip install '.\[train\]', or export"):
+    with pytest.raises(
+        ModelLoadError, match="'torch' is not installed; export the model to ONNX, or .* make install EXTRAS=train"
+    ):
         Runtimes(trust=Trust(torch_archives=True)).describe(path)
 
 

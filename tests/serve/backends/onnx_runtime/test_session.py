@@ -98,7 +98,7 @@ def test_a_device_that_cannot_be_used_is_named_and_the_model_upcast(
     assert (opened.provider, opened.precision) == ("CPUExecutionProvider", "fp32 (the fp16 model, upcast)")
     np.testing.assert_array_equal(answer(opened), answer(open_session(path, ONE_THREAD)))
     assert "ONNX Runtime cannot use CUDA device 0" in caplog.text
-    assert "pip install '.[cuda]'" in caplog.text
+    assert "make install EXTRAS=cuda" in caplog.text
     assert capfd.readouterr() == ("", ""), "the runtime's own lines stay out of the ready line"
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from halfserve.installation import install_hint
 from halfserve.protos.pictures import PREPROCESSING, prepared_pixels
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.http.rest_server import RestServer
@@ -160,7 +161,7 @@ def test_a_server_without_pillow_says_what_to_install(client: httpx.Client, monk
     monkeypatch.setitem(sys.modules, "PIL", None)
     answer = client.post(CLASSIFY, content=data)
     assert answer.status_code == 501
-    assert answer.json()["error"].endswith("in a checkout of halfserve, run: pip install '.[pictures]'")
+    assert answer.json()["error"].endswith(install_hint("pictures"))
 
 
 def test_a_preparation_that_does_not_fit_its_model_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from halfserve.installation import install_hint
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
@@ -146,7 +147,7 @@ def test_a_server_without_the_package_says_what_to_install(text_repository: Path
     with served(text_repository) as client:
         answer = client.post("/v1/embeddings", json=EMBED)
         assert answer.status_code == 501
-        assert answer.json()["error"]["message"].endswith("in a checkout of halfserve, run: pip install '.[text]'")
+        assert answer.json()["error"]["message"].endswith(install_hint("text"))
 
 
 def test_a_token_opens_its_models_only(text_server: RunningServer, tmp_path: Path) -> None:
