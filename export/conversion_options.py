@@ -35,21 +35,27 @@ KeepIoTypes: TypeAlias = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionOptions:
+class KeptNodes:
+    """Nodes of the ONNX graph that stay in float32."""
+
+    keep_fp32_nodes: Annotated[
+        Collection[str],
+        CommandLineType(list[str]),
+        conversion(help="Node to keep in float32, as a shell pattern; may be repeated."),
+    ] = ()
+    keep_fp32_ops: Annotated[
+        Collection[str],
+        CommandLineType(list[str]),
+        conversion(help="Operator to keep in float32, as a shell pattern; may be repeated."),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions(KeptNodes):
     """Options of an ONNX model's conversion; see `halfserve.convert_file`."""
 
     dtype: Dtype = "float16"
     keep_io_types: KeepIoTypes = True
-    op_block_list: Annotated[
-        Collection[str],
-        CommandLineType(list[str]),
-        conversion("--block-op", help="Operator to keep in float32, as a shell pattern; may be repeated."),
-    ] = ()
-    node_block_list: Annotated[
-        Collection[str],
-        CommandLineType(list[str]),
-        conversion("--block-node", help="Node to keep in float32, as a shell pattern; may be repeated."),
-    ] = ()
     repair: Annotated[bool, conversion(help="Rewrite what the type could not hold, as large BatchNorm statistics.")] = True
     upgrade_opset: Annotated[
         bool,
@@ -64,7 +70,7 @@ class ConversionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleConversionOptions:
+class ModuleConversionOptions(KeptNodes):
     """Options of a torch module's conversion; see `halfserve.export_module`."""
 
     keep_fp32: Annotated[

@@ -126,7 +126,7 @@ class SearchFailed(BudgetExceeded):
     def __init__(self, error: BudgetExceeded, search: SearchResult) -> None:
         if search.passed:
             found = (
-                f"with {len(search.node_block_list)} nodes in float32 it was within the budget when the search tried it, and "
+                f"with {len(search.keep_fp32_nodes)} nodes in float32 it was within the budget when the search tried it, and "
                 "verified again it is not: one of the two models gives different outputs for the same input"
             )
         else:
@@ -145,6 +145,8 @@ def convert(
     budget: Budget | None = None,
     labels: Array | None = None,
     keep_io_types: bool | Collection[str] = True,
+    keep_fp32_nodes: Collection[str] = (),
+    keep_fp32_ops: Collection[str] = (),
     upgrade_opset: bool = False,
     dtype: DtypeChoice = "float16",
     precisions: Collection[HalfName] = (),
@@ -168,6 +170,8 @@ def convert(
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of inputs and outputs to
             keep.
+        keep_fp32_nodes: Nodes that stay float32, by name or shell pattern.
+        keep_fp32_ops: Operators that stay float32, by name or shell pattern.
         upgrade_opset: Whether to raise the model's opset first, as far as that lets more nodes compute in `dtype`.
         dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
@@ -205,7 +209,13 @@ def convert(
         key=signing_key(certificate_key),
         precisions=precisions,
     )
-    options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset, dtype=dtype)
+    options = ConversionOptions(
+        keep_io_types=keep_io_types,
+        keep_fp32_nodes=keep_fp32_nodes,
+        keep_fp32_ops=keep_fp32_ops,
+        upgrade_opset=upgrade_opset,
+        dtype=dtype,
+    )
     place = FileTarget(path=Path(target), overwrite=overwrite)
     return Certified(
         **vars(convert_verified(Path(source), place, options=options, verification=verification, progress=progress))
@@ -288,8 +298,8 @@ def _converted(
                 if not comparable or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
                     raise
                 found = _searched(opened, options, samples, verification, error, progress)
-                blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
-                attempt = _attempt(stack, opened, file, blocked, progress)
+                keeping = replace(options, keep_fp32_nodes=[*options.keep_fp32_nodes, *found.keep_fp32_nodes])
+                attempt = _attempt(stack, opened, file, keeping, progress)
                 try:
                     certificate, recorded = _verified(attempt, samples, verification, target, progress)
                 except BudgetExceeded as still:
@@ -376,8 +386,8 @@ def _searched(
         budget=samples.budget(verification.budget_of(half.name)),
         reference=verification.reference,
         keep_io_types=options.keep_io_types,
-        op_block_list=options.op_block_list,
-        node_block_list=options.node_block_list,
+        keep_fp32_ops=options.keep_fp32_ops,
+        keep_fp32_nodes=options.keep_fp32_nodes,
         repair=options.repair,
         dtype=half.name,
         record=verification.record,

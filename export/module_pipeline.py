@@ -89,6 +89,8 @@ def export_module(
     dtype: DtypeChoice = "float16",
     precisions: Collection[HalfName] = (),
     keep_fp32: Sequence[str] = (),
+    keep_fp32_nodes: Collection[str] = (),
+    keep_fp32_ops: Collection[str] = (),
     keep_io_types: bool | Collection[str] = True,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     policy: Policy | str | None = None,
@@ -121,6 +123,8 @@ def export_module(
         dtype: The type to convert to, "float16" or "bfloat16", or "auto": see `halfserve.convert`.
         precisions: Types to judge the file in beside its own: see `halfserve.convert`.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        keep_fp32_nodes: Nodes of the exported graph to keep in float32, as the report names them, or shell patterns.
+        keep_fp32_ops: ONNX operators to keep in float32, or shell patterns.
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
             that stay, such as an output over 65504.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
@@ -153,6 +157,8 @@ def export_module(
         budget=budget,
         dtype=dtype,
         keep_fp32=keep_fp32,
+        keep_fp32_nodes=keep_fp32_nodes,
+        keep_fp32_ops=keep_fp32_ops,
         keep_io_types=keep_io_types,
         dynamic=dynamic or {},
         search=search,
@@ -233,7 +239,13 @@ def export_verified(
             source,
             target,
             # The exporter chose the opset, so nothing depends on it.
-            options=ConversionOptions(keep_io_types=options.keep_io_types, dtype=options.dtype, upgrade_opset=True),
+            options=ConversionOptions(
+                keep_io_types=options.keep_io_types,
+                keep_fp32_nodes=options.keep_fp32_nodes,
+                keep_fp32_ops=options.keep_fp32_ops,
+                dtype=options.dtype,
+                upgrade_opset=True,
+            ),
             verification=verification,
             progress=progress,
             beside=options.beside,

@@ -57,8 +57,18 @@ STAGES = {
         extra="train",
         configurable=True,
     ),
-    "export": Stage(module="halfserve.export.cli.export", help="Turn a checkpoint into a proven fp16 model.", extra="export"),
-    "convert": Stage(module="halfserve.export.cli.convert", help="Turn an ONNX model into a proven fp16 one.", extra="export"),
+    "export": Stage(
+        module="halfserve.export.cli.export",
+        help="Turn a checkpoint into a proven fp16 model.",
+        extra="export",
+        configurable=True,
+    ),
+    "convert": Stage(
+        module="halfserve.export.cli.convert",
+        help="Turn an ONNX model into a proven fp16 one.",
+        extra="export",
+        configurable=True,
+    ),
     "verify": Stage(
         module="halfserve.export.cli.verify", help="Compare an fp16 ONNX model with its float32 one.", extra="export"
     ),

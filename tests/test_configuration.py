@@ -105,6 +105,13 @@ def test_lists_and_odd_texts_survive(run: Run, file: Callable[[str], Path]) -> N
     assert in_effect(run("serve", "--print-config", "--config", file(printed[1]))) == values
 
 
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_what_stays_float32_may_be_configured(command: str, run: Run, file: Callable[[str], Path]) -> None:
+    path = file(f'[{command}]\nkeep_fp32_nodes = ["head/*"]\nmin_agreement = 0.5\n')
+    values = in_effect(run(command, "--print-config", "--config", path), command)
+    assert (values["keep_fp32_nodes"], values["keep_fp32_ops"], values["min_agreement"]) == (["head/*"], [], 0.5)
+
+
 def test_secrets_are_not_printed(run: Run) -> None:
     _, out, _ = run("bench", "m", "--header", "authorization: Bearer hidden", "--print-config")
     assert tomllib.loads(out)["bench"]["header"] == ["***"]

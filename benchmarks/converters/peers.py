@@ -78,7 +78,7 @@ def ours_searched(model: bytes, keep_io: bool) -> bytes:
         raise ValueError("the float32 model takes none of the made-up inputs")
     source = onnx.load_from_string(model)
     found = find_fp32_nodes(source, feeds, budget=Budget(), keep_io_types=keep_io, adversarial=False, max_runs=MAX_RUNS)
-    return _serialized(convert_float_to_float16(source, keep_io_types=keep_io, node_block_list=found.node_block_list))
+    return _serialized(convert_float_to_float16(source, keep_io_types=keep_io, keep_fp32_nodes=found.keep_fp32_nodes))
 
 
 def onnxconverter_common(model: bytes, keep_io: bool) -> bytes:

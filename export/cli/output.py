@@ -277,7 +277,7 @@ def search_table(result: SearchResult) -> Group:
 
 
 def _outcome(result: SearchResult) -> str:
-    count = len(result.node_block_list)
+    count = len(result.keep_fp32_nodes)
     if not result.passed:
         return f"none is enough, not even all {count} in float32"
     if not count:

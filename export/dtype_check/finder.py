@@ -127,9 +127,10 @@ def _log_crash(log: FindingLog, run: WatchedRun, error: Exception) -> None:
 def _record_outputs(watcher: HalfWatcher, expected: object, result: object, half: HalfType) -> None:
     references = _labelled(expected)
     for label, output in _labelled(result).items():
-        reference = references.get(label)
-        if output.dtype in wide_beside(half) and (reference is None or reference.dtype in (torch.float32, torch_dtype(half))):
-            watcher.wide_tensors.returned(output, label)
+        expected_dtype = references[label].dtype if label in references else torch.float32
+        if output.dtype in wide_beside(half) and expected_dtype in (torch.float32, torch.float64, torch_dtype(half)):
+            is_float64 = expected_dtype == torch.float64
+            watcher.wide_tensors.returned(output, label, is_float64_in_float32_model=is_float64)
 
 
 def _labelled(outputs: object) -> dict[str, Tensor]:

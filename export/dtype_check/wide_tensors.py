@@ -42,6 +42,10 @@ STRICT_ON_CUDA = (
 )  # fmt: skip
 
 
+# Kinds that a line of the model asks for, or that the conversion makes.
+HARMLESS = frozenset({"upcast", "kept"})
+
+
 class WrittenNumber(NamedTuple):
     """A number beyond the half type's range that was written into a wide tensor, at a line, in a module's forward."""
 
@@ -67,6 +71,7 @@ class Origin:
         joined: The first operation where, having no dimensions, it took the half dtype.
         outputs: Labels of the outputs that are wide because of it.
         met_before_output: Whether an operation with a half-precision tensor lies between it and an output.
+        computed: The dtype in which the model computes because of it, or in which it returns an output.
         beyond: Numbers written into it that the half type cannot hold: they will not fit once its dtype is fixed.
     """
 
@@ -82,17 +87,19 @@ class Origin:
     joined: str = ""
     outputs: list[str] = field(default_factory=list)
     met_before_output: bool = False
+    computed: torch.dtype = torch.float32
     beyond: list[WrittenNumber] = field(default_factory=list)
 
     def report(self, log: FindingLog, half: HalfType) -> None:
         """Log the worst effect; a tensor without effect is not mentioned."""
-        harmless = self.kind in ("upcast", "kept")
+        harmless = self.kind in HARMLESS
         if not harmless and (self.crash or self.refused_on_cuda or self.outputs or self.rounded_into or self.met):
             for number, place, module in self.beyond:
                 text = f"{number:g} does not fit {half.name} (largest {half.largest:g}), which this tensor becomes once fixed"
                 log.add("constant", "error", place, module, text, "mask_value(x)" if number < 0 else "finfo(x).max")
-        outputs = ", ".join(dict.fromkeys(self.outputs))
-        severity: Literal["error", "warning", "note"] = "note"
+        outputs, computed = ", ".join(dict.fromkeys(self.outputs)), short(self.computed)
+        # No line asks for float64 here, and it is much slower than float32; the latter is harmless if it is rounded back.
+        severity: Literal["error", "warning", "note"] = "warning" if self.computed == torch.float64 else "note"
         if self.crash:
             severity, text = "error", self.crash
         elif self.refused_on_cuda:
@@ -100,14 +107,14 @@ class Origin:
             text = f"{self.refused_on_cuda} takes it beside {half.name} on the CPU, but CUDA's kernels want one dtype"
         elif self.outputs and self.met_before_output:
             severity = "warning"
-            text = f"it meets {half.name} in {self.met}, and everything from there to {outputs} is float32"
+            text = f"it meets {half.name} in {self.met}, and everything from there to {outputs} is {computed}"
         elif self.outputs:
             severity = "note" if harmless else "warning"
-            text = f"{outputs} is float32 in a {half.name} model"
+            text = f"{outputs} is {computed} in a {half.name} model"
         elif self.rounded_into and not harmless:
-            text = f"{self.rounded_into} computes in float32 and rounds into a {half.name} tensor in place"
+            text = f"{self.rounded_into} computes in {computed} and rounds into a {half.name} tensor in place"
         elif self.met and not harmless:
-            text = f"from {self.met} on this is computed in float32, until it is rounded back or dropped"
+            text = f"from {self.met} on this is computed in {computed}, until it is rounded back or dropped"
         elif self.joined and self.kind in ("factory", "hard_coded_dtype", "attribute"):
             text = (
                 f"it has no dimensions, so that {self.joined} takes {half.name}'s dtype; with a dimension it would be float32"
@@ -173,10 +180,11 @@ class WideTensorTracker:
             origin = self._known(operation, masks[0]).origin
             origin.refused_on_cuda = origin.refused_on_cuda or str(operation)
 
-    def returned(self, tensor: Tensor, label: str) -> None:
-        """Record an output that should be half precision and is wide."""
+    def returned(self, tensor: Tensor, label: str, *, is_float64_in_float32_model: bool) -> None:
+        """Record an output that should be half precision and is wide; a float64 output that a line asks for should not."""
         lineage = self._lineages.get(tensor)
-        if lineage is not None:
+        if lineage is not None and not (is_float64_in_float32_model and lineage.origin.kind in HARMLESS):
+            lineage.origin.computed = tensor.dtype
             lineage.origin.outputs.append(label)
             lineage.origin.met_before_output |= lineage.met
 
@@ -187,7 +195,8 @@ class WideTensorTracker:
         lineage = self._chosen(operation)
         if not operation.halves or operation.name in ASSIGNMENTS:
             return lineage
-        lineage.origin.met = lineage.origin.met or str(operation)
+        if not lineage.origin.met:
+            lineage.origin.met, lineage.origin.computed = str(operation), made.dtype
         return Lineage(lineage.origin, met=True)
 
     def _settle(self, operation: Operation, made: Tensor) -> None:
@@ -199,8 +208,8 @@ class WideTensorTracker:
             origin.joined = origin.joined or str(operation)
         elif operation.name.startswith(STRICT_ON_CUDA):
             origin.refused_on_cuda = origin.refused_on_cuda or str(operation)
-        elif operation.in_place:
-            origin.rounded_into = origin.rounded_into or str(operation)
+        elif operation.in_place and not origin.rounded_into:
+            origin.rounded_into, origin.computed = str(operation), _widest(operation.wides)
 
     def _chosen(self, operation: Operation) -> Lineage:
         # An upcast that is not rounded back is the line to fix: fixing the other operand would leave it wide.
@@ -217,6 +226,10 @@ class WideTensorTracker:
     def _origin(self, kind: Kind, what: str, place: SourceLine | None, module: str, fix: str) -> Origin:
         key = (kind, place, "" if place is not None and kind != "attribute" else what)
         return self.origins.setdefault(key, Origin(kind=kind, what=what, place=place, module=module, fix=fix))
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def described(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The user's settings, their block lists, and the mark by which the converter recognizes its own work."""
+"""The user's settings, what stays float32, and the mark by which the converter recognizes its own work."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ConversionSettings:
     Attributes:
         keep_io_types: True: inputs and outputs keep their types; False: they become half precision; or names and patterns of
             inputs and outputs to keep.
-        op_block_list: Operators, or patterns, that stay float32.
-        node_block_list: Nodes, or patterns, that stay float32.
+        keep_fp32_ops: Operators, or patterns, that stay float32.
+        keep_fp32_nodes: Nodes, or patterns, that stay float32.
         repair: Whether to first rewrite operations that would exceed the half type.
         half: The type to convert to.
     """
 
     keep_io_types: bool | tuple[str, ...] = True
-    op_block_list: tuple[str, ...] = ()
-    node_block_list: tuple[str, ...] = ()
+    keep_fp32_ops: tuple[str, ...] = ()
+    keep_fp32_nodes: tuple[str, ...] = ()
     repair: bool = True
     half: HalfType = FP16
 
@@ -52,23 +52,23 @@ class ConversionSettings:
         """All settings but the type in one line, the same line for equal settings."""
         kept = self.keep_io_types if isinstance(self.keep_io_types, bool) else ",".join(self.keep_io_types)
         return (
-            f"keep_io_types={kept} op_block_list={','.join(self.op_block_list)} "
-            f"node_block_list={','.join(self.node_block_list)} repair={self.repair}"
+            f"keep_io_types={kept} keep_fp32_ops={','.join(self.keep_fp32_ops)} "
+            f"keep_fp32_nodes={','.join(self.keep_fp32_nodes)} repair={self.repair}"
         )
 
 
 def settings_of(
     keep_io_types: bool | Collection[str],
-    op_block_list: Collection[str] | None,
-    node_block_list: Collection[str] | None,
+    keep_fp32_ops: Collection[str] | None,
+    keep_fp32_nodes: Collection[str] | None,
     repair: bool,
     half: HalfType = FP16,
 ) -> ConversionSettings:
     """The settings with sorted lists, so that equal settings compare equal."""
     return ConversionSettings(
         keep_io_types=keep_io_types if isinstance(keep_io_types, bool) else _sorted(keep_io_types),
-        op_block_list=_sorted(op_block_list),
-        node_block_list=_sorted(node_block_list),
+        keep_fp32_ops=_sorted(keep_fp32_ops),
+        keep_fp32_nodes=_sorted(keep_fp32_nodes),
         repair=repair,
         half=half,
     )
@@ -103,21 +103,21 @@ def require_known(known: ModelNames, settings: ConversionSettings) -> None:
     Raises:
         ExportError: An entry matches nothing; the text suggests the nearest name.
     """
-    existing = {schema.name for schema in onnx.defs.get_all_schemas()} if settings.op_block_list else set()
-    _require(settings.op_block_list, known.operators, known.operators | existing, "op_block_list", "operator")
-    _require(settings.node_block_list, known.nodes, known.nodes, "node_block_list", "node")
+    existing = {schema.name for schema in onnx.defs.get_all_schemas()} if settings.keep_fp32_ops else set()
+    _require(settings.keep_fp32_ops, known.operators, known.operators | existing, "keep_fp32_ops", "operator")
+    _require(settings.keep_fp32_nodes, known.nodes, known.nodes, "keep_fp32_nodes", "node")
     if not isinstance(settings.keep_io_types, bool):
         _require(settings.keep_io_types, known.interface, known.interface, "keep_io_types", "input or output")
 
 
-def block_reason(node: onnx_ir.Node, settings: ConversionSettings) -> str | None:
-    """The reason for which a node is blocked; None where it is not."""
-    for pattern in settings.node_block_list:
+def keep_reason(node: onnx_ir.Node, settings: ConversionSettings) -> str | None:
+    """The reason for which the settings keep a node in float32; None where they do not."""
+    for pattern in settings.keep_fp32_nodes:
         if _matches(pattern, node.name or ""):
-            return "in node_block_list" if pattern == node.name else f"matches {pattern!r} in node_block_list"
-    for pattern in settings.op_block_list:
+            return "in keep_fp32_nodes" if pattern == node.name else f"matches {pattern!r} in keep_fp32_nodes"
+    for pattern in settings.keep_fp32_ops:
         if _matches(pattern, node.op_type) or _matches(pattern, _qualified(node)):
-            return f"{node.op_type} is in op_block_list"
+            return f"{node.op_type} is in keep_fp32_ops"
     return None
 
 

@@ -43,8 +43,8 @@ class ConvertArguments(TypedDict, total=False):
     """Options of `convert`."""
 
     keep_io_types: bool | Collection[str]
-    op_block_list: Collection[str]
-    node_block_list: Collection[str]
+    keep_fp32_ops: Collection[str]
+    keep_fp32_nodes: Collection[str]
     repair: bool
     dtype: HalfName
 
@@ -61,8 +61,8 @@ def convert(
     model: onnx_ir.Model,
     *,
     keep_io_types: bool | Collection[str] = True,
-    op_block_list: Collection[str] = (),
-    node_block_list: Collection[str] = (),
+    keep_fp32_ops: Collection[str] = (),
+    keep_fp32_nodes: Collection[str] = (),
     repair: bool = True,
     dtype: HalfName = "float16",
 ) -> Conversion:
@@ -83,7 +83,7 @@ def convert(
         UsageError: `dtype` is another type.
     """
     half = half_named(dtype)
-    settings = settings_of(keep_io_types, op_block_list, node_block_list, repair, half)
+    settings = settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half)
     if is_marked(model, settings):
         return Conversion(model=model, report=report_unchanged(model, half))
     known, casts, declared = ModelNames(model), count_casts(model), declared_values(model)
@@ -168,8 +168,8 @@ def convert_float_to_float16(
     model: onnx.ModelProto | Path | str | bytes,
     *,
     keep_io_types: bool | Collection[str] = True,
-    op_block_list: Collection[str] | None = None,
-    node_block_list: Collection[str] | None = None,
+    keep_fp32_ops: Collection[str] | None = None,
+    keep_fp32_nodes: Collection[str] | None = None,
     repair: bool = True,
     upgrade_opset: bool = False,
     dtype: HalfName = "float16",
@@ -180,8 +180,8 @@ def convert_float_to_float16(
         model: A message, the bytes of one, or the path of a file, whose external data is taken in.
         keep_io_types: True: inputs and outputs keep their types; False: they become `dtype`; or names and shell patterns of
             the inputs and outputs that keep their types.
-        op_block_list: Operators that stay float32, by name or shell pattern.
-        node_block_list: Nodes that stay float32, by name or shell pattern.
+        keep_fp32_ops: Operators that stay float32, by name or shell pattern.
+        keep_fp32_nodes: Nodes that stay float32, by name or shell pattern.
         repair: Whether to rewrite first what the type cannot hold.
         upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
         dtype: The type to convert to, "float16" or "bfloat16".
@@ -201,8 +201,8 @@ def convert_float_to_float16(
     conversion = _convert_upgraded(
         onnx_ir.from_proto(source),
         keep_io_types=keep_io_types,
-        op_block_list=op_block_list or (),
-        node_block_list=node_block_list or (),
+        keep_fp32_ops=keep_fp32_ops or (),
+        keep_fp32_nodes=keep_fp32_nodes or (),
         repair=repair,
         upgrade_opset=upgrade_opset,
         dtype=dtype,
@@ -226,8 +226,8 @@ def convert_file(
     target: Path | str,
     *,
     keep_io_types: bool | Collection[str] = True,
-    op_block_list: Collection[str] = (),
-    node_block_list: Collection[str] = (),
+    keep_fp32_ops: Collection[str] = (),
+    keep_fp32_nodes: Collection[str] = (),
     repair: bool = True,
     upgrade_opset: bool = False,
     dtype: HalfName = "float16",
@@ -243,8 +243,8 @@ def convert_file(
         source: The float32 model; its data files lie beside it.
         target: The file to write; its data files go beside it.
         keep_io_types: See `convert_float_to_float16`, also for the next five.
-        op_block_list: Operators that stay float32.
-        node_block_list: Nodes that stay float32.
+        keep_fp32_ops: Operators that stay float32.
+        keep_fp32_nodes: Nodes that stay float32.
         repair: Whether to rewrite first what the type cannot hold.
         upgrade_opset: Whether to raise the model's opset first.
         dtype: The type to convert to, "float16" or "bfloat16".
@@ -261,8 +261,8 @@ def convert_file(
         source,
         target,
         keep_io_types=keep_io_types,
-        op_block_list=op_block_list,
-        node_block_list=node_block_list,
+        keep_fp32_ops=keep_fp32_ops,
+        keep_fp32_nodes=keep_fp32_nodes,
         repair=repair,
         upgrade_opset=upgrade_opset,
         dtype=dtype,

@@ -9,7 +9,7 @@ from onnx_ir.passes.common import InlinePass
 
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_fp16.conversion_report import Repair
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, block_reason
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, keep_reason
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.float64 import narrow_float64
 from halfserve.export.onnx_fp16.graph import all_nodes, name_nodes
@@ -26,7 +26,7 @@ def repair_model(model: onnx_ir.Model, settings: ConversionSettings | None = Non
     settings = settings or ConversionSettings()
     narrowed = prepare(model, settings)
     for node in all_nodes(model):  # repairs leave alone what the user blocks
-        reason = block_reason(node, settings)
+        reason = keep_reason(node, settings)
         if reason is not None:
             node.metadata_props.setdefault(KEEP, reason)
     repairs = run_passes(model, repairs_for(settings.half))
@@ -41,14 +41,14 @@ def prepare(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[Repair,
     """Inline functions, name nodes, write constants in one form, infer all types, and narrow float64 to float32.
 
     Functions are inlined because callers may need one body in float16 and in float32; runtimes inline them too. The nodes of a
-    call that the user blocks by its name stay blocked. Returns the changes of float64.
+    call that the user keeps in float32 by its name stay so. Returns the changes of float64.
 
     Raises:
         ExportError: The functions cannot be inlined, or float64 cannot be converted.
     """
     if model.functions:
         for node in all_nodes(model):
-            reason = block_reason(node, settings) if node.op_identifier() in model.functions else None
+            reason = keep_reason(node, settings) if node.op_identifier() in model.functions else None
             if reason is not None:
                 node.metadata_props[KEEP] = reason
         _inline(model)

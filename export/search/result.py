@@ -55,7 +55,7 @@ class SearchResult:
     """The smallest set of float32 nodes that was found.
 
     Attributes:
-        node_block_list: Names of the nodes to keep, to be passed to `convert` in addition to the search's own lists. The set
+        keep_fp32_nodes: Names of the nodes to keep, to be passed to `convert` in addition to the search's own lists. The set
             was itself converted and met the budget, simulated and on the real runtime; where `passed` is false, it is the
             set of all candidates.
         kept: These nodes with reason and cost, in the graph's order.
@@ -71,7 +71,7 @@ class SearchResult:
         explanation: Why no set meets the budget, or what limited the search; often empty.
     """
 
-    node_block_list: tuple[str, ...]
+    keep_fp32_nodes: tuple[str, ...]
     kept: tuple[KeptNodeCost, ...]
     runs: int
     seconds: float = field(compare=False)

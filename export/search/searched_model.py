@@ -59,7 +59,7 @@ class SearchedModel:
         if not self.made.intersection(names):
             return sorted(names)
         repaired = onnx_ir.from_proto(self.original)
-        repair_model(repaired, replace(self.settings, node_block_list=(*self.settings.node_block_list, *names)))
+        repair_model(repaired, replace(self.settings, keep_fp32_nodes=(*self.settings.keep_fp32_nodes, *names)))
         found = {node.name for node in all_nodes(repaired)}
         return sorted(name for name in names if name in found or name not in self.made)
 

@@ -57,8 +57,8 @@ def find_fp32_nodes(
     budget: Budget,
     reference: nn.Module | ModelSource | ModelFile | None = None,
     keep_io_types: bool | Collection[str] = True,
-    op_block_list: Collection[str] = (),
-    node_block_list: Collection[str] = (),
+    keep_fp32_ops: Collection[str] = (),
+    keep_fp32_nodes: Collection[str] = (),
     repair: bool = True,
     record: Record | None = None,
     max_runs: int = MAX_RUNS,
@@ -81,8 +81,8 @@ def find_fp32_nodes(
         budget: The limits that the set must meet.
         reference: The float32 torch module or ONNX model to compare with; by default the model itself.
         keep_io_types: The inputs and outputs that keep their types, as in `convert`.
-        op_block_list: Operators that stay float32 in any case.
-        node_block_list: Nodes that stay float32 in any case.
+        keep_fp32_ops: Operators that stay float32 in any case.
+        keep_fp32_nodes: Nodes that stay float32 in any case.
         repair: Whether the conversion repairs the model first.
         record: A recording of the training. Nodes of modules that left float16's range there, or that were pinned to float32,
             are tried first where errors are attributed to them.
@@ -103,7 +103,7 @@ def find_fp32_nodes(
     limits = SearchLimits(max_runs=max_runs, max_minutes=max_minutes)
     tell = progress or (lambda _: None)
     tell("searching: preparing the model")
-    searched = searched_model(model, settings_of(keep_io_types, op_block_list, node_block_list, repair, half_named(dtype)))
+    searched = searched_model(model, settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half_named(dtype)))
     with Sandbox() as sandbox:
         trials = Trials(
             searched,
@@ -193,14 +193,14 @@ class _Search:
         return blamed_edges(self._searched, measured, dict.fromkeys(trial.over, 1.0), breaking=breaking)
 
     def _result(self, trial: SearchTrial, ending: Ending, *, minimal: bool) -> SearchResult:
-        present = set(self._searched.present(trial.blocked))
+        present = set(self._searched.present(trial.kept))
         names = [name for name in self._searched.nodes if name in present]
         measured = self._measured[0] if self._measured else RoundingErrors()
         edges = self._edges(measured, self._trials.run(()), breaking=False)
         note = "; ".join(text for text in (self._unmeasured, self._untried) if text)
         reasons = Reasons(self._searched, measured, edges, scalar_constants(self._searched.prepared))
         return SearchResult(
-            node_block_list=tuple(names),
+            keep_fp32_nodes=tuple(names),
             kept=tuple(self._kept(name, trial, measured, reasons) for name in names),
             runs=self._trials.usage.runs,
             seconds=self._trials.usage.seconds,
@@ -217,7 +217,7 @@ class _Search:
     def _kept(self, name: str, trial: SearchTrial, measured: RoundingErrors, reasons: Reasons) -> KeptNodeCost:
         node = self._searched.nodes[name]
         outputs = [value for proto in self._searched.prepared.graph.node if proto.name == name for value in proto.output]
-        without = self._trials.known(trial.blocked - {name})
+        without = self._trials.known(trial.kept - {name})
         return KeptNodeCost(
             node=name,
             op_type=node.op_type,

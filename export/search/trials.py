@@ -41,7 +41,7 @@ class SearchTrial:
     """Result of one trial.
 
     Attributes:
-        blocked: The nodes that stayed float32.
+        kept: The nodes that stayed float32.
         passed: Whether all outputs were within the budget in every execution.
         outputs: Verdicts on the samples; of the simulation alone where that was over budget.
         violations: Everything that was over budget.
@@ -50,7 +50,7 @@ class SearchTrial:
         risky: Nodes whose sums exceed float16's range, where the target runtime sums in float16.
     """
 
-    blocked: frozenset[str]
+    kept: frozenset[str]
     passed: bool
     report: ConversionReport
     outputs: tuple[OutputVerdict, ...] = ()
@@ -117,22 +117,22 @@ class Trials:
             allow_reference_noise(self._comparison, budget)
         self._done: dict[frozenset[str], SearchTrial] = {}
 
-    def known(self, blocked: Iterable[str]) -> SearchTrial | None:
-        return self._done.get(frozenset(blocked))
+    def known(self, kept: Iterable[str]) -> SearchTrial | None:
+        return self._done.get(frozenset(kept))
 
     @property
     def best(self) -> SearchTrial | None:
         """The smallest set within the budget."""
-        return min((trial for trial in self._done.values() if trial.passed), key=lambda trial: len(trial.blocked), default=None)
+        return min((trial for trial in self._done.values() if trial.passed), key=lambda trial: len(trial.kept), default=None)
 
-    def run(self, blocked: Iterable[str]) -> SearchTrial:
+    def run(self, kept: Iterable[str]) -> SearchTrial:
         """Try a set. A model that cannot be opened or run counts as over budget.
 
         Raises:
             ExportError: The model cannot be converted.
             OutOfRunsError: A limit is reached and the set is new.
         """
-        key = frozenset(blocked)
+        key = frozenset(kept)
         if key not in self._done:
             if self.usage.reached is not None:
                 raise OutOfRunsError
@@ -157,28 +157,28 @@ class Trials:
 
     def _announcement(self, count: int) -> str:
         usage, best = self.usage, self.best
-        found = "" if best is None else f"; enough so far: {len(best.blocked)}"
+        found = "" if best is None else f"; enough so far: {len(best.kept)}"
         return (
             f"searching: run {usage.runs + 1} of at most {usage.limits.max_runs}, {usage.seconds / 60:.1f} min: "
             f"{count} of {len(self._searched.nodes)} nodes in float32{found}"
         )
 
-    def _tried(self, blocked: frozenset[str]) -> SearchTrial:
+    def _tried(self, kept: frozenset[str]) -> SearchTrial:
         settings = self._searched.settings
         converted = convert(
             onnx_ir.from_proto(self._searched.original),
             keep_io_types=settings.keep_io_types,
-            op_block_list=settings.op_block_list,
-            node_block_list=(*settings.node_block_list, *self._searched.present(blocked)),
+            keep_fp32_ops=settings.keep_fp32_ops,
+            keep_fp32_nodes=(*settings.keep_fp32_nodes, *self._searched.present(kept)),
             repair=settings.repair,
             dtype=settings.half.name,
         )
         try:
-            return self._judged(blocked, open_model(onnx_ir.to_proto(converted.model)), converted.report)
+            return self._judged(kept, open_model(onnx_ir.to_proto(converted.model)), converted.report)
         except ExportError as error:
-            return SearchTrial(blocked=blocked, passed=False, violations=(f"cannot be run: {error}",), report=converted.report)
+            return SearchTrial(kept=kept, passed=False, violations=(f"cannot be run: {error}",), report=converted.report)
 
-    def _judged(self, blocked: frozenset[str], candidate: ModelFile, report: ConversionReport) -> SearchTrial:
+    def _judged(self, kept: frozenset[str], candidate: ModelFile, report: ConversionReport) -> SearchTrial:
         compared = self._comparison.of(candidate)
         simulated = run_simulated(
             candidate,
@@ -199,7 +199,7 @@ class Trials:
         over = [output.name for output in outputs if output.violations]
         over += [case.output for case in adversarial if case.violations and (case.factor or 1.0) <= self._budget.min_headroom]
         return SearchTrial(
-            blocked=blocked,
+            kept=kept,
             passed=verdict.passed,
             outputs=outputs,
             violations=tuple(verdict.violations),

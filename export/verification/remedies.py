@@ -16,10 +16,8 @@ from halfserve.export.verification.comparison import Comparison, ReferenceSensit
 from halfserve.export.verification.simulation import MOVERS
 
 # Each remedy by its two names: Python's argument, and the command's option.
-MEANS = (
-    "node_block_list, op_block_list of convert, or --block-node, --block-op of halfserve convert; keep_fp32 of export_module, "
-    "or --keep-fp32 of halfserve export"
-)
+OF_MODULES = "keep_fp32 or --keep-fp32"
+MEANS = f"keep_fp32_nodes or --keep-fp32-nodes, keep_fp32_ops or --keep-fp32-ops, in a torch module also {OF_MODULES}"
 KEEP_TYPES = "keep_io_types=True or --keep-io-types"
 NODES_NAMED = 6
 
@@ -106,14 +104,14 @@ def _vanishing_remedy(candidate: onnx.GraphProto, reference: ModelFile | None, v
     types = " --keep-io-types" if half else ""
     if reference is None:
         options = f"{KEEP_TYPES}; " if half else ""
-        options += "keep_fp32 of export_module, --keep-fp32 of halfserve export"
+        options += OF_MODULES
         return f"keep in float32 what vanishes ({options}), or rescale it in the model"
     known = {node.name for node in reference.outline.graph.node}
     names = [name for name in dict.fromkeys(_computing(candidate, vanished)) if name in known or "" in known]
-    blocked = "".join(f" --block-node {shlex.quote(name)}" for name in names) if len(names) <= NODES_NAMED else ""
+    nodes = "".join(f" --keep-fp32-nodes {shlex.quote(name)}" for name in names) if len(names) <= NODES_NAMED else ""
     file = "MODEL.onnx" if reference.path is None else shlex.quote(str(reference.path))
     return (
-        f"keep in float32 what vanishes: halfserve convert {file} TARGET.onnx{types}{blocked}, "
+        f"keep in float32 what vanishes: halfserve convert {file} TARGET.onnx{types}{nodes}, "
         "where --search, on by default, finds what else that needs; or rescale it in the model"
     )
 

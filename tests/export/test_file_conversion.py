@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfserve import convert_file, convert_float_to_float16, export_module, find_fp32_nodes
+from halfserve.cli import command_of
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded
-from halfserve.export.conversion_options import ConversionOptions
+from halfserve.export.conversion_options import ConversionOptions, KeptNodes
 from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.export_errors import ExportError
 from halfserve.export.file_conversion import SearchFailed, Verification, convert, convert_verified
 from halfserve.export.onnx_files.model_file import ModelFile, open_model, serialize
 from halfserve.export.repository import recorded_samples
+from halfserve.export.verification.remedies import MEANS
 from halfserve.export.verification.samples import Array, SampleSet
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.model_control.certificate_check import check_certificate
@@ -64,6 +69,22 @@ def test_convert_writes_a_verified_model(source: Path, tmp_path: Path, given: st
     assert done.certificate.passed
     assert done.path == tmp_path / "half.onnx"
     assert any("32 made-up rows" in note for note in done.certificate.notes) == (given == "nothing")
+
+
+def test_what_stays_float32_has_one_name_in_python_and_commands(source: Path, tmp_path: Path) -> None:
+    done = convert(source, tmp_path / "out.onnx", samples={"x": SAMPLES}, keep_fp32_nodes=["add[0]"], keep_fp32_ops=["Mul"])
+    reasons = {node.reason for node in done.report.kept}
+    assert reasons == {"matches 'add[0]' in keep_fp32_nodes", "Mul is in keep_fp32_ops"}
+    names = {field.name for field in fields(KeptNodes)}
+    options = {parameter.opts[0] for parameter in command_of("convert").params}
+    for function in (convert, convert_file, convert_float_to_float16, export_module, find_fp32_nodes):
+        assert names < inspect.signature(function).parameters.keys()
+    for name in names:
+        option = f"--{name.replace('_', '-')}"
+        assert option in options
+        assert option in {parameter.opts[0] for parameter in command_of("export").params}
+        assert name in MEANS
+        assert option in MEANS
 
 
 def test_convert_writes_nothing_over_budget(source: Path, tmp_path: Path) -> None:

@@ -130,7 +130,16 @@ def test_a_float64_module_that_overflows_is_searched(tmp_path: Path) -> None:
     samples = torch.stack([models.rows()[1][index][0] for index in range(10)]).double()
     done = export_module(models.peaking().double().eval(), samples, tmp_path, "peaking")
     assert done.search is not None
-    assert {node.name for node in done.report.kept} == set(done.search.node_block_list)
+    assert {node.name for node in done.report.kept} == set(done.search.keep_fp32_nodes)
+
+
+def test_nodes_and_operators_of_the_exported_graph_stay_float32(tmp_path: Path) -> None:
+    module, samples = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).eval(), torch.rand(32, 4)
+    done = export_module(module, samples, tmp_path, "m", keep_fp32_ops=["Tanh"])
+    (kept,) = done.report.kept
+    assert (kept.op_type, kept.reason) == ("Tanh", "Tanh is in keep_fp32_ops")
+    again = export_module(module, samples, tmp_path, "m", keep_fp32_nodes=[kept.name])
+    assert [node.name for node in again.report.kept] == [kept.name]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import onnx_ir
 
 from halfserve.export.half_types import FP16
-from halfserve.export.onnx_fp16.conversion_settings import block_reason
+from halfserve.export.onnx_fp16.conversion_settings import keep_reason
 from halfserve.export.onnx_fp16.element_types import LAST_RAISED, first_opset_with_half
 from halfserve.export.onnx_fp16.graph import (
     ELEMENTWISE,
@@ -44,8 +44,8 @@ def keep_nodes(plan: CastingPlan) -> None:
     """Keep nodes in float32 for the user, a repair, exactness, quantization, an operator's signature or the runtime."""
     nodes = list(all_nodes(plan.model))
     for node in nodes:
-        blocked, marked = block_reason(node, plan.settings), node.metadata_props.pop(KEEP, None)
-        reason = blocked or marked
+        listed, marked = keep_reason(node, plan.settings), node.metadata_props.pop(KEEP, None)
+        reason = listed or marked
         if reason is not None:
             plan.keep(node, reason)
     for node in nodes:

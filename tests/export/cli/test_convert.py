@@ -95,7 +95,8 @@ def test_a_converted_model_can_be_converted_and_certified_again(run: Run) -> Non
 
 def test_json_is_one_object_and_nothing_else(run: Run) -> None:
     result = run(
-        "in.onnx", "out.onnx", "--samples", "in.npz", "--json", "--float16-io", "--block-node", "add[0]", "--no-adversarial"
+        *("in.onnx", "out.onnx", "--samples", "in.npz", "--json"),
+        *("--float16-io", "--keep-fp32-nodes", "add[0]", "--no-adversarial"),
     )
     answer = json.loads(result.stdout)
     assert Path(answer["path"]).samefile("out.onnx")
@@ -149,7 +150,7 @@ def test_what_must_stay_float32_is_found(run: Run) -> None:
     answer = json.loads(result.stdout)
     assert answer["search"]["passed"] is True
     kept = {node["name"] for node in answer["conversion"]["kept"]}
-    assert kept == set(answer["search"]["node_block_list"]) == {"up", "relu", "down"}
+    assert kept == set(answer["search"]["keep_fp32_nodes"]) == {"up", "relu", "down"}
     assert answer["certificate"]["passed"] is True
 
 
@@ -175,9 +176,9 @@ def test_where_no_float32_node_helps_that_is_explained(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_what_a_user_blocks_mends_it_and_is_listed(run: Run) -> None:
-    blocked = ("--block-node", "*p", "--block-node", "down", "--block-op", "Relu")
-    result = run("over.onnx", "out.onnx", "--samples", "over.npz", *blocked)
+def test_what_a_user_keeps_in_float32_mends_it_and_is_listed(run: Run) -> None:
+    kept = ("--keep-fp32-nodes", "*p", "--keep-fp32-nodes", "down", "--keep-fp32-ops", "Relu")
+    result = run("over.onnx", "out.onnx", "--samples", "over.npz", *kept)
     assert result.exit_code == 0, result.output
     assert "3 nodes in float32" in result.stdout
     assert all(name in result.stdout for name in ("up", "relu", "down", "within budget"))
@@ -188,7 +189,7 @@ def test_data_files_stay_data_files_and_old_ones_are_named(run: Run, tmp_path: P
     assert run("data.onnx", "out.onnx", "--no-verify").exit_code == 0
     first = open_model("out.onnx").locations
     assert len(first) == 2
-    result = run("data.onnx", "out.onnx", "--no-verify", "--overwrite", "--block-node", "add0")
+    result = run("data.onnx", "out.onnx", "--no-verify", "--overwrite", "--keep-fp32-nodes", "add0")
     assert result.exit_code == 0, result.output
     assert f"left over {first[0]}: only the model before used it" in result.stdout
     assert run("data.onnx", "one.onnx", "--no-verify", "--external-data", "no").exit_code == 0
@@ -222,7 +223,7 @@ def test_an_opset_is_raised_where_that_is_asked_for_and_searched_then(run: Run, 
     assert any("the model has 14: --upgrade-opset" in node["reason"] for node in plain["conversion"]["kept"])
     assert raised["conversion"]["repairs"][0]["text"] == "opset 14 became 17"
     assert raised["certificate"]["passed"] is True
-    assert raised["search"]["node_block_list"]
+    assert raised["search"]["keep_fp32_nodes"]
     assert "LayerNormalization" in [node.op_type for node in onnx.load("out.onnx").graph.node]
 
 
@@ -328,10 +329,10 @@ def test_over_budget_makes_no_repository(run: Run) -> None:
         (("in.onnx", "out.onnx", "--dim", "n=²"), "--dim 'n=²' is not of the form NAME=SIZE"),
         (("in.onnx", "out.onnx", "--dim", "n=0"), "--dim 'n=0' is not of the form NAME=SIZE"),
         (
-            ("in.onnx", "out.onnx", "--no-verify", "--block-node", "ad0"),
+            ("in.onnx", "out.onnx", "--no-verify", "--keep-fp32-nodes", "ad0"),
             "'ad0' matches no node of the model; did you mean 'add0'",
         ),
-        (("in.onnx", "out.onnx", "--no-verify", "--block-op", "MatMull"), "MatMull"),
+        (("in.onnx", "out.onnx", "--no-verify", "--keep-fp32-ops", "MatMull"), "MatMull"),
         (("in.onnx", "out.onnx", "--min-agreement", "2"), "min_agreement is 2.0; expected a share from 0 to 1"),
         (
             ("in.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "none/c.json"),

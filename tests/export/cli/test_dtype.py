@@ -73,7 +73,7 @@ def test_what_needs_float32_in_bfloat16_is_searched(run: Run) -> None:
     found = json.loads(made.stdout)
     assert found["certificate"]["precision"] == "bfloat16"
     assert found["search"]["passed"]
-    assert set() < set(found["search"]["node_block_list"]) < {"a", "b", "c", "y"}
+    assert set() < set(found["search"]["keep_fp32_nodes"]) < {"a", "b", "c", "y"}
 
 
 def test_a_module_becomes_a_bfloat16_version_at_an_opset_that_has_it(tmp_path: Path) -> None:

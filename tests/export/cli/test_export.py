@@ -106,7 +106,7 @@ def test_what_overflows_is_found_and_kept_in_float32(save: Save, tmp_path: Path,
     assert command("export", save("peaking", "rows"), "--repository", tmp_path / "models", "--json") == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["search"]["passed"]
-    assert {node["name"] for node in answer["conversion"]["kept"]} >= set(answer["search"]["node_block_list"])
+    assert {node["name"] for node in answer["conversion"]["kept"]} >= set(answer["search"]["keep_fp32_nodes"])
     assert answer["certificate"]["passed"]
 
 

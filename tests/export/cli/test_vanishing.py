@@ -97,8 +97,8 @@ def test_the_search_keeps_what_vanishes_in_float32(folder: Path) -> None:
 def test_a_float16_output_that_vanishes_passes_as_a_float32_one(folder: Path) -> None:
     onnx.save(tiny(), "in.onnx")
     message = converted("in.onnx", "out.onnx", "--samples", "in.npz", "--float16-io")
-    assert re.search(r"halfserve convert \S*in\.onnx TARGET\.onnx --keep-io-types --block-node scaled", message)
-    assert converted("in.onnx", "out.onnx", "--samples", "in.npz", "--keep-io-types", "--block-node", "scaled") == ""
+    assert re.search(r"halfserve convert \S*in\.onnx TARGET\.onnx --keep-io-types --keep-fp32-nodes scaled", message)
+    assert converted("in.onnx", "out.onnx", "--samples", "in.npz", "--keep-io-types", "--keep-fp32-nodes", "scaled") == ""
     half = network("[scaled] s = Mul (h, c) [end] y = Cast <to = 10> (s)", "float16", c=1e-9)
     with pytest.raises(BudgetExceeded, match=r"halfserve convert .*in.onnx TARGET.onnx --keep-io-types"):
         verify(folder / "in.onnx", half, np.load("in.npz")["x"], cuda=False)

@@ -295,3 +295,13 @@ def test_members_of_a_container_without_names_are_counted() -> None:
         for registry in (pytree.SUPPORTED_NODES, pytree.SUPPORTED_SERIALIZED_TYPES):
             registry.pop(Answer)
     assert "output [1]" in found.symptom
+
+
+@pytest.mark.parametrize("returns", ["float64", "float16"])
+def test_float64_that_a_line_asks_for_is_no_leak(returns: str) -> None:
+    class Double(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            mean = self.project(x).double().mean(-1)
+            return mean if returns == "float64" else mean.to(x.dtype)
+
+    assert check(Double).findings == ()

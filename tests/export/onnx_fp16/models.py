@@ -25,8 +25,8 @@ def halve(
     model: onnx.ModelProto,
     *,
     keep_io_types: bool | Collection[str] = True,
-    op_block_list: Collection[str] = (),
-    node_block_list: Collection[str] = (),
+    keep_fp32_ops: Collection[str] = (),
+    keep_fp32_nodes: Collection[str] = (),
     repair: bool = False,
     dtype: HalfName = "float16",
 ) -> tuple[onnx.ModelProto, ConversionReport]:
@@ -36,8 +36,8 @@ def halve(
     done = convert(
         onnx_ir.from_proto(source),
         keep_io_types=keep_io_types,
-        op_block_list=op_block_list,
-        node_block_list=node_block_list,
+        keep_fp32_ops=keep_fp32_ops,
+        keep_fp32_nodes=keep_fp32_nodes,
         repair=repair,
         dtype=dtype,
     )

@@ -46,13 +46,13 @@ def test_equal_casts_of_the_model_become_one() -> None:
 
 def test_a_float32_node_between_others_has_casts_around_it_and_no_more() -> None:
     model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) b = Exp (a) c = Neg (b) y = Abs (c) }")
-    converted = judged(model, {"x": normal(3)}, node_block_list=["b"])
+    converted = judged(model, {"x": normal(3)}, keep_fp32_nodes=["b"])
     assert ops(converted) == ["Cast", "Relu", "Cast", "Exp", "Cast", "Neg", "Abs", "Cast"]
 
 
 def test_neighbours_in_float32_pass_float32() -> None:
     model = parse("g (float[3] x) => (float[3] y) { a = Exp (x) b = Log (a) y = Neg (b) }")
-    converted = judged(model, {"x": normal(3)}, op_block_list=["Exp", "Log"])
+    converted = judged(model, {"x": normal(3)}, keep_fp32_ops=["Exp", "Log"])
     assert ops(converted) == ["Exp", "Log", "Cast", "Neg", "Cast"]
 
 
@@ -61,7 +61,7 @@ def test_what_only_moves_numbers_between_float32_nodes_stays_float32() -> None:
         """g (float[2, 3] x) => (float[3, 2] y) { r = Relu (x) a = Exp (r)
         t = Transpose (a) i = Identity (t) b = Log (i) y = Neg (b) }"""
     )
-    converted, report = halve(model, op_block_list=["Exp", "Log"])
+    converted, report = halve(model, keep_fp32_ops=["Exp", "Log"])
     assert ops(converted) == ["Cast", "Relu", "Cast", "Exp", "Transpose", "Identity", "Log", "Cast", "Neg", "Cast"]
     assert {node.name: node.reason for node in report.kept}["t"] == "moves numbers between float32 nodes"
 
@@ -72,7 +72,7 @@ def test_a_vocabulary_is_float16_whatever_its_reader_is() -> None:
         e = Gather (w, i) r = Exp (e) t = Transpose <perm = [1, 0]> (w) y = MatMul (r, t) }""",
         w=normal(5, 3),
     )
-    converted = judged(model, {"i": np.array([4, 1])}, op_block_list=["Exp"])
+    converted = judged(model, {"i": np.array([4, 1])}, keep_fp32_ops=["Exp"])
     assert [weight.data_type for weight in converted.graph.initializer if list(weight.dims) == [5, 3]] == [FLOAT16]
 
 

@@ -268,7 +268,7 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_settings_reach_the_converter(tmp_path: Path) -> None:
     source = in_one_file(sums(), tmp_path / "in.onnx")
     conversion = convert_file(
-        source, tmp_path / "out.onnx", keep_io_types=False, node_block_list=["add1"], op_block_list=["Mul"], external_data="yes"
+        source, tmp_path / "out.onnx", keep_io_types=False, keep_fp32_nodes=["add1"], keep_fp32_ops=["Mul"], external_data="yes"
     )
     assert sorted(node.name for node in conversion.report.kept) == ["add1", "scale"]
     written = open_model(tmp_path / "out.onnx")

@@ -62,8 +62,8 @@ def test_a_blocked_reader_keeps_the_whole_sequence_in_float32() -> None:
         w = Identity (v) a = SequenceAt (w, i) y = Neg (a) }""",
         i=np.int64(0),
     )
-    judged(model, {"x": normal(3)}, node_block_list=["a"])
-    assert set(reasons(halve(model, node_block_list=["a"])[1])) == {"s", "t", "u", "v", "a"}
+    judged(model, {"x": normal(3)}, keep_fp32_nodes=["a"])
+    assert set(reasons(halve(model, keep_fp32_nodes=["a"])[1])) == {"s", "t", "u", "v", "a"}
 
 
 def test_a_map_over_a_sequence() -> None:
@@ -102,29 +102,29 @@ def model() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("nodes", "kept"),
     [
-        (["head"], {"head": "in node_block_list"}),
-        (["enc.0/*"], dict.fromkeys(["enc.0/relu", "enc.0/softmax"], "matches 'enc.0/*' in node_block_list")),
-        (["enc.[1-9]/log", "head"], {"enc.1/log": "matches 'enc.[1-9]/log' in node_block_list", "head": "in node_block_list"}),
+        (["head"], {"head": "in keep_fp32_nodes"}),
+        (["enc.0/*"], dict.fromkeys(["enc.0/relu", "enc.0/softmax"], "matches 'enc.0/*' in keep_fp32_nodes")),
+        (["enc.[1-9]/log", "head"], {"enc.1/log": "matches 'enc.[1-9]/log' in keep_fp32_nodes", "head": "in keep_fp32_nodes"}),
     ],
 )
 def test_nodes_are_blocked_by_name_or_pattern(model: onnx.ModelProto, nodes: list[str], kept: dict[str, str]) -> None:
-    assert reasons(halve(model, node_block_list=nodes)[1]) == kept
+    assert reasons(halve(model, keep_fp32_nodes=nodes)[1]) == kept
 
 
 @pytest.mark.parametrize(("operators", "kept"), [(["Softmax"], 1), (["*Softmax"], 2), (["Softmax", "Neg"], 2), (["Conv"], 0)])
 def test_operators_are_blocked_by_name_or_pattern(model: onnx.ModelProto, operators: list[str], kept: int) -> None:
-    assert len(halve(model, op_block_list=operators)[1].kept) == kept
+    assert len(halve(model, keep_fp32_ops=operators)[1].kept) == kept
 
 
 @pytest.mark.parametrize(
     ("lists", "text"),
     [
-        ({"node_block_list": ["enc.0/relo"]}, ("node_block_list: the node 'enc.0/relo' matches no node of the model; "
+        ({"keep_fp32_nodes": ["enc.0/relo"]}, ("keep_fp32_nodes: the node 'enc.0/relo' matches no node of the model; "
           "did you mean 'enc.0/relu'?")),
-        ({"node_block_list": ["dec.*"]}, "node_block_list: the pattern 'dec.*' matches no node of the model"),
-        ({"op_block_list": ["SoftMax"]}, ("op_block_list: the operator 'SoftMax' matches no operator of the model; "
+        ({"keep_fp32_nodes": ["dec.*"]}, "keep_fp32_nodes: the pattern 'dec.*' matches no node of the model"),
+        ({"keep_fp32_ops": ["SoftMax"]}, ("keep_fp32_ops: the operator 'SoftMax' matches no operator of the model; "
           "did you mean 'Softmax'?")),
-        ({"op_block_list": ["?ew*"]}, "op_block_list: the pattern '?ew*' matches no operator of the model"),
+        ({"keep_fp32_ops": ["?ew*"]}, "keep_fp32_ops: the pattern '?ew*' matches no operator of the model"),
     ],
 )  # fmt: skip
 def test_what_matches_nothing_is_an_error(model: onnx.ModelProto, lists: dict[str, list[str]], text: str) -> None:
@@ -134,7 +134,7 @@ def test_what_matches_nothing_is_an_error(model: onnx.ModelProto, lists: dict[st
 
 
 def test_a_single_name_is_a_list_of_one(model: onnx.ModelProto) -> None:
-    assert reasons(halve(model, op_block_list="Neg")[1]) == {"head": "Neg is in op_block_list"}
+    assert reasons(halve(model, keep_fp32_ops="Neg")[1]) == {"head": "Neg is in keep_fp32_ops"}
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_kept_node_says_where_it_comes_from(model: onnx.ModelProto) -> None:
     node = model.graph.node[3]
     node.metadata_props.add(key="halfserve.module", value="head.norm")
     node.metadata_props.add(key="halfserve.source", value="net/head.py:42")
-    (kept,) = halve(model, node_block_list=["head"])[1].kept
+    (kept,) = halve(model, keep_fp32_nodes=["head"])[1].kept
     assert (kept.op_type, kept.module, kept.source) == ("Neg", "head.norm", "net/head.py:42")
-    assert halve(model, node_block_list=["head"])[1].to_json()["fp32_modules"] == ["head.norm"]
+    assert halve(model, keep_fp32_nodes=["head"])[1].to_json()["fp32_modules"] == ["head.norm"]
 
 
 def test_a_repairs_mark_is_honoured_and_taken_away(model: onnx.ModelProto) -> None:
@@ -174,7 +174,7 @@ def test_a_repairs_mark_is_honoured_and_taken_away(model: onnx.ModelProto) -> No
     assert all(entry.key != "halfserve.keep" for node in converted.graph.node for entry in node.metadata_props)
 
 
-def test_everything_may_be_blocked(model: onnx.ModelProto) -> None:
-    converted, report = halve(model, node_block_list=["*"])
+def test_everything_may_be_kept(model: onnx.ModelProto) -> None:
+    converted, report = halve(model, keep_fp32_nodes=["*"])
     assert (report.fp16_nodes, report.casts_added, report.share) == (0, 0, 0.0)
     assert [node.op_type for node in converted.graph.node] == ["Relu", "Softmax", "LogSoftmax", "Neg"]

@@ -212,7 +212,7 @@ def test_a_branch_in_float32_inside_a_model_in_float16() -> None:
     for body in bodies(model):
         for node in body.node:
             node.name = node.output[0]
-    converted = judged(model, {"c": np.array(True), "x": normal(3)}, node_block_list=["[qp]"])
+    converted = judged(model, {"c": np.array(True), "x": normal(3)}, keep_fp32_nodes=["[qp]"])
     then = bodies(converted)[0]
     assert [node.op_type for node in then.node] == ["Exp", "Log", "Cast"]
     assert then.output[0].name == "p"
@@ -239,7 +239,7 @@ def test_a_blocked_loop_stays_float32_with_all_that_is_in_it() -> None:
             d = Identity (c) u = Exp (v) w = Log (u) }>
         y = Neg (l) }"""
     )
-    converted = judged(model, {"n": np.array(2), "x": normal(3)}, node_block_list=["l"])
+    converted = judged(model, {"n": np.array(2), "x": normal(3)}, keep_fp32_nodes=["l"])
     (body,) = bodies(converted)
     assert body.input[2].type.tensor_type.elem_type == FLOAT
     assert "Cast" not in [node.op_type for node in body.node]
@@ -254,7 +254,7 @@ def test_a_body_reads_a_weight_that_others_want_in_float32() -> None:
         y = Neg (b) }""",
         w=normal(3),
     )
-    converted = judged(model, {"c": np.array(True), "x": normal(3)}, op_block_list=["Exp"])
+    converted = judged(model, {"c": np.array(True), "x": normal(3)}, keep_fp32_ops=["Exp"])
     kinds = {tensor.name: tensor.data_type for tensor in converted.graph.initializer}
     assert kinds == {"w": FLOAT, "w_float16": FLOAT16}
 

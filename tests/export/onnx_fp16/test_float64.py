@@ -123,8 +123,8 @@ def test_weights_in_files_are_read_one_by_one(files: int, tmp_path: Path) -> Non
 
 
 def test_a_node_that_the_user_blocks_becomes_float32() -> None:
-    done = convert(onnx_ir.from_proto(in_float64(WHOLE, w=[1.0] * 4)), node_block_list=["e"])
-    assert [(node.name, node.reason) for node in done.report.kept] == [("e", "in node_block_list")]
+    done = convert(onnx_ir.from_proto(in_float64(WHOLE, w=[1.0] * 4)), keep_fp32_nodes=["e"])
+    assert [(node.name, node.reason) for node in done.report.kept] == [("e", "in keep_fp32_nodes")]
     (node,) = [node for node in done.model.graph if node.name == "e"]
     assert node.outputs[0].name == "e"
     assert all(value is not None and value.dtype != onnx_ir.DataType.DOUBLE for value in node.inputs)

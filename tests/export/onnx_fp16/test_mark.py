@@ -25,15 +25,15 @@ def props(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def test_a_conversion_leaves_its_mark(model: onnx.ModelProto) -> None:
-    marks = props(halve(model, op_block_list=["Exp"])[0])
+    marks = props(halve(model, keep_fp32_ops=["Exp"])[0])
     assert marks["halfserve.converted"] == "float16"
     assert marks["halfserve.converted.by"].startswith("halfserve ")
-    assert marks["halfserve.converted.settings"] == "keep_io_types=True op_block_list=Exp node_block_list= repair=False"
+    assert marks["halfserve.converted.settings"] == "keep_io_types=True keep_fp32_ops=Exp keep_fp32_nodes= repair=False"
 
 
 def test_the_same_again_changes_nothing_and_says_so(model: onnx.ModelProto) -> None:
-    first, _ = halve(model, op_block_list=["Exp"])
-    second, report = halve(first, op_block_list=["Exp"])
+    first, _ = halve(model, keep_fp32_ops=["Exp"])
+    second, report = halve(first, keep_fp32_ops=["Exp"])
     assert second.SerializeToString(deterministic=True) == first.SerializeToString(deterministic=True)
     assert report.converted_before
     assert (report.float_nodes, report.fp16_nodes, reasons(report)) == (3, 2, {"e": "the earlier conversion kept it"})
@@ -49,7 +49,7 @@ def test_absent_outputs_that_a_file_leaves_out_do_not_matter() -> None:
 
 
 def test_other_settings_convert_again(model: onnx.ModelProto) -> None:
-    first, _ = halve(model, op_block_list=["Exp"])
+    first, _ = halve(model, keep_fp32_ops=["Exp"])
     second, report = halve(first, keep_io_types=False)
     assert not report.converted_before
     assert ops(second) == ["MatMul", "Exp", "Neg"]

@@ -39,9 +39,9 @@ def test_functions_are_inlined() -> None:
 
 
 def test_a_blocked_call_keeps_all_that_it_stands_for() -> None:
-    kept = reasons(halve(onnx.parser.parse_model(FUNCTIONS), node_block_list=["second"])[1])
+    kept = reasons(halve(onnx.parser.parse_model(FUNCTIONS), keep_fp32_nodes=["second"])[1])
     assert len(kept) == 2
-    assert set(kept.values()) == {"in node_block_list"}
+    assert set(kept.values()) == {"in keep_fp32_nodes"}
 
 
 def test_functions_that_call_each_other_in_a_ring_are_an_error() -> None:

@@ -29,7 +29,7 @@ def test_the_table_names_node_module_reason_and_cost() -> None:
     assert "overflow_0" in lines[at + 1]
     assert "its output overflows: " in lines[at + 2]
     assert re.search(r"searched  8 nodes in 5 runs, \d+\.\d min: 2 must stay float32", text)
-    assert plain["node_block_list"] == ["overflow_0/far", "overflow_0/back"]
+    assert plain["keep_fp32_nodes"] == ["overflow_0/far", "overflow_0/back"]
     kept = plain["kept"]
     assert isinstance(kept, list)
     assert kept[0]["local_error"] == "inf"

@@ -44,8 +44,8 @@ def gelu() -> onnx.ModelProto:
 def test_what_is_found_can_be_converted(gelu: onnx.ModelProto, error: float) -> None:
     found = find_fp32_nodes(gelu, [X], budget=Budget(max_scaled_error=error), adversarial=False)
     assert found.passed
-    done = convert(onnx_ir.from_proto(gelu), node_block_list=found.node_block_list)
-    assert set(found.node_block_list) <= {kept.name for kept in done.report.kept}
+    done = convert(onnx_ir.from_proto(gelu), keep_fp32_nodes=found.keep_fp32_nodes)
+    assert set(found.keep_fp32_nodes) <= {kept.name for kept in done.report.kept}
 
 
 def test_nodes_of_skipped_repairs_are_not_present(gelu: onnx.ModelProto) -> None:
@@ -102,8 +102,8 @@ def test_the_poisoned_norm_is_found_with_its_module_and_line(x_btd: Tensor) -> N
     assert found.minimal
     assert {kept.module for kept in found.kept} == {"blocks.1.norm"}
     assert all(kept.source is not None and "test_searched_model.py:" in kept.source for kept in found.kept)
-    assert len(found.node_block_list) <= 6
-    assert found.runs <= len(found.node_block_list) + 8
+    assert len(found.keep_fp32_nodes) <= 6
+    assert found.runs <= len(found.keep_fp32_nodes) + 8
 
 
 @pytest.mark.long
@@ -114,9 +114,9 @@ def test_the_repaired_model_is_what_is_searched(x_btd: Tensor) -> None:
     model = export_onnx(Transformer(2, 0).eval(), (x_btd,))
     found = find_fp32_nodes(model, [x_btd.numpy()], budget=Budget())
     assert found.passed
-    converted = convert(onnx_ir.from_proto(model), node_block_list=found.node_block_list)
+    converted = convert(onnx_ir.from_proto(model), keep_fp32_nodes=found.keep_fp32_nodes)
     kept = {node.name for node in converted.report.kept}
-    assert set(found.node_block_list) <= kept
+    assert set(found.keep_fp32_nodes) <= kept
 
 
 def entry(module: str, op: str = "aten.mul.Tensor", dtype: str = "float32", overflow: int = 0) -> RecordEntry:
@@ -164,7 +164,7 @@ def test_a_good_seed_saves_runs_and_a_bad_one_changes_no_result() -> None:
         result = find_fp32_nodes(model, samples(), budget=budget, adversarial=False, repair=False, record=record)
         assert result.passed
         assert result.minimal
-        return set(result.node_block_list), result.runs
+        return set(result.keep_fp32_nodes), result.runs
 
     plain, runs = found(None)
     good = Record(entries=tuple(entry(f"{kind}_{place}", overflow=1) for place, kind in plants.items()), steps=1)

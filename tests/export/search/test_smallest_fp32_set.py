@@ -52,14 +52,14 @@ def within_budget(model: onnx.ModelProto, blocked: set[str]) -> bool:
         session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         return onnxruntime.InferenceSession(proto.SerializeToString(), session_options).run(None, {"x": samples()[0]})[0]
 
-    converted = convert(onnx_ir.from_proto(model), node_block_list=blocked, repair=False)
+    converted = convert(onnx_ir.from_proto(model), keep_fp32_nodes=blocked, repair=False)
     figures = compare(run(model), run(round_every_node(onnx_ir.to_proto(converted.model))))
     return figures.non_finite == 0 and figures.max_scaled_error <= BUDGET.max_scaled_error
 
 
 def test_a_model_that_tolerates_float16_keeps_nothing() -> None:
     found = search(planted(4, {}))
-    assert (found.node_block_list, found.passed, found.minimal, found.runs, found.kept) == ((), True, True, 1, ())
+    assert (found.keep_fp32_nodes, found.passed, found.minimal, found.runs, found.kept) == ((), True, True, 1, ())
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_plant_is_found_and_nothing_else(kind: str) -> None:
     found = search(planted(4, {1: kind}))
     assert found.passed
     assert found.minimal
-    assert {name.partition("/")[0] for name in found.node_block_list} == {f"{kind}_1"}
-    assert NEEDED[kind] <= {name.partition("/")[2] for name in found.node_block_list}
+    assert {name.partition("/")[0] for name in found.keep_fp32_nodes} == {f"{kind}_1"}
+    assert NEEDED[kind] <= {name.partition("/")[2] for name in found.keep_fp32_nodes}
 
 
 @pytest.mark.long
@@ -79,8 +79,8 @@ def test_no_smaller_set_will_do(kind: str) -> None:
     model = planted(2, {0: kind})
     found = search(model)
     names = [node.name for node in model.graph.node if node.op_type != "Identity"]
-    assert within_budget(model, set(found.node_block_list))
-    for smaller in itertools.combinations(names, len(found.node_block_list) - 1):
+    assert within_budget(model, set(found.keep_fp32_nodes))
+    for smaller in itertools.combinations(names, len(found.keep_fp32_nodes) - 1):
         assert not within_budget(model, set(smaller)), smaller
 
 
@@ -92,17 +92,17 @@ def test_plants_anywhere_are_found_and_no_member_can_be_left_out(plants: dict[in
     found = search(model)
     assert found.passed
     assert found.minimal
-    assert {name.partition("/")[0] for name in found.node_block_list} <= {f"{kind}_{place}" for place, kind in plants.items()}
-    assert within_budget(model, set(found.node_block_list)) or not found.node_block_list
-    for name in found.node_block_list:
-        assert not within_budget(model, {*found.node_block_list} - {name})
+    assert {name.partition("/")[0] for name in found.keep_fp32_nodes} <= {f"{kind}_{place}" for place, kind in plants.items()}
+    assert within_budget(model, set(found.keep_fp32_nodes)) or not found.keep_fp32_nodes
+    for name in found.keep_fp32_nodes:
+        assert not within_budget(model, {*found.keep_fp32_nodes} - {name})
 
 
 @pytest.mark.parametrize("layers", [8, pytest.param(64, marks=pytest.mark.long), pytest.param(120, marks=pytest.mark.long)])
 def test_runs_grow_at_most_with_the_logarithm_of_the_model(layers: int) -> None:
     found = search(planted(layers, {layers // 2: "overflow"}))
-    assert set(found.node_block_list) == {f"overflow_{layers // 2}/far", f"overflow_{layers // 2}/back"}
-    assert found.runs <= math.log2(found.candidates) + len(found.node_block_list) + 2
+    assert set(found.keep_fp32_nodes) == {f"overflow_{layers // 2}/far", f"overflow_{layers // 2}/back"}
+    assert found.runs <= math.log2(found.candidates) + len(found.keep_fp32_nodes) + 2
 
 
 @pytest.mark.long
@@ -112,9 +112,9 @@ def test_ten_plants_among_a_hundred_nodes() -> None:
     found = search(planted(40, plants))
     assert found.passed
     assert found.minimal
-    assert {name.partition("/")[0] for name in found.node_block_list} == {f"{kind}_{place}" for place, kind in plants.items()}
-    assert len(found.node_block_list) == 20
-    assert found.runs <= len(found.node_block_list) + 3 * math.log2(found.candidates)
+    assert {name.partition("/")[0] for name in found.keep_fp32_nodes} == {f"{kind}_{place}" for place, kind in plants.items()}
+    assert len(found.keep_fp32_nodes) == 20
+    assert found.runs <= len(found.keep_fp32_nodes) + 3 * math.log2(found.candidates)
 
 
 def test_the_same_set_every_time_and_the_model_untouched() -> None:
@@ -137,7 +137,7 @@ def test_a_model_with_sparse_weights_is_searched() -> None:
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [4]))
     found = search(model, inputs=np.full((2, 4), 2, np.float32))
     assert found.passed
-    assert set(found.node_block_list) == {"far", "back"}
+    assert set(found.keep_fp32_nodes) == {"far", "back"}
 
 
 def test_each_kept_node_says_where_it_comes_from_and_what_it_costs() -> None:
@@ -157,10 +157,10 @@ def test_each_kept_node_says_where_it_comes_from_and_what_it_costs() -> None:
 
 def test_blocked_nodes_stay_float32_and_are_not_candidates() -> None:
     model = planted(4, {0: "overflow", 2: "cancel"})
-    found = search(model, node_block_list=["overflow_0/*"])
-    assert set(found.node_block_list) == {"cancel_2/add", "cancel_2/sub"}
-    by_operator = search(model, op_block_list=["Mul"])
-    assert set(by_operator.node_block_list) == {"cancel_2/add", "cancel_2/sub"}
+    found = search(model, keep_fp32_nodes=["overflow_0/*"])
+    assert set(found.keep_fp32_nodes) == {"cancel_2/add", "cancel_2/sub"}
+    by_operator = search(model, keep_fp32_ops=["Mul"])
+    assert set(by_operator.keep_fp32_nodes) == {"cancel_2/add", "cancel_2/sub"}
 
 
 def test_a_budget_that_float16_inputs_alone_exceed_is_explained() -> None:
@@ -177,7 +177,7 @@ def test_a_budget_that_float16_inputs_alone_exceed_is_explained() -> None:
 def test_a_tight_budget_keeps_everything_that_counts() -> None:
     found = search(planted(2, {}), budget=Budget(max_abs_error=0, min_agreement=0))
     assert found.passed
-    assert set(found.node_block_list) == {"MatMul_1", "Min_2", "MatMul_3", "Min_4"}
+    assert set(found.keep_fp32_nodes) == {"MatMul_1", "Min_2", "MatMul_3", "Min_4"}
 
 
 @pytest.mark.long
@@ -188,10 +188,10 @@ def test_runs_that_end_early_give_a_set_that_passed() -> None:
     assert few.passed
     assert not few.minimal
     assert few.runs <= 5
-    assert len(few.node_block_list) >= len(enough.node_block_list)
+    assert len(few.keep_fp32_nodes) >= len(enough.keep_fp32_nodes)
     assert few.ending == "max_runs"
     assert "the limit of 5 runs ended the search: allow more with --max-runs" in few.explanation
-    assert within_budget(model, set(few.node_block_list))
+    assert within_budget(model, set(few.keep_fp32_nodes))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_limits_that_leave_nothing_to_search_in_are_refused(limit: dict[str, Any
 def test_a_time_limit_gives_the_smallest_set_so_far() -> None:
     found = search(planted(4, {1: "overflow"}), max_minutes=1e-9)
     assert (found.passed, found.minimal, found.ending, found.runs) == (True, False, "max_minutes", 2)
-    assert len(found.node_block_list) == found.candidates
+    assert len(found.keep_fp32_nodes) == found.candidates
     assert "allow more with --max-minutes (max_minutes); this is the smallest set found" in found.explanation
 
 
@@ -228,8 +228,8 @@ def test_an_interrupt_gives_the_smallest_set_so_far() -> None:
     model = planted(8, {2: "variance", 5: "cancel"})
     found = search(model, progress=interrupting(9))
     assert (found.passed, found.minimal, found.ending, found.runs) == (True, False, "interrupted", 8)
-    assert 0 < len(found.node_block_list) < found.candidates
-    assert within_budget(model, set(found.node_block_list))
+    assert 0 < len(found.keep_fp32_nodes) < found.candidates
+    assert within_budget(model, set(found.keep_fp32_nodes))
     assert found.explanation.startswith("an interrupt ended the search")
 
 
@@ -241,7 +241,7 @@ def test_an_interrupt_before_anything_passed_ends_the_search() -> None:
 def test_sets_that_cannot_be_tried_do_not_lose_what_was_found() -> None:
     found = search(planted(8, {2: "variance", 5: "cancel"}), progress=interrupting(9, ExportError("the disk is full")))
     assert (found.passed, found.minimal, found.runs) == (True, False, 8)
-    assert 0 < len(found.node_block_list) < found.candidates
+    assert 0 < len(found.keep_fp32_nodes) < found.candidates
     assert re.search(r"a set of \d+ nodes could not be tried \(the disk is full\)", found.explanation)
 
 
@@ -265,7 +265,7 @@ def test_sets_that_only_the_simulation_accepts_do_not_pass(kind: str, seed: int)
     found = search(model, inputs=x, budget=budget, repair=True)
     assert found.passed
     assert {output.execution for output in found.outputs} >= {"rounded", "runtime"}
-    converted = convert(onnx_ir.from_proto(model), node_block_list=found.node_block_list)
+    converted = convert(onnx_ir.from_proto(model), keep_fp32_nodes=found.keep_fp32_nodes)
     assert verify(model, onnx_ir.to_proto(converted.model), x, budget=budget, adversarial=False).passed
 
 
@@ -283,8 +283,8 @@ def test_unsuitable_samples_and_names_are_refused() -> None:
         search(model, inputs=[np.zeros((4, 9), np.float32)])
     with pytest.raises(ExportError, match=r"the model takes 1 inputs \(x\), 2 were given"):
         search(model, inputs=[*samples(), *samples()])
-    with pytest.raises(ExportError, match="node_block_list: the node 'MatMul_2' matches no node"):
-        search(model, node_block_list=["MatMul_2"])
+    with pytest.raises(ExportError, match="keep_fp32_nodes: the node 'MatMul_2' matches no node"):
+        search(model, keep_fp32_nodes=["MatMul_2"])
 
 
 def test_an_overflow_inside_a_branch_keeps_the_branch() -> None:
@@ -306,7 +306,7 @@ def test_an_overflow_inside_a_branch_keeps_the_branch() -> None:
     found = search(model)
     assert found.passed
     assert found.minimal
-    assert found.node_block_list == ("branch",)
+    assert found.keep_fp32_nodes == ("branch",)
 
 
 def test_an_error_inside_a_loop_keeps_the_loop() -> None:
@@ -330,7 +330,7 @@ def test_an_error_inside_a_loop_keeps_the_loop() -> None:
     net.x = net.add("Loop", count, "", net.x, name="loop", body=body)
     found = search(net.layers(1).model())
     assert found.passed
-    assert found.node_block_list == ("loop",)
+    assert found.keep_fp32_nodes == ("loop",)
     assert found.kept[0].op_type == "Loop"
 
 
@@ -346,7 +346,7 @@ def test_a_choice_that_flips_is_traced_to_what_flips_it() -> None:
     model.graph.output.append(helper.make_tensor_value_info("choice", TensorProto.INT64, None))
     found = search(model, budget=Budget(min_agreement=1))
     assert found.passed
-    assert set(found.node_block_list) == {"cancel/add", "cancel/sub"}
+    assert set(found.keep_fp32_nodes) == {"cancel/add", "cancel/sub"}
 
 
 def test_a_mask_that_overflows_before_a_softmax_is_not_kept() -> None:
@@ -356,14 +356,14 @@ def test_a_mask_that_overflows_before_a_softmax_is_not_kept() -> None:
     net.x = net.add("Softmax", masked, axis=-1, name="softmax")
     found = search(net.layers(1).plant("cancel").layers(1).model())
     assert found.passed
-    assert set(found.node_block_list) == {"cancel/add", "cancel/sub"}
+    assert set(found.keep_fp32_nodes) == {"cancel/add", "cancel/sub"}
     assert found.runs <= 5
 
 
 @pytest.mark.parametrize("opset", [8, pytest.param(11, marks=pytest.mark.long), 21])
 def test_old_and_new_opsets(opset: int) -> None:
     net = Net().layers(2).plant("overflow").layers(1)
-    assert set(search(net.model(opset)).node_block_list) == {"overflow/far", "overflow/back"}
+    assert set(search(net.model(opset)).keep_fp32_nodes) == {"overflow/far", "overflow/back"}
 
 
 def test_progress_is_reported() -> None:
@@ -383,10 +383,10 @@ def test_sums_beyond_float16_count_with_float16_accumulators() -> None:
         "Mul", net.add("ReduceMean", net.add("Abs", large), axes=[1], name="mean"), net.constant(1e-4), name="small"
     )
     model = net.model()
-    assert search(model).node_block_list == ()
+    assert search(model).keep_fp32_nodes == ()
     found = search(model, accumulators="float16")
     assert found.passed
-    assert found.node_block_list == ("mean",)
+    assert found.keep_fp32_nodes == ("mean",)
 
 
 def test_empty_outputs_are_explained() -> None:

@@ -116,7 +116,7 @@ def test_a_steep_model_with_float32_inputs_gets_its_own_remedy(x: Array) -> None
 def test_rounded_inputs_within_budget_are_not_mentioned(x: Array) -> None:
     message, certificate = over(steep(FLOAT, factor=1.0), steep(FLOAT, factor=1.1), x)
     assert STEEP not in message
-    assert "keep sensitive layers in float32 (node_block_list, op_block_list of convert, or --block-node, --block" in message
+    assert "keep sensitive layers in float32 (keep_fp32_nodes or --keep-fp32-nodes, keep_fp32_ops or --keep" in message
     assert not any("inputs alone rounded" in note for note in certificate.notes)
 
 
@@ -210,4 +210,4 @@ def test_noise_as_large_as_the_answers_is_not_allowed_for() -> None:
 
 def test_a_search_keeps_nothing_in_float32_for_noise(between_steps: Array) -> None:
     found = find_fp32_nodes(quantized(NEXT), between_steps, budget=Budget(), adversarial=False)
-    assert (found.passed, found.node_block_list, found.runs) == (True, (), 1)
+    assert (found.passed, found.keep_fp32_nodes, found.runs) == (True, (), 1)

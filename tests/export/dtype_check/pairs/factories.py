@@ -131,6 +131,31 @@ class Array(Projected):
 ArrayMended = projected(lambda net, x: net.project(x) + new_tensor(x, [0, 1, 2, 3]))
 
 
+class DoubleArray(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        window = torch.from_numpy(np.hanning(4))  # here
+        return self.project(x) * window
+
+
+class RoundedDoubleArray(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        window = torch.tensor(np.hanning(4))  # here
+        return self.project((x * window).to(x.dtype))
+
+
+class DoubleArrayInPlace(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(x)
+        x += torch.as_tensor(np.hanning(4))  # here
+        return x
+
+
+class DoubleFactory(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.ones(4, dtype=torch.float64)  # here
+        return self.project(x) + steps
+
+
 class RoundTrip(Projected):
     def forward(self, x: Tensor) -> Tensor:
         return self.project(torch.tensor(x.numpy() * 2))  # here
@@ -141,5 +166,19 @@ RoundTripMended = projected(lambda net, x: net.project(x * 2))
 
 ARRAYS: dict[str, Case] = {
     "array": (Array, ArrayMended, "numpy", "warning", "new_tensor(x, ...)", "an array enters as float32[4]"),
+    "float64 array": (
+        DoubleArray, ArrayMended, "numpy", "warning", "new_tensor(x, ...)",
+        "an array enters as float64[4]; it meets float16 in mul at PLACE",
+    ),
+    "float64 array, rounded back": (
+        RoundedDoubleArray, ArrayMended, "numpy", "warning", "new_tensor(x, ...)", "on this is computed in float64, until it",
+    ),
+    "float64 array in place": (
+        DoubleArrayInPlace, ArrayMended, "numpy", "warning", "new_tensor(x, ...)", "computes in float64 and rounds into a",
+    ),
+    "float64 factory": (
+        DoubleFactory, FactoryMended, "hard_coded_dtype", "warning", "dtype=x.dtype",
+        "and everything from there to the output is float64",
+    ),
     "round trip": (RoundTrip, RoundTripMended, "round_trip", "warning", "torch", ".numpy() leaves torch"),
 }  # fmt: skip
