@@ -18,6 +18,7 @@ SOURCE = Path(__file__).with_name("driver.c")
 RUNTIME_SOURCE = Path(__file__).with_name("runtime.c")
 CUDNN_SOURCE = Path(__file__).with_name("cudnn.c")
 PROVIDER = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+TENSORRT_PROVIDER = PROVIDER.with_name("libonnxruntime_providers_tensorrt.so")
 # What a program misses: "                 U cudaMalloc@libcudart.so.13".
 MISSED = re.compile(r" U (\w+)(?:@(lib(?:cu\w+)\.so\.\d+))?$", re.MULTILINE)
 # cuDNN is opened by name when the first session is made, so that its functions are only texts in the provider.
@@ -73,6 +74,17 @@ def make_device(folder: Path) -> None:
     rest.write_text("".join(map(_nothing, sorted(named - own))))
     version.write_text(f"{CUDNN} {{ global: *; }};\n")
     _compile(folder / CUDNN, CUDNN_SOURCE, rest, f"-Wl,-soname,{CUDNN}", f"-Wl,--version-script={version}", *needs)
+
+
+def make_tensorrt(folder: Path) -> None:
+    """Add TensorRT's libraries, which do nothing: listing all kernels loads every provider, and crashes without one."""
+    wanted = re.compile(r"create\w+_INTERNAL|getInferLibVersion|getPluginRegistry")
+    missed = re.findall(r" U (\w+)$", _output("nm", "-D", "--undefined-only", TENSORRT_PROVIDER), re.MULTILINE)
+    made = {name for name in missed if wanted.fullmatch(name)}
+    source = folder / "tensorrt.c"
+    source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in sorted(made)))
+    for name in re.findall(r"\[(libnv\w+\.so\.\d+)\]", _output("readelf", "-d", TENSORRT_PROVIDER)):
+        _compile(folder / name, source, f"-Wl,-soname,{name}")
 
 
 def _nothing(name: str) -> str:
