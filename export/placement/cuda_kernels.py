@@ -1,44 +1,50 @@
-"""Predict, without a GPU, what ONNX Runtime's CUDA provider does not compute in float16.
+"""Predict, without a GPU, what ONNX Runtime's CUDA provider makes of a node: compute it, leave it to the CPU, or refuse it.
 
-`cuda_kernels.json` lists the CUDA kernels of one release, as its own registry reports them: for each operator the ranges of
-opsets and the types that the kernels take there (h float16, f float32, d float64, b bfloat16, n any other). An operator that is
-not listed has no CUDA kernel and runs on the CPU.
-`python -m halfserve.export.placement.cuda_kernels CUDAExecutionProvider` prints the table of the installed ONNX Runtime; the
-registry needs every provider's libraries: for CUDA the driver, CUDA and cuDNN.
+`cuda_kernels.json` lists the kernels of one release as its registries report them: for each operator the versions, and for each
+type variable the letters of its types. It also lists the opsets at which that release defines each of ONNX's operators, as the
+installed onnx may be newer. `python -m tests.serve.cuda_emulator.kernel_table` writes the file, without a device.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import onnx
+import onnx.inliner
+from onnx.defs import OpSchema
 
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import typed_graphs
 
-WarningKind: TypeAlias = Literal["on the CPU", "no float16 kernel", "broken up"]
+WarningKind: TypeAlias = Literal["on the CPU", "no float16 kernel", "broken up", "refused"]
 
-FLOATS = {"h": "float16", "f": "float", "d": "double", "b": "bfloat16"}
+TABLE = Path(__file__).with_name("cuda_kernels.json")
+# Letters of the element types in the table; all others, such as text and complex numbers, are OTHER.
+_NAMES = (
+    "FLOAT16 FLOAT DOUBLE BFLOAT16 FLOAT8E4M3FN FLOAT8E5M2 FLOAT4E2M1 BOOL "
+    "INT4 INT8 INT16 INT32 INT64 UINT4 UINT8 UINT16 UINT32 UINT64"
+)
+LETTERS = dict(zip(_NAMES.split(), "hfdb854tvcsilVCSIL", strict=True))
 OTHER = "n"
-DOMAINS = ("", "com.microsoft", "ai.onnx.ml")
-_LETTERS: dict[int, str] = {
-    onnx.TensorProto.FLOAT16: "h",
-    onnx.TensorProto.FLOAT: "f",
-    onnx.TensorProto.DOUBLE: "d",
-    onnx.TensorProto.BFLOAT16: "b",
-}
+_LETTER_OF = {onnx.TensorProto.DataType.Value(name): letter for name, letter in LETTERS.items()}
+_FLOATS = frozenset("hfdb")
+_HALVES = {"h": "float16 ", "b": "bfloat16 "}
 _FOLDED = frozenset({"Constant"})  # becomes an initializer when the session opens
-_OPEN_END = 2**31 - 1
-_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)|(?P<open>\+)) (?P<types>[a-z]*)")
+_KERNEL = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)|(?P<open>\+))?(?P<types>(?: \w+=\w+)*)")
+# The activations of a recurrent layer in one direction that cuDNN has.
+_ACTIVATIONS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
+_OUTCOMES: dict[WarningKind, str] = {
+    "on the CPU": "it runs on the CPU, and its inputs and outputs are copied there and back",
+    "no float16 kernel": "it runs on the CPU in float32, between casts and copies",
+    "broken up": "its definition by smaller operators takes its place",
+    "refused": "it has none for the CPU either, and refuses the model: keep the node in float32",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,8 @@ class CudaWarning:
         op_type: The node's operator.
         kind: "on the CPU": there is no kernel at all, so its inputs and outputs are copied over the bus. "no float16 kernel":
             there are kernels, but not for its float16; it goes to the CPU as well, in float32 between casts. "broken up": there
-            is no kernel, but the operator is defined by smaller ones, which take its place.
+            is no kernel, but the operator is defined by smaller ones, which take its place. "refused": no provider has a kernel
+            for its type, and the runtime adds no casts around bfloat16, so that no session opens.
         text: The warning as a sentence.
     """
 
@@ -62,17 +69,94 @@ class CudaWarning:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The kernels of one operator from a first to a last opset of its domain, both included.
+    """A registered kernel: the operator's versions, and the letters of the types that it takes for each type variable.
 
-    Their types are letters of `FLOATS` for the floating types that they take, and `OTHER` for any other.
+    Without a last version, only the first one is known to be supported: ONNX Runtime uses such a kernel for no later version.
     """
 
     first: int
-    last: int
-    types: str
+    last: int | None
+    types: tuple[tuple[str, str], ...]
+
+    def matches(self, since: int, bound: Mapping[str, str]) -> bool:
+        """Whether it computes an operator of version `since` with types `bound` to its variables; unbound ones are free."""
+        known = self.first == since or (self.last is not None and self.first <= since <= self.last)
+        return known and all(bound.get(variable, letters[0]) in letters for variable, letters in self.types)
 
 
-Registry: TypeAlias = dict[tuple[str, str], tuple[Kernel, ...]]  # kernels by domain and operator
+Registry: TypeAlias = Mapping[tuple[str, str], tuple[Kernel, ...]]  # kernels by domain and operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The kernels of one release of ONNX Runtime.
+
+    Attributes:
+        release: The release.
+        cuda: The CUDA provider's kernels.
+        cpu: The CPU provider's kernels.
+        versions: The opsets at which the release defines each of ONNX's operators, in ascending order.
+    """
+
+    release: str
+    cuda: Registry
+    cpu: Registry
+    versions: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operator at a model's opset, with the element types of its inputs and outputs (0 where one is absent or unknown)."""
+
+    domain: str
+    op_type: str
+    opset: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def schema(self) -> OpSchema | None:
+        return _schema(self.op_type, self.domain, self.opset)
+
+    @property
+    def since(self) -> int:
+        """The operator's version: the opset at which the runtime defines it as it is."""
+        return 1 if self.domain else _since(self.op_type, self.opset)
+
+    @property
+    def is_defined_by_others(self) -> bool:
+        """Whether ONNX defines it by smaller operators, by which the runtime replaces it where it has no kernel.
+
+        The runtime refuses a definition of an earlier opset in which one of these operators was another.
+        """
+        schema: Any = self.schema  # onnx's stub does not know these attributes
+        if schema is None or schema.context_dependent_function_opset_versions:
+            return schema is not None
+        written = max((version for version in schema.function_opset_versions if version <= self.opset), default=0)
+        if not written:
+            return False
+        parts = onnx.FunctionProto.FromString(schema.get_function_with_opset_version(written)).node
+        return all(_since(part.op_type, written) == _since(part.op_type, self.opset) for part in parts)
+
+    @property
+    def floats(self) -> frozenset[str]:
+        """The letters of its floating types."""
+        return _FLOATS & {_LETTER_OF.get(elem_type, OTHER) for elem_type in (*self.inputs, *self.outputs)}
+
+    def has_kernel(self, registry: Registry) -> bool:
+        """Whether a registry has a kernel for these types.
+
+        The variables of an operator that ONNX does not define are unknown: there each type may belong to any of them.
+        """
+        found = registry.get((self.domain, self.op_type), ())
+        if self.schema is None:
+            return any(self.floats <= {letter for _, letters in kernel.types for letter in letters} for kernel in found)
+        bound = dict(_bound(self.schema, self.inputs, self.outputs))
+        return any(kernel.matches(self.since, bound) for kernel in found)
+
+    def has_cuda_kernel(self) -> bool:
+        """Whether the CUDA provider has a kernel for it."""
+        return self.has_kernel(cuda_kernels().cuda)
 
 
 def predict_cuda(model: ModelSource | ModelFile) -> tuple[CudaWarning, ...]:
@@ -84,47 +168,125 @@ def predict_cuda(model: ModelSource | ModelFile) -> tuple[CudaWarning, ...]:
         ExportError: The model cannot be read.
     """
     opened = model if isinstance(model, ModelFile) else open_model(model)
-    opsets = {_domain(entry.domain): entry.version for entry in opened.outline.opset_import}
-    functions = {(_domain(function.domain), function.name) for function in opened.outline.functions}
-    return tuple(
-        warning
-        for graph, types in typed_graphs(opened.outline)
-        for node in graph.node
-        if (_domain(node.domain), node.op_type) not in functions
-        and node.op_type not in _FOLDED
-        and (warning := _warning(node, types, opsets)) is not None
+    return tuple(_warnings(opened.outline))
+
+
+def _warnings(model: onnx.ModelProto) -> Iterator[CudaWarning]:
+    opsets = {_domain(entry.domain): entry.version for entry in model.opset_import}
+    functions = {(_domain(function.domain), function.name) for function in model.functions}
+    for graph, types in typed_graphs(model):
+        for node in graph.node:
+            if (_domain(node.domain), node.op_type) not in functions and node.op_type not in _FOLDED:
+                yield from _warning(node, types, opsets)
+
+
+def _warning(node: onnx.NodeProto, types: Mapping[str, int], opsets: Mapping[str, int]) -> Iterator[CudaWarning]:
+    domain = _domain(node.domain)
+    operation = Operation(
+        domain=domain,
+        op_type=node.op_type,
+        opset=opsets.get(domain, 1),
+        inputs=tuple(types.get(name, 0) for name in node.input),
+        outputs=tuple(types.get(name, 0) for name in node.output),
+    )
+    kernels = cuda_kernels()
+    form = _form_without_kernel(node)
+    if operation.has_kernel(kernels.cuda) and form is None:
+        return
+    kind = _kind(node, operation)
+    others = (domain, node.op_type) in kernels.cuda and form is None
+    half = next((_HALVES[letter] for letter in "bh" if letter in operation.floats), "") if others else ""
+    lacking = f"no {half}CUDA kernel for {node.op_type} of opset {operation.since}{form or ''}"
+    yield CudaWarning(
+        node=node.name or next(iter(node.output), ""),
+        op_type=node.op_type,
+        kind=kind,
+        text=f"ONNX Runtime {kernels.release} has {lacking}; {_OUTCOMES[kind]}",
     )
 
 
-def _warning(node: onnx.NodeProto, types: Mapping[str, int], opsets: Mapping[str, int]) -> CudaWarning | None:
-    domain = _domain(node.domain)
-    schema = _schema(node.op_type, domain, opsets.get(domain, 1))
-    since = schema.since_version if schema is not None else 1
-    release, registry = cuda_kernels()
-    kernels = registry.get((domain, node.op_type), ())
-    kernel = next((kernel for kernel in kernels if kernel.first <= since <= kernel.last), None)
-    floats = {_LETTERS[types[name]] for name in (*node.input, *node.output) if types.get(name) in _LETTERS}
-    if kernel is not None and ("h" not in floats or "h" in kernel.types or not set(kernel.types) & set("hfd")):
+def _kind(node: onnx.NodeProto, operation: Operation) -> WarningKind:
+    """What the runtime does with a node that CUDA does not compute; the first of these that it can do."""
+    kernels = cuda_kernels()
+    if operation.has_kernel(kernels.cpu):
+        return "on the CPU"
+    if operation.is_defined_by_others:
+        return "refused" if _is_refused_in_parts(node, operation) else "broken up"
+    reads_float16 = any(_LETTER_OF.get(elem_type) == "h" for elem_type in operation.inputs)
+    if reads_float16 and operation.op_type != "Cast":  # the runtime adds casts around float16 inputs alone
+        return "no float16 kernel" if (operation.domain, operation.op_type) in kernels.cuda else "on the CPU"
+    return "refused" if not operation.domain and operation.op_type in kernels.versions else "on the CPU"
+
+
+def _is_refused_in_parts(node: onnx.NodeProto, operation: Operation) -> bool:
+    """Whether the operators that define this one include one that no provider computes."""
+    alone = onnx.NodeProto()
+    alone.CopyFrom(node)
+    while alone.input and not alone.input[-1]:  # the inliner wants absent inputs at the end left out
+        del alone.input[-1]
+    graph = onnx.GraphProto(name="alone", node=[alone])
+    for values, names, types in ((graph.input, node.input, operation.inputs), (graph.output, node.output, operation.outputs)):
+        values.extend(
+            onnx.helper.make_tensor_value_info(name, elem_type, None)
+            for name, elem_type in zip(names, types, strict=True)
+            if name
+        )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", operation.opset)])
+    try:
+        parts = onnx.inliner.inline_selected_functions(model, [("", node.op_type)], inline_schema_functions=True)
+    except RuntimeError:  # an input in the middle is absent
+        return "b" in operation.floats
+    return any(warning.kind == "refused" for warning in _warnings(parts))
+
+
+def _form_without_kernel(node: onnx.NodeProto) -> str | None:
+    """What the CUDA provider leaves to the CPU of an operator for which it has a kernel; None for what it computes."""
+    if node.domain not in ("", "ai.onnx"):
         return None
-    where = f"ONNX Runtime {release} has no {'float16 ' if kernel else ''}CUDA kernel for {node.op_type} of opset {since}"
-    if schema is not None and "h" in floats and _is_defined_by_others(schema):
-        kind: WarningKind = "broken up"
-        text = f"{where}; its definition by smaller operators takes its place"
-    elif kernel is None:
-        kind = "on the CPU"
-        text = f"{where}; it runs on the CPU, and its inputs and outputs are copied there and back"
-    else:
-        kind = "no float16 kernel"
-        text = f"{where}; it runs on the CPU in float32, between casts and copies"
-    return CudaWarning(node=node.name or next(iter(node.output), ""), op_type=node.op_type, kind=kind, text=text)
+    given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    forms: Mapping[str, bool] = {}
+    match node.op_type:
+        case "ArgMax" | "ArgMin":
+            forms = {" with select_last_index": bool(given.get("select_last_index"))}
+        case "ConvTranspose":
+            pads = given.get("pads", ())
+            forms = {
+                " with other padding at the end than at the beginning": pads[: len(pads) // 2] != pads[len(pads) // 2 :],
+                " with auto_pad": given.get("auto_pad", b"").startswith(b"SAME"),
+            }
+        case "GRU" | "LSTM" | "RNN":
+            usual = _ACTIVATIONS[node.op_type]
+            activations = [name.decode().lower() for name in given.get("activations", ())]
+            forms = {
+                " with clip": "clip" in given,
+                " with parameters of activations": bool({"activation_alpha", "activation_beta"} & {*given}),
+                " with other activations": any(name != usual[at % len(usual)] for at, name in enumerate(activations)),
+                " with input_forget": bool(given.get("input_forget")),
+                " without linear_before_reset": node.op_type == "GRU" and not given.get("linear_before_reset"),
+                " with peepholes": node.op_type == "LSTM" and len(node.input) > 7 and bool(node.input[7]),
+            }
+        case "Cast":
+            forms = {" to text": given.get("to") == onnx.TensorProto.STRING}
+    return next((form for form, is_so in forms.items() if is_so), None)
 
 
-def _is_defined_by_others(schema: Any) -> bool:
-    # Any: onnx's stub does not know these attributes.
-    return bool(schema.function_opset_versions or schema.context_dependent_function_opset_versions)
+def _bound(schema: OpSchema, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """The letters of a node's types by type variable, and by the name of each input and output."""
+    for formals, elem_types in ((schema.outputs, outputs), (schema.inputs, inputs)):  # of a variable, the first input counts
+        for formal, elem_type in reversed([*zip(formals, elem_types, strict=False)]):
+            if elem_type:
+                letter = _LETTER_OF.get(elem_type, OTHER)
+                yield formal.name, letter
+                yield formal.type_str, letter
 
 
-def _schema(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | None:
+def _since(op_type: str, opset: int) -> int:
+    versions = cuda_kernels().versions.get(op_type, ())
+    return max((version for version in versions if version <= opset), default=1)
+
+
+@cache
+def _schema(op_type: str, domain: str, opset: int) -> OpSchema | None:
     try:
         return onnx.defs.get_schema(op_type, opset, domain)
     except onnx.defs.SchemaError:
@@ -136,80 +298,36 @@ def _domain(domain: str) -> str:
 
 
 @cache
-def cuda_kernels() -> tuple[str, Registry]:
-    """The release of ONNX Runtime that `cuda_kernels.json` describes, and its CUDA kernels."""
-    content = json.loads(Path(__file__).with_name("cuda_kernels.json").read_bytes())
-    return content["runtime"], parse_table(content["kernels"])
+def cuda_kernels() -> Kernels:
+    """The kernels that `cuda_kernels.json` lists."""
+    content = json.loads(TABLE.read_bytes())
+    return Kernels(
+        release=content["runtime"],
+        cuda=parse_table(content["cuda"]),
+        cpu=parse_table(content["cpu"]),
+        versions={name: tuple(map(int, text.split())) for name, text in content["versions"].items()},
+    )
 
 
 def parse_table(table: Mapping[str, str]) -> Registry:
-    """Read a table such as {"Clip": "6-11 f; 12+ hfdn", "com.microsoft:Gelu": "1+ hf"}.
+    """Read a table such as {"Clip": "12 T=hfd; 13+ T=hfdcC", "com.microsoft:Gelu": "1+ T=hf"}.
 
     Raises:
         ValueError: An entry has another form.
     """
-    registry: Registry = {}
+    registry: dict[tuple[str, str], tuple[Kernel, ...]] = {}
     for name, text in table.items():
-        ranges = [_RANGE.fullmatch(entry.strip()) for entry in text.split(";")]
-        if not all(ranges):
-            raise ValueError(f"{name} {text!r} is no entry of a kernel table; expected such as '6-11 f; 12+ hfdn'")
+        entries = [_KERNEL.fullmatch(entry.strip()) for entry in text.split(";")]
+        if not all(entries):
+            raise ValueError(f"{name} {text!r} is no entry of a kernel table; expected such as '6-11 T=f; 12+ T=hfd'")
         domain, _, op_type = name.rpartition(":")
         registry[domain, op_type] = tuple(
-            Kernel(first=int(r["first"]), last=_OPEN_END if r["open"] else int(r["last"]), types=r["types"])
-            for r in ranges
-            if r is not None
+            Kernel(
+                first=int(entry["first"]),
+                last=None if entry["open"] else int(entry["last"] or entry["first"]),
+                types=tuple((pair.partition("=")[0], pair.partition("=")[2]) for pair in entry["types"].split()),
+            )
+            for entry in entries
+            if entry is not None
         )
     return registry
-
-
-def format_table(registry: Registry) -> dict[str, str]:
-    """The table that `parse_table` reads, sorted."""
-    return {
-        f"{domain}{':' if domain else ''}{op_type}": "; ".join(
-            f"{k.first}{'+' if k.last == _OPEN_END else f'-{k.last}'} {k.types}" for k in kernels
-        )
-        for (domain, op_type), kernels in sorted(registry.items())
-    }
-
-
-def registry_of(definitions: list[Any], provider: str) -> Registry:
-    """Reduce one provider's kernel definitions, as the runtime lists them, to what a placement depends on.
-
-    A definition has `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints` (type names
-    by parameter).
-    """
-    found: dict[tuple[str, str], dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
-    for kernel in definitions:
-        if kernel.provider == provider and kernel.domain in DOMAINS:
-            letters = _letters([name for names in kernel.type_constraints.values() for name in names])
-            found[kernel.domain, kernel.op_name][tuple(kernel.version_range)] |= letters
-    return {key: _merged(ranges) for key, ranges in found.items()}
-
-
-def _letters(names: list[str]) -> set[str]:
-    letters = {letter for letter, float_name in FLOATS.items() if any(f"({float_name})" in name for name in names)}
-    others = [name for name in names if not any(f"({float_name})" in name for float_name in FLOATS.values())]
-    return letters | ({OTHER} if others or not names else set())
-
-
-def _merged(ranges: dict[tuple[int, int], set[str]]) -> tuple[Kernel, ...]:
-    kernels: list[Kernel] = []
-    for (first, last), letters in sorted(ranges.items()):
-        types = "".join(letter for letter in (*FLOATS, OTHER) if letter in letters)
-        if kernels and kernels[-1].types == types and kernels[-1].last + 1 >= first:
-            kernels[-1] = Kernel(first=kernels[-1].first, last=max(last, kernels[-1].last), types=types)
-        else:
-            kernels.append(Kernel(first=first, last=last, types=types))
-    return tuple(kernels)
-
-
-def main(provider: str) -> None:
-    """Print the table of the installed runtime."""
-    import onnxruntime.capi.onnxruntime_pybind11_state as runtime  # noqa: PLC0415  (only this function needs the runtime)
-
-    kernels = format_table(registry_of(runtime.get_all_opkernel_def(), provider))
-    sys.stdout.write(json.dumps({"runtime": version("onnxruntime-gpu"), "kernels": kernels}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

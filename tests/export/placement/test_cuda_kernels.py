@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.export.placement.cuda_kernels import Kernel, cuda_kernels, format_table, parse_table, predict_cuda, registry_of
+from halfserve.export.placement.cuda_kernels import TABLE, Kernel, cuda_kernels, parse_table, predict_cuda
 from tests.export.placement.half_models import half_model, one_node
-from tests.export.stored_models import sums, with_a_body
+from tests.export.stored_models import parse, sums, with_a_body
+from tests.serve.cuda_emulator.kernel_table import OPEN_END, make_table, table_of
 
 
 def test_what_goes_to_the_cpu_is_named_with_its_reason() -> None:
@@ -71,49 +72,79 @@ def test_own_functions_are_not_judged() -> None:
     assert predict_cuda(model) == ()
 
 
-ANY = 2**31 - 1
+def test_a_kernel_without_an_end_is_for_its_first_version_alone() -> None:
+    for op_type, last in (("Elu", 21), ("Selu", 21), ("ThresholdedRelu", 21)):
+        assert [warning.kind for warning in predict_cuda(one_node(op_type, last, "float"))] == []
+        assert [warning.kind for warning in predict_cuda(one_node(op_type, last + 1, "float"))] == ["on the CPU"]
 
 
-def definition(op_name: str, versions: tuple[int, int], domain: str = "", **types: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(provider="P", domain=domain, op_name=op_name, version_range=versions, type_constraints=types)
+@pytest.mark.parametrize(
+    ("op_type", "opset", "kinds"),
+    [
+        ("Relu", 20, []),
+        ("Softplus", 22, []),
+        ("Mish", 22, ["broken up"]),
+        ("Elu", 21, ["refused"]),
+        ("LeakyRelu", 22, ["refused"]),
+        ("GlobalMaxPool", 22, ["refused"]),
+        ("Clip", 22, ["broken up"]),
+    ],
+)
+def test_operators_in_bfloat16(op_type: str, opset: int, kinds: list[str]) -> None:
+    warnings = predict_cuda(one_node(op_type, opset, "bfloat16"))
+    assert [warning.kind for warning in warnings] == kinds
+    for warning in warnings:
+        assert ("refuses the model: keep the node in float32" in warning.text) == (warning.kind == "refused")
 
 
-def test_kernels_of_one_opset_are_put_together_and_equal_ranges_joined() -> None:
-    definitions = [
-        definition("Clip", (6, 10), T=["tensor(float)"]),
-        definition("Clip", (11, 11), T=["tensor(float)"]),
-        definition("Clip", (12, ANY), T=["tensor(float)"]),
-        definition("Clip", (12, ANY), T=["tensor(float16)", "tensor(int8)"]),
-        definition("SequenceAt", (11, ANY), S=["seq(tensor(float16))"], I=["tensor(int64)"]),
-        definition("Gelu", (1, ANY), domain="com.microsoft", T=["tensor(double)", "tensor(bfloat16)"]),
-        definition("Conv", (1, ANY), domain="com.ms.internal.nhwc", T=["tensor(float)"]),
-        SimpleNamespace(provider="Q", domain="", op_name="Tan", version_range=(7, ANY), type_constraints={}),
+@pytest.mark.parametrize(
+    ("attributes", "form"),
+    [
+        ("linear_before_reset = 1", None),
+        ("", " without linear_before_reset"),
+        ("linear_before_reset = 1, clip = 3.0", " with clip"),
+    ],
+)
+def test_forms_of_an_operator_that_cuda_does_not_compute(attributes: str, form: str | None) -> None:
+    text = f"""gru (float[4, 1, 2] x, float[1, 9, 2] w, float[1, 9, 3] r) => (float[4, 1, 1, 3] y) {{
+        y = GRU <hidden_size = 3{", " if attributes else ""}{attributes}> (x, w, r) }}"""
+    found = [warning.text for warning in predict_cuda(parse(text, opset=17, ir=8))]
+    start = f"ONNX Runtime {cuda_kernels().release} has no CUDA kernel for GRU of opset 14{form}; it runs on the CPU"
+    assert [text[: len(start)] for text in found] == ([] if form is None else [start])
+
+
+def test_kernels_of_the_same_versions_are_one_entry() -> None:
+    floats, others = ["tensor(float)"], ["tensor(float16)", "tensor(int8)", "tensor(string)"]
+    kernels = [
+        ("P", "", "Clip", (6, 10), {"T": floats}),
+        ("P", "", "Clip", (11, 11), {"T": floats}),
+        ("P", "", "Clip", (12, OPEN_END), {"T": floats}),
+        ("P", "", "Clip", (12, OPEN_END), {"T": others}),
+        ("P", "", "Norm", (1, OPEN_END), {"T": floats, "U": floats}),
+        ("P", "", "Norm", (1, OPEN_END), {"T": ["tensor(bfloat16)"], "U": ["tensor(bfloat16)"]}),
+        ("P", "com.microsoft", "Gelu", (1, OPEN_END), {"S": ["seq(tensor(double))"]}),
+        ("P", "com.ms.internal.nhwc", "Conv", (1, OPEN_END), {"T": floats}),
+        ("Q", "", "Tan", (7, OPEN_END), {}),
     ]
-    registry = registry_of(definitions, "P")
-    assert registry == {
-        ("", "Clip"): (Kernel(first=6, last=11, types="f"), Kernel(first=12, last=ANY, types="hfn")),
-        ("", "SequenceAt"): (Kernel(first=11, last=ANY, types="hn"),),
-        ("com.microsoft", "Gelu"): (Kernel(first=1, last=ANY, types="db"),),
+    table = table_of(kernels, "P")
+    assert table == {
+        "Clip": "6-10 T=f; 11 T=f; 12+ T=hfcn",
+        "Norm": "1+ T=b U=b; 1+ T=f U=f",
+        "com.microsoft:Gelu": "1+ S=d",
     }
-    table = format_table(registry)
-    assert table == {"Clip": "6-11 f; 12+ hfn", "SequenceAt": "11+ hn", "com.microsoft:Gelu": "1+ db"}
-    assert parse_table(table) == registry
+    assert parse_table(table)["", "Clip"] == (
+        Kernel(first=6, last=10, types=(("T", "f"),)),
+        Kernel(first=11, last=11, types=(("T", "f"),)),
+        Kernel(first=12, last=None, types=(("T", "hfcn"),)),
+    )
 
 
-@pytest.mark.parametrize("ranges", ["", "6", "6-11 f, 12+ h", "6..11 f"])
-def test_entries_of_another_form_are_refused(ranges: str) -> None:
+@pytest.mark.parametrize("entries", ["", "T=f", "6-11 T=f, 12+ T=h", "6..11 T=f", "6 T="])
+def test_entries_of_another_form_are_refused(entries: str) -> None:
     with pytest.raises(ValueError, match="is no entry of a kernel table"):
-        parse_table({"Clip": ranges})
+        parse_table({"Clip": entries})
 
 
-def test_the_table_holds_what_is_known_of_cuda() -> None:
-    release, table = cuda_kernels()
-    assert release
-    assert len(table) > 200
-    assert table == parse_table(format_table(table))
-    only_fp32 = {"GridSample", "Range", "EyeLike"}
-    assert not [name for name in only_fp32 if any("h" in kernel.types for kernel in table["", name])]
-    for name in ("Tan", "Asin", "Det", "LpPool", "Hardmax", "AffineGrid", "MaxUnpool", "Multinomial", "Col2Im", "STFT"):
-        assert ("", name) not in table
-    for name in ("Conv", "MatMul", "LayerNormalization", "Softmax", "Resize", "LSTM"):
-        assert "h" in table["", name][-1].types
+@pytest.mark.long
+def test_the_table_is_that_of_the_installed_runtime(tmp_path: Path) -> None:
+    assert make_table(tmp_path) == TABLE.read_text(), "python -m tests.serve.cuda_emulator.kernel_table writes it"

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
-from tests.serve.cuda_emulator import memory_scenes, scenes
+from tests.serve.cuda_emulator import cudnn_scenes, memory_scenes, placement_scenes, scenes
 from tests.serve.cuda_emulator.library import make_device
 
 pytestmark = pytest.mark.long
-FILES = [str(module.__file__) for module in (scenes, memory_scenes)]
-SCENES = [name for module in (scenes, memory_scenes) for name in vars(module) if name.startswith("test_")]
+MODULES = (scenes, memory_scenes, cudnn_scenes, placement_scenes)
+FILES = [str(module.__file__) for module in MODULES]
+SCENES = [name for module in MODULES for name in vars(module) if name.startswith("test_")]
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,13 @@ from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, CudaDriver, device_
 
 SOURCE = Path(__file__).with_name("driver.c")
 RUNTIME_SOURCE = Path(__file__).with_name("runtime.c")
+CUDNN_SOURCE = Path(__file__).with_name("cudnn.c")
 PROVIDER = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+TENSORRT_PROVIDER = PROVIDER.with_name("libonnxruntime_providers_tensorrt.so")
 # What a program misses: "                 U cudaMalloc@libcudart.so.13".
 MISSED = re.compile(r" U (\w+)(?:@(lib(?:cu\w+)\.so\.\d+))?$", re.MULTILINE)
+# cuDNN is opened by name when the first session is made, so that its functions are only texts in the provider.
+CUDNN, OF_CUDNN = "libcudnn.so.9", re.compile(rb"(?<=\0)cudnn[A-Z]\w+(?=\0)")
 LIBRARIES = ["emulated", pytest.param("real", marks=pytest.mark.gpu)]
 
 
@@ -60,10 +64,27 @@ def make_device(folder: Path) -> None:
         version.write_text(f"{name} {{ global: *; }};\n")
         more = [SOURCE, RUNTIME_SOURCE] if name == runtime else []
         _compile(folder / name, source, *more, f"-Wl,-soname,{name}", f"-Wl,--version-script={version}")
+    needs = ("-Wl,--no-as-needed", folder / runtime, "-Wl,-rpath,$ORIGIN")
     driver, empty = DRIVER_NAMES[0], folder / "empty.c"
     empty.write_text("int nothing;\n")
-    needs = ("-Wl,--no-as-needed", folder / runtime, "-Wl,-rpath,$ORIGIN")
     _compile(folder / driver, empty, f"-Wl,-soname,{driver}", *needs)
+    named = {name.decode() for name in OF_CUDNN.findall(PROVIDER.read_bytes())}
+    rest, version = folder / f"{CUDNN}.c", folder / f"{CUDNN}.map"
+    own = set(re.findall(r"^\w[\w *]*?(cudnn\w+)\(", CUDNN_SOURCE.read_text(), re.MULTILINE))
+    rest.write_text("".join(map(_nothing, sorted(named - own))))
+    version.write_text(f"{CUDNN} {{ global: *; }};\n")
+    _compile(folder / CUDNN, CUDNN_SOURCE, rest, f"-Wl,-soname,{CUDNN}", f"-Wl,--version-script={version}", *needs)
+
+
+def make_tensorrt(folder: Path) -> None:
+    """Add TensorRT's libraries, which do nothing: listing all kernels loads every provider, and crashes without one."""
+    wanted = re.compile(r"create\w+_INTERNAL|getInferLibVersion|getPluginRegistry")
+    missed = re.findall(r" U (\w+)$", _output("nm", "-D", "--undefined-only", TENSORRT_PROVIDER), re.MULTILINE)
+    made = {name for name in missed if wanted.fullmatch(name)}
+    source = folder / "tensorrt.c"
+    source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in sorted(made)))
+    for name in re.findall(r"\[(libnv\w+\.so\.\d+)\]", _output("readelf", "-d", TENSORRT_PROVIDER)):
+        _compile(folder / name, source, f"-Wl,-soname,{name}")
 
 
 def _nothing(name: str) -> str:

@@ -18,6 +18,7 @@
 enum { OK = 0, OUT_OF_MEMORY = 2, OLD_DRIVER = 35, INVALID_DEVICE = 101, ILLEGAL_ADDRESS = 700 };
 enum { CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
+enum { MAJOR = 9, PROCESSORS = 132 }; /* compute capability 9.0 */
 enum { TO_DEVICE = 1, TO_HOST = 2, LOG_BYTES = 1 << 20 };
 
 typedef struct Work {
@@ -68,6 +69,8 @@ static void say(const char *format, ...) {
     pthread_mutex_unlock(&lock);
     va_end(arguments);
 }
+
+void emulated_say(const char *text) { say("%s", text); }
 
 /* Whether a call is not allowed now. `always`: not even by a thread's own mode, as it waits for all streams of the device. */
 int emulated_is_refused(const char *name, int always) {
@@ -134,11 +137,13 @@ const char *cudaGetErrorString(int code) {
 int cudaGetDeviceProperties(char *properties, int device) {
     memset(properties, 0, 900); /* of cudaDeviceProp in CUDA 13: */
     *(size_t *)(properties + 288) = 1ul << 32, *(size_t *)(properties + 296) = 49152, *(int *)(properties + 308) = 32;
-    *(int *)(properties + 320) = 1024, *(int *)(properties + 360) = 8, *(int *)(properties + 384) = 108;
+    *(int *)(properties + 320) = 1024, *(int *)(properties + 360) = MAJOR, *(int *)(properties + 384) = PROCESSORS;
     return device ? fail(INVALID_DEVICE) : OK;
 }
 
-int cudaDeviceGetAttribute(int *value, int attribute) { return *value = attribute == 75 ? 8 : attribute == 16 ? 108 : 1, OK; }
+int cudaDeviceGetAttribute(int *value, int attribute) {
+    return *value = attribute == 75 ? MAJOR : attribute == 76 ? 0 : attribute == 16 ? PROCESSORS : 1, OK;
+}
 
 int cudaDeviceSynchronize(void) {
     if (emulated_is_refused("cudaDeviceSynchronize", 1)) return last_error;

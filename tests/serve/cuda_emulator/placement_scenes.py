@@ -1,0 +1,122 @@
+"""Whether `predict_cuda` says what ONNX Runtime's CUDA provider does with each operator; see scenes.py.
+
+The models are ONNX's own tests of single nodes, at each opset at which the runtime has another version of the operator, and in
+three types. A model that the runtime does not take at an opset or in a type is no model, and is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from halfserve.export.half_types import BF16, FP16
+from halfserve.export.placement.cuda_kernels import WarningKind, cuda_kernels, predict_cuda
+from tests.export.conversions.cases import cases
+
+OPSETS = range(13, 28)  # 1.31.1 knows none after 27
+MOST = 4  # models of one operator
+FEWEST = 4000  # models in all types together
+WITH_BODIES = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+NUMPY: dict[TensorProto.DataType, np.dtype[Any]] = {
+    TensorProto.FLOAT: np.dtype(np.float32),
+    TensorProto.FLOAT16: FP16.dtype,
+    TensorProto.BFLOAT16: BF16.dtype,
+}
+OUTCOMES: dict[WarningKind | None, str] = {
+    None: "CUDA",
+    "on the CPU": "CPU",
+    "no float16 kernel": "CPU",
+    "broken up": "broken up",
+    "refused": "refused",
+}
+
+
+def single_nodes() -> Iterator[onnx.ModelProto]:
+    """Models of one node named "n" that reads or makes float32, a few of each operator."""
+    found = Counter[str]()
+    for case in cases("node"):
+        model = onnx.load_from_string(case.model)
+        (node, *others), graph = model.graph.node, model.graph
+        floats = any(value.type.tensor_type.elem_type == TensorProto.FLOAT for value in (*graph.input, *graph.output))
+        if floats and not others and not node.domain and node.op_type not in WITH_BODIES | {"Constant"}:
+            found[node.op_type] += 1
+            if found[node.op_type] <= MOST:
+                node.name, model.ir_version = "n", 10
+                yield model
+
+
+def opsets_of(op_type: str) -> list[int]:
+    """The opsets at which the operator changes; all of them for one that is defined by smaller operators, which change too."""
+    starts = set(cuda_kernels().versions.get(op_type, ())) | {OPSETS[0]}
+    schemas: list[Any] = [schema for schema in onnx.defs.get_all_schemas_with_history() if schema.name == op_type]
+    changes = any(schema.has_function or schema.has_context_dependent_function for schema in schemas)
+    first = min(schema.since_version for schema in schemas)
+    return [opset for opset in OPSETS if opset >= first and (changes or opset in starts)]
+
+
+def with_type(model: onnx.ModelProto, opset: int, elem_type: TensorProto.DataType) -> onnx.ModelProto:
+    """The model at another opset, with another type in the place of float32."""
+    made = onnx.ModelProto.FromString(model.SerializeToString())
+    made.opset_import[0].version = opset
+    for value in (*made.graph.input, *made.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = elem_type
+    attributes = made.graph.node[0].attribute
+    tensors = [attribute.t for attribute in attributes if attribute.HasField("t")]
+    for tensor in (*made.graph.initializer, *tensors):
+        if tensor.data_type == TensorProto.FLOAT:
+            numbers = numpy_helper.to_array(tensor).astype(NUMPY[elem_type])
+            tensor.CopyFrom(numpy_helper.from_array(numbers, tensor.name))
+    for attribute in attributes:
+        if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT:
+            attribute.i = elem_type
+    return made
+
+
+def outcome(model: onnx.ModelProto) -> str | None:
+    """The provider of the node, or what else becomes of it; None for what is no model."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
+    except Exception as error:  # noqa: BLE001  (the runtime's exceptions have no common class of their own)
+        return "refused" if "Provider type for" in str(error) else None
+    parts = session.get_provider_graph_assignment_info()
+    places = [part.ep_name for part in parts for node in part.get_nodes() if node.name == "n"]
+    return places[0].removesuffix("ExecutionProvider") if places else "broken up"
+
+
+def mistakes(elem_types: Sequence[TensorProto.DataType]) -> tuple[list[str], int]:
+    """Predictions that are wrong, and the number of all."""
+    wrong, count = [], 0
+    for model in single_nodes():
+        op_type = model.graph.node[0].op_type
+        for opset in opsets_of(op_type):
+            for elem_type in elem_types:
+                typed = with_type(model, opset, elem_type)
+                found = outcome(typed)
+                if found is None:
+                    continue
+                count += 1
+                kinds = [warning.kind for warning in predict_cuda(typed)]
+                if OUTCOMES[kinds[0] if kinds else None] != found:
+                    name = TensorProto.DataType.Name(elem_type)
+                    wrong.append(f"{op_type} of opset {opset} in {name}: {found}, predicted {kinds}")
+    return wrong, count
+
+
+@pytest.mark.timeout(400)
+def test_each_operator_runs_where_the_table_says() -> None:
+    wrong, count = mistakes([*NUMPY])
+    assert not wrong
+    assert count > FEWEST
