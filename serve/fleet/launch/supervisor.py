@@ -27,7 +27,6 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = signal.SIGHUP
 FIRST_S, LONGEST_S = 0.1, 10.0
 FORGET_AFTER_S = 60.0
-GIVE_UP_AFTER = 5
 
 
 class WorkerSlot:
@@ -58,7 +57,9 @@ class WorkerSlot:
 class Supervisor:
     """Keeps workers alive behind sockets that stay open: one worker, or several that accept from the same sockets.
 
-    Of several, the first must be ready before the others start: if it cannot serve, none can.
+    Of several, the first must be ready before the others start: if it cannot serve, none can. A first start that fails ends the
+    supervisor with the reason. Once all workers have served, it restarts them without end, so that the server comes back when
+    the cause of the failures is gone.
     """
 
     def __init__(self, plan: SupervisorPlan, command: Sequence[str]) -> None:
@@ -78,7 +79,7 @@ class Supervisor:
         os.set_inheritable(self._lifeline, True)
 
     def run(self) -> int:
-        """Supervise until a signal, or until restarting is pointless; returns the exit code."""
+        """Supervise until a signal, or until the first start fails; returns the exit code."""
         try:
             with signal_reader([*STOPS, PASSED_ON, signal.SIGCHLD]) as signals:
                 self._start_due()
@@ -147,7 +148,7 @@ class Supervisor:
                         started.send(name)
 
     def _ended(self, place: WorkerSlot, worker: WorkerProcess) -> None:
-        """Replace a worker that has ended, or give up."""
+        """Replace a worker that has ended, or give up a first start that fails."""
         code = worker.code or 0
         if self._counts is not None:
             self._counts.set(place.number, GONE)
@@ -164,13 +165,6 @@ class Supervisor:
             self._give_up(exit_code(code))
             return
         wait_s = place.backoff.ended(worker.served_s)
-        if place.backoff.never_ready >= GIVE_UP_AFTER and not any(other.is_ready for other in self._places):
-            times, reason = place.backoff.never_ready, in_words(code)
-            logger.error(
-                "%s ended %d times in a row before it was ready, at last with %s; giving up", place.title, times, reason
-            )
-            self._give_up(exit_code(code))
-            return
         after = "before it was ready" if worker.served_s is None else f"after {worker.lived_s:.1f} s"
         when = f"in {wait_s:g} s" if wait_s else "now"
         logger.warning(
@@ -214,19 +208,13 @@ class Supervisor:
 
 
 class Backoff:
-    """Delays between restarts: none before the first, then doubling, until a worker has served for a minute.
-
-    Attributes:
-        never_ready: number of consecutive workers that ended before they were ready.
-    """
+    """Delays between restarts: none before the first, then doubling up to LONGEST_S, until a worker has served for a minute."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0
-        self.never_ready = 0
 
     def ended(self, served_s: float | None) -> float:
         """Seconds until the next start, after a worker that was ready for `served_s` seconds, or None if it never was."""
-        self.never_ready = self.never_ready + 1 if served_s is None else 0
         if served_s is not None and served_s >= FORGET_AFTER_S:
             self._wait_s = 0.0
         wait_s = self._wait_s
