@@ -17,8 +17,8 @@ from ray._common.utils import get_default_ray_temp_dir
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterError
 
 STARTING = "Ray cannot be started"
-OPEN_FILES = 1024  # of a process; with fewer, and on a full disk, Ray starts and its workers wait without end
-FREE_BYTES = 100 * 2**20  # of the disk of Ray's folder
+OPEN_FILES = 1024  # least limit of a process; with fewer, and on a full disk, Ray starts and its workers wait without end
+FREE_BYTES = 100 * 2**20  # least free space on the disk of Ray's folder
 LOG_BYTES = 2**16  # read from the end of each log
 FATAL_CHARACTERS = 200
 OTHER_FOLDER = "set RAY_TMPDIR to another folder"
@@ -106,7 +106,7 @@ def reason(text: str, began_s: float, hint: str = "") -> str:
     """Return the reason of a failure, in one line with the cure.
 
     Args:
-        text: what Ray said.
+        text: Ray's exception or output.
         began_s: time.time() when Ray was called; logs that were written since belong to the failure.
         hint: ends the line if the reason is unknown.
     """
