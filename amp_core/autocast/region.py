@@ -57,7 +57,7 @@ def watch_optimizers() -> None:
 class AutocastRegion:
     """The settings of a region, immutable in practice. Two regions are never equal: each is left by itself."""
 
-    device_type: str  # such as `cpu` or `cuda`
+    device_type: str  # torch's name, such as `cpu` or `cuda`
     dtype: torch.dtype  # float16 or bfloat16
     enabled: bool  # False runs operations in the dtypes of their inputs
     cache_enabled: bool  # whether a weight that is cast twice in the region is cast once

@@ -64,7 +64,7 @@ def step_or_undo(
 ) -> tuple[float | None, bool, list[Tensor]]:
     """Step, but undo the step if it made a parameter non-finite, or failed.
 
-    `agree` takes whether a parameter of this process became non-finite, and tells whether one of any process did.
+    `agree` combines the processes' answers: True if a parameter of any process became non-finite.
 
     Returns:
         The result of `step`, False and no parameters; or None, True, and the parameters of this process that became non-finite.

@@ -86,9 +86,9 @@ def _embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> ModuleRepair:
 def fold_batch_norm(module: nn.Module, may_fold: Callable[[str], bool], half: HalfType = FP16) -> list[ModuleRepair]:
     """Fold each BatchNorm that only ever follows one convolution into it, in place; it becomes an Identity.
 
-    The order of calls is read from a symbolic trace of the module, or of the submodules that can be traced. Modules with hooks,
-    modules used or tied elsewhere, those that `may_fold` denies by name, and folds whose result is over the half type's range
-    are skipped.
+    The order of calls is read from a symbolic trace of the module, or of the submodules that can be traced. Folding skips
+    modules with hooks, modules used or tied elsewhere, modules whose name `may_fold` denies, and folds whose result is over the
+    half type's range.
     """
     if not any(isinstance(part, _BatchNorm) for part in module.modules()):
         return []

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 22  # size limit of inputs and answers together
 def recorded_samples(source: ModelFile, inputs: Inputs) -> bytes:
     """Content of the file `halfserve.protos.certificates.SAMPLES` of a version: inputs and their float32 answers.
 
-    The inputs are among those that the converted model was verified on. The content is empty where one sample is too large, or
+    The inputs are some of the samples that verified the converted model. The content is empty where one sample is too large, or
     where inputs or answers are not arrays of numbers.
 
     Raises:

@@ -156,7 +156,7 @@ class AccessGrant:
 
         `bearer` is None for a call that requires no token. `rights` None stands for all models; `rights_now` returns the
         present rights of a caller that needs no token but may have sent one. `views` makes the services restricted to some
-        models. `requires_token` tells whether calls that are not open to all require one. `count` is called with each refusal.
+        models. `requires_token` is True if calls that are not open to all require one. `count` is called with each refusal.
         """
         self._bearer = bearer
         self._rights = rights
@@ -223,7 +223,7 @@ class AccessGrant:
     def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
         """Return the entry for the inference requests of a client's address: the given one if there is nothing to check.
 
-        `is_charged` tells whether the requests have been charged already.
+        `is_charged` is True if the requests have been charged already.
         """
         share, bearer = self._share(peer), self._bearer
         if bearer is None and share is None:

@@ -92,7 +92,7 @@ class FileCache:
             path.unlink(missing_ok=True)
 
     def fetch(self, store: ObjectStore, wanted: Sequence[StoredObject], name: str) -> list[StoredObject]:
-        """Copy objects of a model to this disk; returns those that were copied.
+        """Copy objects of a model to this disk; returns the copied ones.
 
         Objects or parts that any server has copied before are not copied again. `name` is the model's, for messages.
 

@@ -80,8 +80,8 @@ class RepositoryCopy:
         """Update the folder to the store's content. Changes of a model appear together, if its objects were stable meanwhile.
 
         Models in `names`, or all, are copied, by a configuration that replaces the stored one where one is given; the others
-        appear as empty folders. Superseded versions are removed once they are not among those that are `serving`; models that
-        are `arriving`, which are being loaded, are not changed.
+        appear as empty folders. Superseded versions are removed once they are not `serving`; models that are `arriving`,
+        which are being loaded, are not changed.
 
         Returns:
             Reasons why models could not be copied, by name; their files stay as they are.

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from halfserve.installation import install_hint
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.channel_settings import Tls
@@ -74,9 +75,7 @@ def _ray() -> ModuleType:
     except PackageNotFoundError:
         raise ModuleNotFoundError("No module named 'ray'", name="ray") from None
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
-        raise ClusterError(
-            f"Ray {installed} is installed, expected {OLDEST[0]}.{OLDEST[1]} or newer; pip install -U 'ray[serve]'"
-        )
+        raise ClusterError(f"Ray {installed} is installed, expected {OLDEST[0]}.{OLDEST[1]} or newer; {install_hint('ray')}")
     # Ray reads this at import. Without it, Ray prints a page about memory for each process that ends; `run` prints one line.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     from halfserve.serve.fleet.launch import ray_cluster  # noqa: PLC0415  (imports Ray)

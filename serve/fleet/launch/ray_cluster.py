@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import grpc
 import ray
 from ray import serve
 from ray._private import ray_constants
@@ -26,8 +27,10 @@ from ray.serve.context import _get_global_client
 
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterArguments, ClusterError
 from halfserve.serve.fleet.launch.ray_application import DEPLOYMENT, NAMESPACE, OF_SCALING, SHUTDOWN_S, build, find_controller
+from halfserve.serve.fleet.launch.ray_failures import STARTING, check_machine, explained, last_line, reason
 
 LOCAL = "local"  # value of RAY_ADDRESS that makes Ray start
+OTHER_PROGRAM = "another program listens there, or Ray no longer answers; expected the HOST:PORT that `ray start` prints"
 CONNECT_S = 5.0
 CALL_S = 30.0
 LEAVE_S = 10.0  # time for other commands to notice that the cluster has stopped
@@ -86,9 +89,11 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
     elif not start:
         raise ClusterError("no Ray runs on this machine, and RAY_ADDRESS names none; `halfserve cluster run` starts one")
     elif detach:
+        check_machine()
         _start_head()
         _init(None)
     else:
+        check_machine()
         _init(LOCAL, include_dashboard=False)
         write_ray_address(address())  # as `ray start` does, so that later commands find the address
     return not is_there
@@ -112,11 +117,11 @@ def _stay_on_loopback() -> None:
 
 
 def _init(address: str | None, **options: Any) -> None:
-    try:
+    what, hint = f"Ray at {address or 'this machine'} cannot be used", "; if it wants a token, set RAY_AUTH_MODE=token"
+    if address == LOCAL:
+        what, hint = STARTING, ""
+    with explained(what, hint):
         ray.init(address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, **options)
-    except (RuntimeError, ValueError, ConnectionError) as error:  # for example another version of Ray or of Python
-        hint = "; if it wants a token, set RAY_AUTH_MODE=token" if isinstance(error, ConnectionError) else ""
-        raise ClusterError(f"Ray at {address or 'this machine'} cannot be used: {_line(str(error))}{hint}") from error
 
 
 def _connection_error(address: str) -> str | None:
@@ -124,23 +129,34 @@ def _connection_error(address: str) -> str | None:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_S):
-            return None
+            pass
     except ValueError:
         return "expected HOST:PORT, or ray://HOST:PORT"
     except OSError as error:
         return error.strerror or str(error)
+    return None if os.environ.get("RAY_USE_TLS", "0") != "0" or _speaks_grpc(f"{host}:{port}") else OTHER_PROGRAM
+
+
+def _speaks_grpc(address: str) -> bool:
+    """Whether a server of gRPC without TLS listens at the address, as Ray does."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=CONNECT_S)
+        except grpc.RpcError as error:
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
 
 
 def _start_head() -> None:
     """Start Ray on this machine with a token, as `ray.init` does; `ray start` requires a token only where one exists."""
     enable_token_auth_by_default()
     ensure_token_if_auth_enabled()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command, began_s = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"], time.time()
     done = subprocess.run(
         [*command, "--include-dashboard=false", "--disable-usage-stats"], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise ClusterError(f"Ray cannot be started: {_line(done.stderr or done.stdout)}")
+        raise ClusterError(f"{STARTING}: {reason(done.stderr or done.stdout, began_s)}")
 
 
 def address() -> str:
@@ -187,7 +203,7 @@ def deployed(name: str) -> Deployed | None:
         return None
     return Deployed(
         status=str(found["status"].value),
-        message=_line(one["message"] or found["message"]),
+        message=last_line(one["message"] or found["message"]),
         is_declared=str(getattr(found["source"], "value", found["source"])) == "declarative",
         arguments=ClusterArguments.read(one["deployment_config"]["user_config"]),
         wanted=one["target_num_replicas"],
@@ -337,11 +353,3 @@ def _applications() -> dict[str, Any]:
         return dict(client.get_serve_details()["applications"]) if client else {}
     except RayActorError:  # it has just ended
         return {}
-
-
-def _line(message: str) -> str:
-    """Last line of an error that may contain tracebacks, without the class of its exception."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    kind, separator, text = last.partition(": ")
-    return text if separator and kind.rpartition(".")[2].endswith("Error") else last

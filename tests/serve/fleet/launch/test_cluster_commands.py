@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,7 +21,8 @@ import pytest
 import yaml
 
 from halfserve import Client, cli
-from halfserve.serve.fleet.launch.cluster_arguments import ClusterArgumentError, ClusterArguments
+from halfserve.serve.fleet.launch.cluster_arguments import ClusterArgumentError, ClusterArguments, ClusterError
+from halfserve.serve.fleet.launch.ray_failures import explained
 from tests.models import save_mlp
 from tests.serve.ray_cluster.machines import WAIT_S, Machines, machines, processes_of, until
 
@@ -100,7 +103,7 @@ def test_without_ray_the_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatc
     code, _, error = run("status")
     assert (code, error.count("\n")) == (69, 1)
     assert "needs the package 'ray'" in error
-    assert "[ray]" in error
+    assert "make install EXTRAS=ray" in error
 
 
 def test_an_address_without_ray_is_one_line() -> None:
@@ -109,6 +112,89 @@ def test_an_address_without_ray_is_one_line() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "Ray at 127.0.0.1:1 (RAY_ADDRESS) cannot be reached: Connection refused" in done.stderr
+
+
+def refused(folder: Path, *arguments: str, prefix: str = "", **variables: str) -> str:
+    """The one line with which `halfserve cluster` ends where Ray cannot be used."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = f'{prefix} exec "$@"'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, "sh", sys.executable, "-m", "halfserve", "cluster", *arguments],
+        env=environment | {"RAY_TMPDIR": str(folder)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    return done.stderr.removeprefix("halfserve cluster: ").rstrip()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [[], ["--detach"]])
+def test_a_folder_that_ray_cannot_write_to_is_named(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = refused(tmp_path / "file", "run", "models", *options)
+    assert line.startswith(f"Ray cannot be started: it cannot write to {tmp_path / 'file'}")
+    assert line.endswith(": Not a directory; set RAY_TMPDIR to another folder")
+
+
+@pytest.mark.long
+def test_a_limit_of_the_machine_is_named(tmp_path: Path) -> None:
+    line = refused(tmp_path, "run", "models", prefix="ulimit -n 512;")
+    assert (
+        line == "Ray cannot be started: the limit on open files is 512, expected 1024 or more; raise it with `ulimit -n 65536`"
+    )
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    assert "the path of its sockets is longer than 107 bytes; set RAY_TMPDIR to another folder" in refused(
+        long, "run", "models"
+    )
+
+
+@pytest.mark.long
+def test_another_program_at_rays_address_or_port_is_named() -> None:
+    # tmp_path is too long for Ray's sockets.
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as other:
+        folder = Path(name)
+        port = other.getsockname()[1]
+        line = refused(folder, "status", RAY_ADDRESS=f"127.0.0.1:{port}")
+        assert line.startswith(
+            f"Ray at 127.0.0.1:{port} (RAY_ADDRESS) cannot be reached: another program listens there, or Ray"
+        )
+        line = refused(folder, "run", "models", RAY_GCS_SERVER_PORT=str(port))
+        assert line.startswith(f"Ray cannot be started: port {port} is taken; end the program that listens there")
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (
+            "The current node timed out during startup. This could happen because some of the raylet failed to startup",
+            "its processes did not start in time, which happens on a busy machine; try again",
+        ),
+        (
+            "Version mismatch: The cluster:\n  Ray: 2.60.1\n  Python: 3.12.1\nThis process:\n  Ray: 2.60.0\n  Python: 3.11.7",
+            "it runs Ray 2.60.1 on Python 3.12.1, and this is Ray 2.60.0 on Python 3.11.7; install the same versions",
+        ),
+        ("", "Failed to connect to Ray cluster; a hint"),
+        (
+            "No node info found matching attributes: ''",
+            "it has no node on this machine; end what is left of it with `ray stop`",
+        ),
+    ],
+)
+def test_what_ray_raises_is_one_line(raised: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        os.write(2, b"a line of Ray's C++\n")
+        raise ConnectionError("Failed to connect to Ray cluster") from RuntimeError(raised)
+
+    with pytest.raises(ClusterError) as error, explained("Ray cannot be used", "; a hint"):
+        fail()
+    assert str(error.value).startswith("Ray cannot be used: ")
+    assert "\n" not in str(error.value)
+    assert line in str(error.value)
+    assert capfd.readouterr().err == ""
 
 
 def listens(pid: int) -> set[str]:
