@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import Route
 
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.rest_server import RestServer
@@ -72,10 +71,9 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def test_every_route_is_in_it_and_nothing_else(rest: RestServer) -> None:
-    routes: list[Route] = rest.routes
     served = {
         (route.path, method)
-        for route in routes
+        for route in rest.routes
         for method in (route.methods or set()) - {"HEAD"}
         if not route.path.startswith("/ui/") and route.path not in {"/", "/v2/"}
     }
