@@ -138,7 +138,7 @@ class Budget:
             prefers any class: their choices mean nothing.
         max_non_finite: How many values may be NaN or infinite where the reference's are not.
         adversarial_factor: Multiplies `max_scaled_error` and `max_abs_error` on the adversarial samples (see
-            `halfserve.export.verification.generated_samples`).
+            `halfserve.export.verification.generated.adversarial`).
         min_headroom: Factor by which inputs must be able to exceed the user's samples; 1 asks for nothing.
     """
 

@@ -17,8 +17,8 @@ from halfserve.export.half_types import FP16_MAX, HalfName
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
 from halfserve.protos.certificates import SCHEMA, certificate_sha256
 
-SCHEMA_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, 5)
+SCHEMA_VERSION = 6
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class LevelVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class AdversarialVerdict:
-    """One output on one adversarial batch (see `halfserve.export.verification.generated_samples`).
+    """One output on one adversarial batch (see `halfserve.export.verification.generated.adversarial`).
 
     Attributes:
         case: The batch's name, such as "zeros".
@@ -240,6 +240,8 @@ class Certificate(PrecisionVerdict):
             in the version's folder.
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
+        sizes: The sizes that were tried of each dimension whose size may vary, the batch's left out, by its name; the samples'
+            own first, then longer ones. Empty where no dimension varies, and in certificates before version 6.
         probe: The optimisation level at which ONNX Runtime runs the file.
         versions: Versions of the libraries, by name.
         created_utc: Time of the verification in ISO 8601.
@@ -260,6 +262,7 @@ class Certificate(PrecisionVerdict):
     files: dict[str, str] = field(default_factory=dict)
     reference_bytes: int | None = None
     samples: int
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     probe: Probe
     versions: dict[str, str] = field(default_factory=dict)
     created_utc: str
@@ -344,7 +347,7 @@ def read_certificate(content: bytes | str) -> Certificate:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ExportError("this is not a halfserve certificate; expected a certificate.json that `halfserve export` wrote")
     if data.get("schema_version") not in READABLE_VERSIONS:
-        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 5")
+        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 6")
     values = {name: value for name, value in data.items() if name not in ("schema", "schema_version")}
     try:
         certificate: Certificate = _decoded(Certificate, values)

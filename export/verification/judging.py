@@ -23,7 +23,7 @@ from halfserve.export.certificate.certificate import AdversarialVerdict, OutputV
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.verification.error_units import ErrorUnits, learned_units, recorded_units
-from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.generated.adversarial import AdversarialCase
 from halfserve.export.verification.metrics import compare, compare_parts
 from halfserve.export.verification.samples import Array, Feed, Value
 

@@ -158,7 +158,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is not JSON"),
         (lambda _: b"[]", "not a halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "not a halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 5"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 6"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),

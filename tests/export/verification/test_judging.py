@@ -13,7 +13,7 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.verification.comparison import data_dependent_values
-from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.generated.adversarial import AdversarialCase
 from halfserve.export.verification.judging import PLOT_POINTS, ComparedOutput, headroom, judge, judge_cases, plot_of
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array, Value
