@@ -302,9 +302,12 @@ class Certificate(PrecisionVerdict):
 
 
 def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
-    """Whether any element was compared; where there are floating outputs, whether one of their elements was."""
+    """Whether any element was compared; where there are floating outputs, whether one of their elements was.
+
+    An output that float32 itself mostly answers with NaN was not.
+    """
     floating = [verdict for verdict in outputs if verdict.figures.floating]
-    return any(verdict.figures.elements for verdict in floating or outputs)
+    return any(verdict.figures.elements and not verdict.figures.mostly_nan for verdict in floating or outputs)
 
 
 def signing_key(path: Path | str | None) -> SigningKey | None:

@@ -349,3 +349,19 @@ def test_a_sum_over_20000_turns_is_right(kind: str, tmp_path: Path) -> None:
     done = convert(source, tmp_path / "half.onnx", samples={"x": random.normal(size=(4, 8)).astype(np.float32)})
     exact, half = answers(source, done.path, {"x": random.normal(size=(4 if kind == "Loop" else 20000, 8)).astype(np.float32)})
     assert np.abs(exact - half).max() <= 0.01 * np.abs(exact).max()
+
+
+def test_samples_that_float32_mostly_answers_with_nan_are_refused(tmp_path: Path) -> None:
+    model = parse("g (float[N, 8] x) => (float[N, 8] y) { y = Log (x) }")
+    source = in_one_file(model, tmp_path / "in.onnx")
+    x = np.random.default_rng(0).uniform(1, 9, (32, 8)).astype(np.float32)
+    x[:15] *= -1
+    done = convert(source, tmp_path / "half.onnx", samples={"x": x}, adversarial=False)
+    figures = done.certificate.outputs[0].figures
+    assert (figures.nan_rows, figures.all_rows, figures.rows) == (15, 32, 17)
+    assert any("15 of 32 rows with NaN" in note for note in done.certificate.notes)
+    x[15:30] *= -1
+    with pytest.raises(BudgetExceeded, match="float32 itself answers 30 of 32 rows with NaN.*give samples") as caught:
+        convert(source, tmp_path / "none.onnx", samples={"x": x})
+    assert not isinstance(caught.value, SearchFailed)
+    assert not (tmp_path / "none.onnx").exists()
