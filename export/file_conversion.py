@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from halfserve.export.certificate.budget import Budget
     from halfserve.export.onnx_fp16.conversion_report import ConversionReport
     from halfserve.export.search.result import SearchResult
+    from halfserve.export.verification.generated.lengths import LongerSizes
     from halfserve.export.verification.judging import Judge
     from halfserve.export.verification.samples import Array, SampleSet
     from halfserve.protos.certificate_signature import SigningKey
@@ -57,6 +58,7 @@ class Verification(VerificationOptions, SearchOptions):
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
         precisions: Types to judge the converted model in besides its own; see `halfserve.verify`.
+        lengths: Sizes to try beside the samples', where `adversarial`; found with the float32 model by default.
     """
 
     samples: Callable[[ModelFile], SampleSet]
@@ -68,6 +70,7 @@ class Verification(VerificationOptions, SearchOptions):
     task: Judge | None = None
     key: SigningKey | None = None
     precisions: Collection[HalfName] = ()
+    lengths: LongerSizes | None = None
 
     def budget_of(self, dtype: HalfName) -> Budget:
         """The limits for a model of this type."""
@@ -194,7 +197,7 @@ def convert(
         ExportError: The conversion fails for another reason; nothing was written.
     """
     from halfserve.export.certificate.budget import usual_budgets  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.generated.synthetic import synthetic_samples  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.samples import SampleSet, load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
@@ -259,7 +262,7 @@ def _converted_to_either(
     if verification is None:
         raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
     samples = verification.samples(opened)
-    verification = replace(verification, samples=lambda _: samples)  # loaded once for both types
+    verification = replace(verification, samples=lambda _: samples, lengths=_lengths(opened, samples, verification))  # once
     types: tuple[HalfName, ...] = ("float16", "bfloat16")
     notes = verification.notes
     if holds_bfloat16_weights(opened):
@@ -290,6 +293,7 @@ def _converted(
         attempt = _attempt(stack, opened, file, options, progress)
         certificate, found, recorded = None, None, b""
         if verification is not None and samples is not None:
+            verification = replace(verification, lengths=_lengths(opened, samples, verification))
             try:
                 certificate, recorded = _verified(attempt, samples, verification, target, progress)
             except BudgetExceeded as error:
@@ -311,6 +315,15 @@ def _converted(
             for write in writes:
                 write()
         return converted
+
+
+def _lengths(opened: ModelFile, samples: SampleSet, verification: Verification) -> LongerSizes | None:
+    """The sizes to verify on beside the samples', for the search and both verifications alike."""
+    from halfserve.export.verification.generated.lengths import longer_sizes  # noqa: PLC0415  (slow to import)
+
+    if not verification.adversarial or verification.lengths is not None:
+        return verification.lengths
+    return longer_sizes(opened, samples.inputs)
 
 
 _Attempt: TypeAlias = tuple[StagedConversion, Placement | str]
@@ -359,6 +372,7 @@ def _verified(
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
         task=verification.task,
+        lengths=verification.lengths,
     )
     recorded = target.recorded(done.source, samples.inputs)
     certificate = target.bound(certificate, done.source, open_model(done.staged.path), recorded)
@@ -397,6 +411,7 @@ def _searched(
         max_minutes=verification.limits.max_minutes,
         progress=progress,
         task=verification.task,
+        lengths=verification.lengths,
     )
     if not found.passed:
         raise SearchFailed(error, found) from error

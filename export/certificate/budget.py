@@ -10,6 +10,7 @@ from halfserve.export.export_errors import UsageError
 from halfserve.export.half_types import FP16_SMALLEST_NORMAL, HalfName
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
+FEW_ROWS_LEFT = "with NaN, so fewer than half are left, which prove nothing: give samples that it answers with numbers"
 # The largest scaled error by default, by the candidate's type: see `Budget` and `usual_budgets`.
 MAX_SCALED_ERROR: dict[HalfName, float] = {"float16": 0.01, "bfloat16": 0.04}
 # With fewer rows, a single differing row is too large a share.
@@ -89,6 +90,10 @@ class ErrorFigures:
             the reference gives all classes one number, chooses the same class in all rows, or answers all samples alike.
         commonest: How many of `rows` the reference's most frequent choice takes; a model that always makes this choice agrees
             in as many. 0 in outputs that are not floating, and in older certificates.
+        nan_rows: Rows that the reference itself answers with NaN, along the axis of classes (see `class_axis`); elements of an
+            output without one. Where the candidate does so too, they are left out of `rows`. Where more than half are such
+            rows, nothing is proved.
+        all_rows: Count that `nan_rows` is a part of; 0 in outputs that are not floating, and in certificates before version 6.
         noise: Change of the reference's own answers when its inputs change in the last float32 bit. Errors up to twice that
             are allowed. 0 where it was not measured.
     """
@@ -114,7 +119,14 @@ class ErrorFigures:
     vanished: Vanished | None = None
     constant_rows: int = 0
     commonest: int = 0
+    nan_rows: int = 0
+    all_rows: int = 0
     noise: float = 0.0
+
+    @property
+    def mostly_nan(self) -> bool:
+        """Whether the reference answers more than half of the rows with NaN."""
+        return 2 * self.nan_rows > self.all_rows
 
     @property
     def worst_kind(self) -> ColumnKind | None:
@@ -138,7 +150,7 @@ class Budget:
             prefers any class: their choices mean nothing.
         max_non_finite: How many values may be NaN or infinite where the reference's are not.
         adversarial_factor: Multiplies `max_scaled_error` and `max_abs_error` on the adversarial samples (see
-            `halfserve.export.verification.generated_samples`).
+            `halfserve.export.verification.generated.adversarial`).
         min_headroom: Factor by which inputs must be able to exceed the user's samples; 1 asks for nothing.
     """
 
@@ -192,7 +204,10 @@ def violations(figures: ErrorFigures, budget: Budget) -> list[str]:
     if math.isnan(figures.max_abs_error):
         if not broken:  # otherwise the candidate is not finite, and other samples would not help
             broken.append(NOTHING_FINITE)
-    elif budget.max_abs_error is not None:
+        return broken
+    if figures.mostly_nan:
+        broken.append(f"float32 itself answers {figures.nan_rows} of {figures.all_rows} rows {FEW_ROWS_LEFT}")
+    if budget.max_abs_error is not None:
         if not figures.max_abs_error <= budget.max_abs_error:
             broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {budget.max_abs_error:.3g})")
     elif figures.floating:

@@ -43,7 +43,7 @@ class LevelVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class AdversarialVerdict:
-    """One output on one adversarial batch (see `halfserve.export.verification.generated_samples`).
+    """One output on one adversarial batch (see `halfserve.export.verification.generated.adversarial`).
 
     Attributes:
         case: The batch's name, such as "zeros".
@@ -245,6 +245,8 @@ class Certificate(PrecisionVerdict):
             `halfserve.protos.certificates.bound_settings`); None for a file without one, and in older certificates.
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
+        sizes: The sizes that were tried of each dimension whose size may vary, the batch's left out, by its name; the samples'
+            own first, then longer ones. Empty where no dimension varies, and in certificates before version 6.
         probe: The optimisation level at which ONNX Runtime runs the file.
         versions: Versions of the libraries, by name.
         created_utc: Time of the verification in ISO 8601.
@@ -268,6 +270,7 @@ class Certificate(PrecisionVerdict):
     settings: dict[str, str] | None = None
     reference_bytes: int | None = None
     samples: int
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     probe: Probe
     versions: dict[str, str] = field(default_factory=dict)
     created_utc: str
@@ -313,9 +316,12 @@ class Certificate(PrecisionVerdict):
 
 
 def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
-    """Whether any element was compared; where there are floating outputs, whether one of their elements was."""
+    """Whether any element was compared; where there are floating outputs, whether one of their elements was.
+
+    An output that float32 itself mostly answers with NaN was not.
+    """
     floating = [verdict for verdict in outputs if verdict.figures.floating]
-    return any(verdict.figures.elements for verdict in floating or outputs)
+    return any(verdict.figures.elements and not verdict.figures.mostly_nan for verdict in floating or outputs)
 
 
 def signing_key(path: Path | str | None) -> SigningKey | None:

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from halfserve.export.certificate.budget import unit_of
 from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Plot, PrecisionVerdict
-from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, worst_verdicts
+from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, sizes_text, worst_verdicts
 from halfserve.export.half_types import HALF_TYPES
 
 TENSORS_SHOWN = 50
@@ -174,6 +174,7 @@ def _facts(certificate: Certificate) -> str:
     facts["size"] = f"{certificate.onnx_bytes:,} bytes"
     if certificate.reference_bytes:
         facts["size"] += f", {certificate.onnx_bytes / certificate.reference_bytes:.0%} of float32's"
+    facts["sizes tried"] = sizes_text(certificate)
     if certificate.accuracy is not None:
         facts["accuracy"] = accuracy_text(certificate.accuracy)
     limits = vars(certificate.budget).items()

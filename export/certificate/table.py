@@ -79,6 +79,11 @@ def accuracy_text(accuracy: Accuracy) -> str:
     return f"{accuracy.rounded:.2%}, float32 {accuracy.reference:.2%}"
 
 
+def sizes_text(certificate: Certificate) -> str:
+    """The sizes that were tried of each dimension whose size may vary."""
+    return "; ".join(f"{name} {', '.join(map(str, sizes))}" for name, sizes in certificate.sizes.items())
+
+
 def kind_lines(verdict: PrecisionVerdict) -> Iterator[str]:
     """One line for each kind of columns: its columns, its scale and its largest error."""
     for output in verdict.outputs:
@@ -98,6 +103,8 @@ def _facts(certificate: Certificate) -> Iterator[str]:
     if certificate.reference_bytes:
         share = certificate.onnx_bytes / certificate.reference_bytes
         yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
+    if certificate.sizes:
+        yield f"tried     {sizes_text(certificate)}"
     yield from _results(certificate)
     yield from _conversion(certificate)
     yield from _doubts(certificate)

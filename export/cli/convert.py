@@ -62,7 +62,7 @@ class ConvertedSamples:
         def load(model: ModelFile) -> SampleSet:
             if self.samples is not None:
                 return SampleSet(inputs=load_samples(self.samples, model))
-            from halfserve.export.verification.generated_samples import synthetic_samples  # noqa: PLC0415  (slow to import, and needed only here)
+            from halfserve.export.verification.generated.synthetic import synthetic_samples  # noqa: PLC0415  (slow to import, and needed only here)
 
             return synthetic_samples(model, dims=sizes)
 

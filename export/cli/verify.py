@@ -28,7 +28,7 @@ from halfserve.export.cli.shared_options import (
 from halfserve.export.half_types import Accumulators, HalfName
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_files.model_writer import write_atomically
-from halfserve.export.verification.generated_samples import synthetic_samples
+from halfserve.export.verification.generated.synthetic import synthetic_samples
 from halfserve.export.verification.samples import SampleSet, load_labels, load_samples
 from halfserve.export.verification.verify import verify as verify_models
 from halfserve.option_groups import takes_option_groups

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfserve.amp_core.recorder import Record
+    from halfserve.export.verification.generated.lengths import LongerSizes
     from halfserve.export.verification.judging import Judge
 
 # Autocast runs these in float16. Where one of them ran in float32 beside others in float16, its module was pinned.
@@ -69,6 +70,7 @@ def find_fp32_nodes(
     progress: Callable[[str], None] | None = None,
     task: Judge | None = None,
     dtype: HalfName = "float16",
+    lengths: LongerSizes | None = None,
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
@@ -94,6 +96,7 @@ def find_fp32_nodes(
         progress: Called with a text before each step.
         task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
         dtype: The half-precision type of the other nodes.
+        lengths: Sizes beside the samples' on which the budget must hold, with `adversarial`; none by default.
 
     Raises:
         ExportError: The model cannot be read, converted or run on the samples, or a list names a missing operator or node.
@@ -117,6 +120,7 @@ def find_fp32_nodes(
             limits=limits,
             progress=tell,
             task=task,
+            lengths=lengths,
         )
         return _Search(searched, trials, record, tell).result()
 

@@ -24,7 +24,8 @@ from halfserve.export.search.narrowing import OutOfRunsError, Usage
 from halfserve.export.search.searched_model import SearchedModel
 from halfserve.export.verification.comparison import Comparison, allow_reference_noise
 from halfserve.export.verification.executions import gpu_is_there, run_levels, run_simulated
-from halfserve.export.verification.generated_samples import adversarial_cases
+from halfserve.export.verification.generated.adversarial import adversarial_cases
+from halfserve.export.verification.generated.lengths import TARGETS, LongerSizes, VaryingSizes
 from halfserve.export.verification.judging import headroom
 from halfserve.export.verification.samples import Feed, Inputs, inputs_of, make_feeds
 from halfserve.export.verification.sandbox import RunResult, Sandbox, on_disk
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfserve.export.verification.judging import Judge
+
+MEASURED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,8 @@ class Trials:
     """Runs trials of one model on fixed samples, each set once, within limits.
 
     Attributes:
-        feeds: The user's batches, then those of the adversarial cases that count.
+        feeds: The user's batches, then those of the adversarial cases that count; the longest ones of a large model left out,
+            as a measurement takes several times the memory of a run.
         usage: Runs and time used.
     """
 
@@ -97,6 +101,7 @@ class Trials:
         limits: SearchLimits,
         progress: Callable[[str], None],
         task: Judge | None = None,
+        lengths: LongerSizes | None = None,
     ) -> None:
         self.usage = Usage(limits)
         self._searched, self._sandbox, self._budget = searched, sandbox, budget
@@ -107,8 +112,14 @@ class Trials:
         feeds = make_feeds(wanted, inputs, batch_size)
         cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable) if adversarial else []
         cases = [case for case in cases if case.factor is None or budget.min_headroom > 1]
+        longer = VaryingSizes(self._original.outline).cases(feeds, lengths.sizes) if adversarial and lengths is not None else []
+        small = self._original.size_bytes <= MEASURED_BYTES
+        measured = [
+            case for case in longer if small or all(max(array.shape, default=0) <= TARGETS[0] for array in case.feed.values())
+        ]
         self._user_batches = len(feeds.batches)
-        self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in cases))
+        self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in (*cases, *measured)))
+        cases += longer
         compared = self._original if reference is None else reference
         self._comparison = Comparison(
             compared, self._original, sandbox, feeds, cases, self._original, task, searched.settings.half

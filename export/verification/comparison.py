@@ -24,7 +24,7 @@ from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import bodies
 from halfserve.export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
-from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.generated.adversarial import AdversarialCase
 from halfserve.export.verification.judging import ComparedOutput, Judged, judge, units_by_output
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array, Feed, Feeds, Value, as_array, inputs_of

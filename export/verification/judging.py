@@ -22,9 +22,16 @@ from halfserve.export.certificate.budget import (
 from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot, TaskFigure
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
-from halfserve.export.verification.error_units import ErrorUnits, learned_units, recorded_units
-from halfserve.export.verification.generated_samples import AdversarialCase
-from halfserve.export.verification.metrics import compare, compare_parts
+from halfserve.export.verification.error_units import (
+    FEWEST_VALUES,
+    GAP,
+    ErrorUnits,
+    by_column,
+    learned_units,
+    recorded_units,
+)
+from halfserve.export.verification.generated.adversarial import AdversarialCase
+from halfserve.export.verification.metrics import class_axis, compare, compare_parts
 from halfserve.export.verification.samples import Array, Feed, Value
 
 # Figures of the first output in a task's terms, from the batches, the reference's answers, the candidate's, and the limits.
@@ -33,6 +40,7 @@ Judge: TypeAlias = Callable[[Sequence[Feed], Sequence[Array], Sequence[Array], B
 PLOT_POINTS = 300
 PLOT_EDGES = tuple(-7 + 0.25 * step for step in range(33))  # errors of 1e-7 to 10 times the output's scale
 PLOTTED_OUTPUTS = 8
+CONSTANT = 2.0**-20  # a spread below this share of a column's mean is float32's own rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,9 @@ def judge(
             figures = _figures(output, pairs, None if output_units is None else output_units[index])
             notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget, half))
             notes += (f"output {output.name!r}: {text}" for text in _evidence(figures, budget, half))
+            if figures.floating and not output.vector:
+                notes += (f"output {output.name!r} ({execution}): {text}" for text in _offsets(pairs, half))
+                notes += (f"output {output.name!r}: {text}" for text in _columns_apart(pairs, figures))
             plot = plot_of(pairs, unit_of(figures)) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
             verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))
@@ -118,6 +129,11 @@ def _remarks(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator[
 
 def _evidence(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator[str]:
     """Reasons why the reference's choices are no evidence; the same text in every execution."""
+    if figures.nan_rows and not figures.mostly_nan:
+        yield (
+            f"float32 itself answers {figures.nan_rows} of {figures.all_rows} rows with NaN: these are left out, and the "
+            "verdict is about the others"
+        )
     if figures.floating and figures.constant_rows and not figures.rows:
         yield (
             f"float32 has the same argmax in all {figures.constant_rows} rows, one number for all classes, or the same answer "
@@ -127,6 +143,51 @@ def _evidence(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator
         yield (
             f"float32 has the same argmax in {figures.commonest} of {figures.rows} rows: a model that always chose it would be "
             f"within the limit of {budget.min_agreement:g} too, so the agreement is no evidence; give samples of more classes"
+        )
+
+
+def _offsets(pairs: Sequence[tuple[Array, Array]], half: HalfType) -> Iterator[str]:
+    """Columns far from 0 whose error is larger than the reference's own spread there: the half type does not hold what varies.
+
+    Shares are left out: where a class is certain, its share hardly varies.
+    """
+    axis = class_axis(pairs[0][0].ndim)
+    pairs = [pair for pair in pairs if pair[0].size]
+    tables = [[by_column(side, axis) if side.ndim > 1 else side.reshape(-1, 1) for side in pair] for pair in pairs]
+    if len({side.shape[1] for pair in tables for side in pair}) != 1:
+        return
+    reference, candidate = (np.concatenate(side) for side in zip(*tables, strict=True))
+    finite = np.isfinite(reference).all(0) & np.isfinite(candidate).all(0)
+    if len(reference) < FEWEST_VALUES or not finite.any():
+        return
+    with np.errstate(invalid="ignore", over="ignore"):
+        middle, spread = reference.mean(0, dtype=np.float64), reference.std(0, dtype=np.float64)
+        error = np.abs(candidate.astype(np.float64) - reference).max(0)
+        shares = (reference >= 0).all(0) & (reference <= 1).all(0)
+    far = finite & ~shares & (np.abs(middle) >= GAP * spread) & (spread > CONSTANT * np.abs(middle))
+    columns = np.flatnonzero(far & (error > spread))
+    if not len(columns):
+        return
+    worst = columns[np.argmax(error[columns] / spread[columns])]
+    more = f" and {len(columns) - 1} more columns" if len(columns) > 1 else ""
+    place = f"column {worst} on axis {axis}{more}" if axis > 0 else "it"
+    yield (
+        f"{place} is {middle[worst]:.5g} with a spread of {spread[worst]:.2g} in float32, and the error there reaches "
+        f"{error[worst]:.2g}: {half.name} does not hold what varies there; subtract the mean in the model, or keep its last "
+        "layer in float32"
+    )
+
+
+def _columns_apart(pairs: Sequence[tuple[Array, Array]], figures: ErrorFigures) -> Iterator[str]:
+    """A column that is the largest in every row and so much larger that the choices are judged without it."""
+    alone = [first for kind in figures.kinds for first, last in kind.columns if len(kind.columns) == 1 and first == last]
+    if figures.axis is None or not figures.rows or not alone:
+        return
+    largest = {int(column) for wanted, _ in pairs for column in np.unique(wanted.argmax(figures.axis))}
+    if len(largest) == 1 and (column := largest.pop()) in alone and len(figures.kinds) > 1:
+        yield (
+            f"column {column} on axis {figures.axis} is the largest in all rows, and far from the others: that float32 always "
+            "chooses it is no evidence, and the agreement is that of the other columns"
         )
 
 

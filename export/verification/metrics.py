@@ -80,8 +80,19 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None
         vanished=_vanished(parts, units, r, c) if floating else None,
         constant_rows=choices.constant,
         commonest=choices.commonest,
+        nan_rows=sum(_rows_with_nan(reference) for reference, _ in parts) if floating else 0,
+        all_rows=sum(_rows(reference) for reference, _ in parts) if floating else 0,
         noise=units.largest_noise,
     )
+
+
+def _rows(reference: Array) -> int:
+    return reference.size // max(1, reference.shape[class_axis(reference.ndim)] if reference.ndim > 1 else 1)
+
+
+def _rows_with_nan(reference: Array) -> int:
+    missing = np.isnan(reference)
+    return int((missing.any(class_axis(reference.ndim)) if reference.ndim > 1 else missing).sum())
 
 
 def _kinds_compared(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> tuple[ColumnKind, ...]:
@@ -187,7 +198,7 @@ class Choices:
     """Agreement of two models' choices.
 
     Attributes:
-        rows: Rows in which the reference prefers a class.
+        rows: Rows in which the reference prefers a class; those in which both hold NaN are left out.
         differing: Rows that disagree.
         margin: The largest lead of the reference's choice over the disagreeing rows.
         constant: Rows without evidence: the reference prefers no class, makes the same choice in all rows, or answers all
@@ -279,13 +290,14 @@ def _argmax_choices(
     constant = (c == c[..., :1]).all(-1, keepdims=True)  # argmax would return the first class
     chosen = np.where(constant, r.argmin(-1)[..., None], c.argmax(-1)[..., None])
     tied = _tied(r, wanted, chosen, tie, half)
-    usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
-    telling = ~(_tied(r, wanted, r.argmin(-1)[..., None], tie, half) & usable)
+    missing, lost = (np.isnan(side).any(-1, keepdims=True) for side in (r, c))
+    known, usable = ~(missing & lost), missing == lost
+    telling = known & ~(_tied(r, wanted, r.argmin(-1)[..., None], tie, half) & usable)
     differing = ~(((chosen == wanted) | tied) & usable) & telling
     ahead = _ahead(r, wanted, chosen)[differing & usable]
     margin = math.inf if (differing & ~usable).any() or not np.isfinite(ahead).all() else float(ahead.max(initial=0.0))
     chosen = Counter(wanted[telling].tolist())
-    return Choices(int(telling.sum()), int(differing.sum()), margin, int((~telling).sum()), chosen)
+    return Choices(int(telling.sum()), int(differing.sum()), margin, int((known & ~telling).sum()), chosen)
 
 
 def _tied(reference: Array, wanted: Array, chosen: Array, tie: float, half: HalfType) -> Array:

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
-from halfserve.export.certificate.budget import NO_HEADROOM, NOTHING_FINITE, allowed_near_ties, disagrees, error_limit
+from halfserve.export.certificate.budget import (
+    FEW_ROWS_LEFT,
+    NO_HEADROOM,
+    NOTHING_FINITE,
+    allowed_near_ties,
+    disagrees,
+    error_limit,
+)
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, OutputVerdict
 from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile
@@ -20,11 +27,12 @@ OF_MODULES = "keep_fp32 or --keep-fp32"
 MEANS = f"keep_fp32_nodes or --keep-fp32-nodes, keep_fp32_ops or --keep-fp32-ops, in a torch module also {OF_MODULES}"
 KEEP_TYPES = "keep_io_types=True or --keep-io-types"
 NODES_NAMED = 6
+_SAMPLES_AT_FAULT = (NOTHING_FINITE, NO_HEADROOM, FEW_ROWS_LEFT)
 
 
 def exceeded(certificate: Certificate, comparison: Comparison, sensitivity: ReferenceSensitivity) -> BudgetExceeded:
     """The error of a candidate that is over budget: its worst violation, and the cause or a remedy."""
-    if all(NOTHING_FINITE in text or NO_HEADROOM in text for text in certificate.violations):
+    if all(any(part in text for part in _SAMPLES_AT_FAULT) for text in certificate.violations):
         return BudgetExceeded(certificate.worst_violation, certificate)
     return BudgetExceeded(
         certificate.worst_violation,

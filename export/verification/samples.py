@@ -60,6 +60,13 @@ class Input:
         dims = "of any rank" if self.dims is None else f"[{', '.join(str(dim or '?') for dim in self.dims)}]"
         return f"{TensorProto.DataType.Name(self.elem_type).lower()} {dims}"
 
+    def keys(self, axis: int) -> list[str]:
+        """The names by which a dimension's size can be given: `INPUT.AXIS`, and its own name; none where its size is fixed."""
+        dim = None if self.dims is None else self.dims[axis]
+        if isinstance(dim, int) and dim > 0:
+            return []
+        return [f"{self.name}.{axis}", *([dim] if isinstance(dim, str) else [])]
+
     def misfit(self, array: Array) -> str | None:
         """Why an array does not fit this input; None when it fits."""
         given = f"{array.dtype} {list(array.shape)}"

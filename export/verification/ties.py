@@ -22,7 +22,7 @@ from halfserve.export.half_types import FP16
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.verification.comparison import Comparison
 from halfserve.export.verification.executions import INLINE_LIMIT_BYTES, for_cpu, run_simulated
-from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.generated.adversarial import AdversarialCase
 from halfserve.export.verification.judging import judge_cases
 from halfserve.export.verification.samples import Array, Value
 from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, on_disk, open_reference

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,7 +28,8 @@ from halfserve.export.verification.comparison import (
     reference_sensitivity,
 )
 from halfserve.export.verification.executions import RuntimeLevels, gpu_is_there, run_levels, run_simulated
-from halfserve.export.verification.generated_samples import adversarial_cases
+from halfserve.export.verification.generated.adversarial import adversarial_cases
+from halfserve.export.verification.generated.lengths import LongerSizes, VaryingSizes, longer_sizes
 from halfserve.export.verification.judging import headroom
 from halfserve.export.verification.remedies import exceeded
 from halfserve.export.verification.samples import Array, Inputs, Value, Values, as_array, inputs_of, make_feeds, require_finite
@@ -62,6 +64,7 @@ def verify(
     conversion: SupportsToJson | None = None,
     adversarial: bool = True,
     longest: Mapping[str, int] | None = None,
+    lengths: LongerSizes | None = None,
     source: ModelSource | ModelFile | None = None,
     accumulators: Accumulators = "float32",
     placement: Mapping[str, Any] | None = None,
@@ -92,10 +95,11 @@ def verify(
         name: The model's name in the certificate.
         reference_bytes: Size of the float32 model for the certificate; known where the reference is ONNX.
         conversion: The conversion's report (`HalfReport` or `ConversionReport`) for the certificate.
-        adversarial: Whether to run adversarial samples too (see `halfserve.export.verification.generated_samples`).
+        adversarial: Whether to run adversarial samples too (see `halfserve.export.verification.generated.adversarial`).
         source: The float32 ONNX model that the candidate was converted from, where the reference is a torch module; needed to
             settle ties (see `halfserve.export.verification.ties`).
-        longest: Sizes of dynamic dimensions, by name, that the model must accept; tested with `adversarial`.
+        longest: The largest sizes of dynamic dimensions, by name, that the model must accept; tested with `adversarial`.
+        lengths: Sizes to test with `adversarial`, where `longest` is not given; those of `longer_sizes` by default.
         accumulators: Accumulator type of the target runtime. With "float16", sums that exceed its range are over budget,
             including sums inside matrix products and convolutions, and a note names nodes whose sums have no known bound.
         placement: The provider of each node (`Placement.to_json`), for the certificate.
@@ -122,9 +126,18 @@ def verify(
         raise ExportError("sums in float16 are asked for, and the model is bfloat16, whose sums hardware takes in float32")
     wanted = inputs_of(opened.outline)
     feeds = make_feeds(wanted, inputs, batch_size)
+    made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
+    if isinstance(reference, onnx.ModelProto | bytes | str | Path):
+        reference = open_model(reference)
+    if longest or not adversarial:
+        lengths = LongerSizes()
+    elif lengths is None:
+        lengths = longer_sizes(_runs_alike(opened, reference, made_from), inputs, batch_size)
+    varying = VaryingSizes(opened.outline)
+    longer = varying.cases(feeds, lengths.sizes)
     cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
+    cases += longer
     with Sandbox() as sandbox:
-        made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
         comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from, task, half, written)
         require_finite(feeds.batches, comparison.expected)
         true = None if labels is None else as_array(labels)[: feeds.samples]
@@ -137,7 +150,7 @@ def verify(
         }
     onnx_reference = comparison.onnx_reference
     certificate = Certificate(
-        **vars(replace(own.verdict, notes=(*notes, *comparison.notes, *own.verdict.notes))),
+        **vars(replace(own.verdict, notes=(*notes, *comparison.notes, *filter(None, [lengths.note]), *own.verdict.notes))),
         model=name,
         precision=half.name,
         precisions=further,
@@ -146,6 +159,7 @@ def verify(
         graph_sha256=graph_sha256(opened),
         reference_bytes=reference_bytes or (None if onnx_reference is None else onnx_reference.size_bytes),
         samples=feeds.samples,
+        sizes=varying.tried([*feeds.batches, *(case.feed for case in cases)]),
         probe=own.runtime.probe,
         versions=versions(),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -156,6 +170,13 @@ def verify(
     if not certificate.passed:
         raise exceeded(certificate, comparison, own.sensitivity)
     return certificate
+
+
+def _runs_alike(candidate: ModelFile, *others: object) -> ModelFile:
+    """A float32 ONNX model with the candidate's inputs, or else the candidate itself."""
+    names = [value.name for value in inputs_of(candidate.outline)]
+    alike = (each for each in others if isinstance(each, ModelFile) and [v.name for v in inputs_of(each.outline)] == names)
+    return next(alike, candidate)
 
 
 def _in_order(precisions: Collection[HalfName], written: HalfType) -> list[HalfType]:

@@ -315,3 +315,74 @@ def test_a_choice_among_scores_that_float16_merges_is_right(tmp_path: Path) -> N
     (half,) = in_float16(onnx.load(done.path), {"x": x})
     assert np.mean(half == exact) >= Budget().min_agreement
     assert done.search is not None
+
+
+def answers(source: Path, done: Path, feed: dict[str, Array]) -> tuple[Array, Array]:
+    """The float32 model's first output, and that of the converted one in float16."""
+    exact = run_session(open_session(source.read_bytes(), "ORT_ENABLE_BASIC"), feed)
+    return next(iter(exact.values())), in_float16(onnx.load(done), feed)[0]
+
+
+def test_a_mean_of_8000_tokens_is_right_after_samples_of_16(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[N, L, 8] x) => (float[N, 8] y) {
+        s = ReduceSum <keepdims = 0> (x, one)  d = Shape <start = 1, end = 2> (x)  n = Cast <to = 1> (d)  y = Div (s, n) }""",
+        one=[1],
+    )
+    source = in_one_file(model, tmp_path / "in.onnx")
+    random = np.random.default_rng(0)
+    x = random.uniform(5, 15, (4, 16, 8)).astype(np.float32)
+    done = convert(source, tmp_path / "half.onnx", samples={"x": x})
+    exact, half = answers(source, done.path, {"x": random.uniform(5, 15, (4, 8000, 8)).astype(np.float32)})
+    assert np.abs(exact - half).max() <= 1e-3 * np.abs(exact).max()
+    assert done.certificate.sizes == {"L": (16, 512, 2048)}
+
+
+def test_what_overflows_only_on_longer_samples_is_searched(tmp_path: Path) -> None:
+    """A count of tokens, by a product with weights, which no rule knows as a sum."""
+    model = parse(
+        """g (float[N, L, 8] x) => (float[N, A, 8] y) {
+        d = Shape <start = 1, end = 2> (x)  n = Cast <to = 1> (d)  big = Mul (n, w)
+        far = Mul (x, big)  y = Div (far, big) }""",
+        w=np.float32(8.0),
+    )
+    source = in_one_file(model, tmp_path / "in.onnx")
+    x = np.random.default_rng(0).uniform(5, 15, (4, 16, 8)).astype(np.float32)
+    done = convert(source, tmp_path / "half.onnx", samples={"x": x})
+    assert done.search is not None
+    assert done.search.node_block_list
+    exact, half = answers(source, done.path, {"x": np.repeat(x, 128, 1)})
+    assert np.abs(exact - half).max() <= 0.01 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("kind", ["Loop", "Scan"])
+def test_a_sum_over_20000_turns_is_right(kind: str, tmp_path: Path) -> None:
+    loop = """g (float[N, 8] x) => (float[N, 8] y) { z = Sub (x, x)  go = Cast <to = 9> (turns)
+        s = Loop (turns, go, z) <body = b (int64 i, bool c, float[N, 8] h) => (bool d, float[N, 8] k)
+            { d = Identity (c)  a = Abs (x)  k = Add (h, a) }>
+        y = Div (s, count) }"""
+    scan = """g (float[L, 8] x) => (float[8] y) { z = Constant <value = float[8] {0, 0, 0, 0, 0, 0, 0, 0}> ()
+        s = Scan <num_scan_inputs = 1, body = b (float[8] h, float[8] e) => (float[8] k) { a = Abs (e)  k = Add (h, a) }> (z, x)
+        y = Div (s, count) }"""
+    model = parse(loop, count=20000.0, turns=np.int64(20000)) if kind == "Loop" else parse(scan, count=20000.0)
+    source = in_one_file(model, tmp_path / "in.onnx")
+    random = np.random.default_rng(0)
+    done = convert(source, tmp_path / "half.onnx", samples={"x": random.normal(size=(4, 8)).astype(np.float32)})
+    exact, half = answers(source, done.path, {"x": random.normal(size=(4 if kind == "Loop" else 20000, 8)).astype(np.float32)})
+    assert np.abs(exact - half).max() <= 0.01 * np.abs(exact).max()
+
+
+def test_samples_that_float32_mostly_answers_with_nan_are_refused(tmp_path: Path) -> None:
+    model = parse("g (float[N, 8] x) => (float[N, 8] y) { y = Log (x) }")
+    source = in_one_file(model, tmp_path / "in.onnx")
+    x = np.random.default_rng(0).uniform(1, 9, (32, 8)).astype(np.float32)
+    x[:15] *= -1
+    done = convert(source, tmp_path / "half.onnx", samples={"x": x}, adversarial=False)
+    figures = done.certificate.outputs[0].figures
+    assert (figures.nan_rows, figures.all_rows, figures.rows) == (15, 32, 17)
+    assert any("15 of 32 rows with NaN" in note for note in done.certificate.notes)
+    x[15:30] *= -1
+    with pytest.raises(BudgetExceeded, match="float32 itself answers 30 of 32 rows with NaN.*give samples") as caught:
+        convert(source, tmp_path / "none.onnx", samples={"x": x})
+    assert not isinstance(caught.value, SearchFailed)
+    assert not (tmp_path / "none.onnx").exists()

@@ -26,6 +26,7 @@ from halfserve.export.onnx_fp16.graph import (
     operators,
 )
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
+from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
 from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
@@ -52,6 +53,7 @@ def keep_nodes(plan: CastingPlan) -> None:
         if node not in plan.kept and not any(bodies(node)) and any(is_float(v) for v in (*node.inputs, *node.outputs)):
             _keep_unsupported(plan, node)
     keep_exact(plan)
+    keep_long_sums(plan)
     for node in nodes_between(plan.model):
         plan.keep(node, between_reason(plan.half))
     for node, reason in quantized_gaps(plan.model, plan.half):

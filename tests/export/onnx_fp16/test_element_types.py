@@ -222,7 +222,7 @@ def test_a_loop_carries_float16_and_gathers_it() -> None:
     model = parse(
         """g (int64 n, float[3] x) => (float[3] y, float[K, 3] all) {
         y, all = Loop (n, , x) <body = b (int64 i, bool c, float[3] v) => (bool d, float[3] w, float[3] s) {
-            d = Identity (c) f = Cast <to = 1> (i) u = Add (v, k) w = Mul (u, half) s = Add (w, f) }> }""",
+            d = Identity (c) f = Cast <to = 1> (i) u = Max (v, k) w = Mul (u, half) s = Add (w, f) }> }""",
         k=normal(3),
         half=0.5,
     )

@@ -10,16 +10,9 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import serialize
-from halfserve.export.verification import generated_samples
-from halfserve.export.verification.generated_samples import (
-    FACTORS,
-    ROWS,
-    AdversarialCase,
-    adversarial_cases,
-    is_mask,
-    synthesize,
-    synthetic_samples,
-)
+from halfserve.export.verification.generated import synthetic
+from halfserve.export.verification.generated.adversarial import FACTORS, ROWS, AdversarialCase, adversarial_cases, is_mask
+from halfserve.export.verification.generated.synthetic import synthesize, synthetic_samples
 from halfserve.export.verification.samples import Array, Input, inputs_of, make_feeds
 from tests.export.stored_models import open_session, parse, run_session
 
@@ -202,7 +195,7 @@ def test_at_least_32_rows_are_made_up_for_any_batch(shape: list[int | str], rows
 
 
 def test_rows_too_large_for_memory_are_fewer_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated_samples, "MOST_NUMBERS", 100)
+    monkeypatch.setattr(synthetic, "MOST_NUMBERS", 100)
     made = synthetic_samples(relu(["n", 8]))
     text = "the inputs are 12 made-up rows and not 32, since the outputs of a batch hold 16 numbers: random numbers"
     assert made.note.startswith(text)

@@ -10,11 +10,20 @@ import pytest
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
 from halfserve.export.export_errors import ExportError
+from halfserve.export.half_types import BF16, FP16
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.verification.comparison import data_dependent_values
-from halfserve.export.verification.generated_samples import AdversarialCase
-from halfserve.export.verification.judging import PLOT_POINTS, ComparedOutput, headroom, judge, judge_cases, plot_of
+from halfserve.export.verification.generated.adversarial import AdversarialCase
+from halfserve.export.verification.judging import (
+    PLOT_POINTS,
+    ComparedOutput,
+    headroom,
+    judge,
+    judge_cases,
+    plot_of,
+    units_by_output,
+)
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array, Value
 from halfserve.export.verification.verify import verify
@@ -71,6 +80,52 @@ def test_agreement_on_one_class_is_said_to_be_no_evidence(others: int, note: str
         (said,) = judged.notes
         assert said.startswith(f"output 'y': {note}")
         assert "no evidence" in said
+
+
+def test_an_error_over_a_columns_own_spread_is_noted_with_the_cure() -> None:
+    reference = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    reference[:, 1] = 293.15 + 0.3 * reference[:, 1]
+    for half, noted in ((BF16, True), (FP16, False)):
+        found = judge([ComparedOutput(name="y")], "rounded", [[reference]], [[half.rounded(reference)]], Budget(), None, half)
+        texts = [note for note in found.notes if "spread" in note]
+        assert bool(texts) == noted
+        assert all("column 1 on axis 1 is 293.1" in text and "subtract the mean" in text for text in texts)
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 1), (4, 2, 5, 5), (40, 0)])
+def test_a_spread_is_measured_in_outputs_of_every_shape(shape: tuple[int, ...]) -> None:
+    reference = (500 + 0.1 * np.random.default_rng(0).normal(size=shape)).astype(np.float32)
+    found = judge([ComparedOutput(name="y")], "rounded", [[reference]], [[BF16.rounded(reference)]], Budget(), None, BF16)
+    assert any("spread" in note for note in found.notes) == (reference.size > 0)
+
+
+def test_constants_and_certain_shares_have_no_spread_to_lose() -> None:
+    reference = np.full((40, 3), 293.15, np.float32)
+    reference[:, 2] = 1 - 1e-5 * np.random.default_rng(0).uniform(size=40)
+    found = judge([ComparedOutput(name="y")], "rounded", [[reference]], [[BF16.rounded(reference)]], Budget(), None, BF16)
+    assert not any("spread" in note for note in found.notes)
+
+
+def test_a_constant_class_of_huge_bias_is_said_to_be_no_evidence() -> None:
+    logits = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
+    logits[:, 3] += 100
+    outputs = [ComparedOutput(name="y")]
+    found = judge(outputs, "rounded", [[logits]], [[logits]], Budget(), units_by_output(outputs, [[logits]]))
+    (note,) = found.notes
+    assert "column 3 on axis 1 is the largest in all rows" in note
+    assert "no evidence" in note
+
+
+@pytest.mark.parametrize(("missing", "over"), [(0, False), (20, False), (32, False), (33, True), (63, True)])
+def test_rows_that_float32_answers_with_nan_are_left_out_and_counted(missing: int, over: bool) -> None:
+    reference = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    reference[:missing, 2] = np.nan
+    found = judge([ComparedOutput(name="y")], "rounded", [[reference]], [[reference]], Budget())
+    (verdict,) = found.verdicts
+    assert (verdict.figures.nan_rows, verdict.figures.all_rows) == (missing, 64)
+    assert verdict.figures.rows + verdict.figures.constant_rows == 64 - missing
+    assert bool(verdict.violations) == over
+    assert any(f"{missing} of 64 rows with NaN" in text for text in (*found.notes, *verdict.violations)) == (missing > 0)
 
 
 def test_sequences_are_compared_by_item_and_absent_values_noted() -> None:
