@@ -406,7 +406,10 @@ class LatencyFigures:
 
 
 class Reading(Enum):
-    """A figure of the server that the package which knows it registers: kind, name and help text of its metric."""
+    """A figure of the server that the package which knows it registers: kind, name and help text of its metric.
+
+    It has no methods, because mypyc compiles none of an enumeration.
+    """
 
     CONNECTIONS = "gauge", "halfserve_connections", "Open gRPC connections"
     HTTP_CONNECTIONS = "gauge", "halfserve_http_connections", "Open HTTP connections"
@@ -419,9 +422,6 @@ class Reading(Enum):
     RESPONSE_CACHE_EVICTIONS = "counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"
     TRACES = "counter", "halfserve_traces_total", "Requests that were traced"
     TRACES_DROPPED = "counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"
-
-    def __init__(self, kind: str, metric: str, text: str) -> None:
-        self.kind, self.metric, self.text = kind, metric, text
 
 
 @dataclass

@@ -115,7 +115,8 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
     text = "Inference requests that reached no model's queue, by reason"
     yield metric_of("halfserve_requests_refused", text, "counter", refused, suffix="_total")
     for reading, read in figures.readings.items():
-        yield metric_of(reading.metric, reading.text, reading.kind, [({}, read())])
+        kind, name, text = reading.value
+        yield metric_of(name, text, kind, [({}, read())])
     for custom in figures.custom_metrics():
         metric = Metric(custom.name, custom.text, custom.kind)
         for suffix, labels, value in custom.samples:

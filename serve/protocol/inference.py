@@ -274,7 +274,8 @@ class Inference:
         except Exception as error:
             name = cached.model.name
             if is_out_of_memory(error):  # as large requests can make it
-                logger.error("the answer of %s cannot be written: memory ran out", name, extra={"model": name})  # noqa: TRY400
+                said = "the answer of %s cannot be written: memory ran out"
+                logger.error(said, name, extra={"model": name})  # noqa: TRY400  (the cause is known)
                 return OutOfMemoryError()
             logger.exception("the answer of %s does not fit its interface", name, extra={"model": name})
             return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")

@@ -154,9 +154,9 @@ class Service:
         """Return whether the models of this name are visible to the callers of this service."""
         return True
 
-    def tell(self, reading: Reading, read: Callable[[], float]) -> None:
-        """Register a figure of the transport for the metrics."""
-        self.core.figures.readings[reading] = read
+    def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
+        """Register functions that return the transport's open connections and calls in flight, for the metrics."""
+        self.core.figures.readings |= {Reading.CONNECTIONS: connections, Reading.CALLS: calls}
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)

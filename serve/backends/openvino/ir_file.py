@@ -73,8 +73,8 @@ def _read(path: Path) -> Element:
     if b"<!DOCTYPE" in content:  # its entities can grow without bound
         raise ModelLoadError(f"{path}: has a DOCTYPE, expected an OpenVINO graph as ov.save_model writes it")
     try:
-        # Without a DOCTYPE there are no entities, and the size is bounded. The encoding that the file declares is ignored.
-        root = fromstring(content, XMLParser(encoding="utf-8"))  # noqa: S314
+        # The encoding that the file declares is ignored.
+        root = fromstring(content, XMLParser(encoding="utf-8"))  # noqa: S314  (no DOCTYPE, so no entities; a bounded size)
     except (ParseError, ValueError) as error:
         raise ModelLoadError(f"{path}: is not readable XML ({error}); save the model again with ov.save_model") from None
     if root.tag != "net" or root.find("layers") is None:

@@ -14,7 +14,6 @@ from typing import Final, cast
 
 from ngh2.exceptions import NGH2Error
 
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import Gate
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -76,8 +75,9 @@ class Nghttp2Server:
         self._time_limits = TimeLimits(self._limits, self._connections, self.budget)
         self._busy_poll: BusyPoll | None = None  # once it listens
         self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
-        service.tell(Reading.CONNECTIONS, lambda: len(self._connections))
-        service.tell(Reading.CALLS, lambda: sum(connection.calls for connection in self._connections))
+        service.count_connections(
+            lambda: len(self._connections), lambda: sum(connection.calls for connection in self._connections)
+        )
 
     async def start(self) -> int:
         """Listen, and return the port.

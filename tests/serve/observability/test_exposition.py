@@ -122,8 +122,9 @@ def test_each_reading_is_a_metric_of_its_kind() -> None:
 
     lines = set(asyncio.run(run()).splitlines())
     for reading in Reading:
-        assert {f"# HELP {reading.metric} {reading.text}", f"# TYPE {reading.metric} {reading.kind}"} <= lines
-        assert f"{reading.metric} 7" in lines
+        kind, name, text = reading.value
+        assert {f"# HELP {name} {text}", f"# TYPE {name} {kind}"} <= lines
+        assert f"{name} 7" in lines
 
 
 def scrape_with(prepare: Any) -> Samples:
