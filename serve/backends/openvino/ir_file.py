@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree.ElementTree import Element, ParseError, fromstring
+from xml.etree.ElementTree import Element, ParseError, XMLParser, fromstring
 
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.backend import OPENVINO, ModelInterface
@@ -68,10 +68,13 @@ def _read(path: Path) -> Element:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
         raise ModelLoadError(f"{path}: has more than {MAX_BYTES} bytes, expected a graph without its weights")
+    if b"\0" in content:  # as in UTF-16, which the parser would recognise, and which would hide a DOCTYPE from this search
+        raise ModelLoadError(f"{path}: is not UTF-8 text, expected an OpenVINO graph as ov.save_model writes it")
     if b"<!DOCTYPE" in content:  # its entities can grow without bound
         raise ModelLoadError(f"{path}: has a DOCTYPE, expected an OpenVINO graph as ov.save_model writes it")
     try:
-        root = fromstring(content)  # noqa: S314  (without a DOCTYPE there are no entities, and the size is bounded)
+        # The encoding that the file declares is ignored.
+        root = fromstring(content, XMLParser(encoding="utf-8"))  # noqa: S314  (no DOCTYPE, so no entities; a bounded size)
     except (ParseError, ValueError) as error:
         raise ModelLoadError(f"{path}: is not readable XML ({error}); save the model again with ov.save_model") from None
     if root.tag != "net" or root.find("layers") is None:

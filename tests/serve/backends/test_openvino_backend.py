@@ -98,6 +98,22 @@ def test_what_is_no_graph_is_refused_in_one_line(tmp_path: Path, text: str, mess
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "iso-8859-1"])
+def test_a_doctype_is_refused_in_each_encoding(tmp_path: Path, encoding: str) -> None:
+    declared = encoding.removesuffix("-sig").removesuffix("-le").removesuffix("-be")
+    text = f"<?xml version='1.0' encoding='{declared}'?><!DOCTYPE net [<!ENTITY a '\u00e9'>]><net><layers/>&a;</net>"
+    (tmp_path / "model.xml").write_bytes(text.encode(encoding))
+    with pytest.raises(ModelLoadError, match=r"model.xml: (has a DOCTYPE|is not UTF-8 text), expected an OpenVINO graph"):
+        read_ir_interface(tmp_path / "model.xml")
+
+
+def test_a_graph_is_read_as_utf8_whatever_it_declares(tmp_path: Path) -> None:
+    text = "<?xml version='1.0' encoding='iso-8859-1'?><net name='\u00e9'><layers/></net>"
+    (tmp_path / "model.xml").write_text(text, encoding="iso-8859-1")
+    with pytest.raises(ModelLoadError, match="model.xml: is not readable XML"):
+        read_ir_interface(tmp_path / "model.xml")
+
+
 def test_missing_weights_are_named(graph: Path) -> None:
     graph.with_suffix(".bin").unlink()
     with pytest.raises(ModelLoadError, match=r"model.bin: is missing, and the model model.xml beside it keeps its weights"):
