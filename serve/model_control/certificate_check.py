@@ -19,7 +19,7 @@ from halfserve.files.onnx_outline import DamagedFileError
 from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.protos.certificates import CERTIFICATE, NAME, SCHEMA, ModelDigests, certificate_sha256, model_digests
 from halfserve.serve.backends.cpu_trials import RecordedSamples, read_samples
-from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular, read_regular
 from halfserve.serve.engine.errors import ModelLoadError
@@ -41,15 +41,17 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
 
     Returns:
         "passed" or "failed", as the certificate says; None if no certificate vouches for the model, because there is none or
-        the model does not name it. A warning gives the reason, unless a certificate is neither there nor required.
+        the model does not name it. A warning gives the reason, unless a certificate is neither there nor named nor required.
 
     Raises:
-        ModelLoadError: model and certificate do not belong together, or the certificate is not signed with the key or not
-            readable.
+        ModelLoadError: model and certificate do not belong together, or the certificate is not signed with the key, not
+            readable, or, with a key, missing although the model names one.
     """
     path = model.parent / CERTIFICATE
     if not path.exists():
-        if key is not None:
+        if not _is_bare(model, declared) and _named(model) is not None:
+            _report_missing(path, key)
+        elif key is not None:
             logger.warning("%s: has no certificate that the certificate key could check; it is served without a verdict", model)
         return None
     certificate = _read(path)
@@ -83,6 +85,29 @@ def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
         return None
     model = version.files.model
     return read_samples(model, _read(model.parent / CERTIFICATE), version.interface)
+
+
+def _is_bare(model: Path, declared: DeclaredConfig | None) -> bool:
+    """Return whether a model is a file without a repository: conversion writes no certificate beside it."""
+    return declared is not None and declared.source == model
+
+
+def _report_missing(path: Path, key: VerifyingKey | None) -> None:
+    """Warn of a certificate that a model names and that is not there.
+
+    Raises:
+        ModelLoadError: a key requires the certificate.
+    """
+    missing = f"{path}: is missing, and the model beside it names a certificate in its metadata"
+    if key is not None:
+        raise ModelLoadError(
+            f"{missing}; --certificate-key takes no such model: put the certificate back, or export it again with that key"
+        )
+    logger.warning(
+        "%s; nothing shows whether the model was changed, and it is served without a verdict: put the certificate back, or "
+        "export the model again",
+        missing,
+    )
 
 
 def _other_file(path: Path, remedy: str) -> ModelLoadError:
@@ -153,13 +178,25 @@ def _dependent(declared: DeclaredConfig | None) -> Iterator[str]:
     yield TOKENIZER
 
 
+def _named(model: Path) -> str | None:
+    """Return the hash of the certificate that a model names; None for none."""
+    if model.suffix != ".onnx":
+        return None
+    with open_onnx(model) as opened:
+        return _name_in(opened)
+
+
+def _name_in(opened: OnnxFile) -> str | None:
+    return next((entry.value for entry in opened.model.metadata_props if entry.key == NAME), None)
+
+
 def _look_into(model: Path) -> tuple[ModelDigests, str | None]:
     """Return the hashes of a model with its data files, and the hash of the certificate that it names."""
     if model.suffix != ".onnx":
         digest = _file_sha256(model)
         return ModelDigests(file=digest, content=digest), None
     with open_onnx(model) as opened:
-        named = next((entry.value for entry in opened.model.metadata_props if entry.key == NAME), None)
+        named = _name_in(opened)
         locations = sorted(opened.data_files)
     try:
         with open_regular(model) as file:

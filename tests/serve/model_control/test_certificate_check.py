@@ -209,8 +209,26 @@ def test_with_a_key_only_a_certificate_that_it_signed_is_served(tmp_path: Path, 
     with pytest.raises(ModelLoadError, match="certificate.json: is not signed, expected a signature by the private key of"):
         verdict(version, public)
     (version / "certificate.json").unlink()
+    unnamed = onnx.load(model)
+    del unnamed.metadata_props[:]
+    model.write_bytes(unnamed.SerializeToString())
     assert verdict(version, public) == "none"
     assert "model.onnx: has no certificate that the certificate key could check" in caplog.text
+
+
+def test_a_certificate_that_the_model_names_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    private, public = key_pair(tmp_path)
+    version = exported(tmp_path, certificate_key=private)
+    (version / "certificate.json").unlink()
+    assert verdict(version) == "none"
+    (line,) = [record.getMessage() for record in caplog.records if "certificate.json: is missing" in record.getMessage()]
+    assert "nothing shows whether the model was changed, and it is served without a verdict" in line
+    with pytest.raises(ModelLoadError, match=r"certificate.json: is missing, .*; --certificate-key takes no such model"):
+        verdict(version, public)
+    bare = find_models(version / "model.onnx")[0]
+    caplog.clear()
+    assert check_certificate(bare.model, bare.config) is None
+    assert not caplog.records
 
 
 def test_data_files_count(tmp_path: Path) -> None:
