@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 
+from halfserve.serve.engine.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
 ALL = "*"
+ALL_OR_NOTHING = "The server starts with all its models or not at all; --keep-going starts it with the others"
 
 
 class ControlMode(StrEnum):
@@ -52,3 +60,21 @@ class ControlOptions:
     load_limit_s: float = 1800.0
     certificate_key: Path | None = None
     lame_duck_s: float = 0.0
+
+
+def start_error(refused: Mapping[str, Sequence[ModelLoadError]], *, has_others: bool) -> ModelLoadError:
+    """Return the error that ends the start of a server without `keep_going`. Several reasons are logged.
+
+    Args:
+        refused: reasons by the name of the model that cannot be served; steps of ensembles come before the ensembles.
+        has_others: whether other models can be served.
+    """
+    reasons = list(dict.fromkeys(map(str, chain.from_iterable(refused.values()))))  # an ensemble may repeat that of its step
+    if len(reasons) == 1:
+        end = "" if reasons[0].endswith(("?", ".")) else "."
+        return ModelLoadError(f"{reasons[0]}{end} {ALL_OR_NOTHING}" if has_others else reasons[0])
+    for reason in reasons:
+        logger.error("%s", reason)
+    count = f"{len(refused)} models" if len(refused) > 1 else f"the model {next(iter(refused))!r}"
+    summary = f"{count} cannot be served, for the reasons above"
+    return ModelLoadError(f"{summary}. {ALL_OR_NOTHING}" if has_others else summary)

@@ -11,6 +11,7 @@ from halfserve.serve.engine.errors import ModelLoadError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_version import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository
+from halfserve.serve.model_control.control_options import start_error
 from halfserve.serve.model_control.version_loading import LoaderThread
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 
@@ -43,7 +44,7 @@ class ModelCopies:
         if keep_going:
             self._report(failures)
         elif failures:
-            raise ModelLoadError(next(iter(failures.values())))
+            raise start_error({name: [ModelLoadError(text)] for name, text in failures.items()}, has_others=True)
 
     async def follow(self) -> None:
         """Copy what has changed in the store.

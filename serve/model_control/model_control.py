@@ -21,7 +21,7 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_version import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
-from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions
+from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import UploadedModels, check_name
@@ -66,8 +66,8 @@ class ModelControl:
         """Load the models of the start, and then watch the repository if the mode is POLL.
 
         Raises:
-            ModelLoadError: a model cannot be served (unless `keep_going`), or there is no model. All are tried; the log names
-                the others that cannot be served.
+            ModelLoadError: a model cannot be served (unless `keep_going`), or there is no model. All are tried; see
+                `start_error`.
         """
         options = self._options
         follow_store = None
@@ -83,18 +83,18 @@ class ModelControl:
         )
         if options.mode is ControlMode.POLL:
             await watch.remember()
-        tried, refused = set[str](), list[ModelLoadError]()
+        tried, refused = set[str](), dict[str, list[ModelLoadError]]()
         wanted = await self._thread.run(_wanted_at_start, self._repository, options)
         for name in wanted:
             for model in [*await self._below(name), name]:
                 if model in tried:
                     continue
                 tried.add(model)
-                refused += await self._bring_in(model, log_level=logging.WARNING if options.keep_going else logging.DEBUG)
+                errors = await self._bring_in(model, log_level=logging.WARNING if options.keep_going else logging.DEBUG)
+                if errors:
+                    refused[model] = errors
         if refused and not options.keep_going:
-            for error in refused[:-1]:
-                logger.error("%s", error)
-            raise refused[-1]
+            raise start_error(refused, has_others=len(tried) > len(refused))
         self._loaded_as_steps = tried.difference(wanted)
         self._switch.log_level = logging.INFO
         self._thread.in_service = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
+import re
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,8 @@ NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_
 ENVIRONMENT = "EXECUTION_ENV_PATH"  # names the interpreter of a Python model
 EXTENSION = "CPU_EXTENSION_PATH"  # names a library for an OpenVINO model
 SOURCE = "config of the load request"
+# Protobuf's words, in both of its formats.
+UNKNOWN_FIELD = re.compile(r'Message type "(?P<message>[\w.]+)" has no field named "(?P<field>[^"]+)"')
 # Names in `model_operations` of the installed package's operators; any other is a file in the repository.
 OPERATOR_PACKAGES = frozenset({"onnxruntime_extensions", "onnxruntime-extensions", "ortextensions"})
 
@@ -82,8 +86,27 @@ def read_config(path: Path) -> DeclaredConfig:
     try:
         config = text_format.Parse(text, ModelConfig())
     except text_format.ParseError as error:
+        reason = _unknown_field(str(error))
+        if reason is not None:
+            raise ModelLoadError(f"{path}, line {error.GetLine()}: {reason}") from None
         raise ModelLoadError(f"{path}: {error}; expected a ModelConfig in protobuf's text format") from None
     return DeclaredConfig(message=config, source=path, says_batch_size=bool(config.max_batch_size) or _says_zero(text))
+
+
+def _unknown_field(error: str) -> str | None:
+    """Reword protobuf's error about an unknown field, with the name that was probably meant; None for another error."""
+    unknown = UNKNOWN_FIELD.search(error)
+    if unknown is None:
+        return None
+    message = ModelConfig.DESCRIPTOR.file.pool.FindMessageTypeByName(unknown["message"])
+    field, fields = unknown["field"], message.fields_by_name
+    within = "" if message is ModelConfig.DESCRIPTOR else f" of {message.name}"
+    inner = [name for name, known in fields.items() if known.message_type and field in known.message_type.fields_by_name]
+    if inner:
+        return f"{field!r} is no field{within}, but one of {inner[0]!r}; write {inner[0]} {{ {field}: ... }}"
+    near = difflib.get_close_matches(field, fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(fields)}"
+    return f"unknown field {field!r}{within}; {hint}"
 
 
 def _says_zero(text: str) -> bool:
@@ -331,7 +354,8 @@ def config_from_json(text: str, folder: Path) -> DeclaredConfig:
     try:
         message = json_format.ParseDict(content, ModelConfig())
     except (json_format.ParseError, RecursionError, ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"the config of the load request is no ModelConfig: {_line(error)}") from None
+        reason = _unknown_field(str(error)) or _line(error)
+        raise InvalidArgumentError(f"the config of the load request is no ModelConfig: {reason}") from None
     _require_no_files(message)
     says_batch_size = bool({"max_batch_size", "maxBatchSize"} & content.keys())
     return DeclaredConfig(message=message, source=folder / SOURCE, says_batch_size=says_batch_size)

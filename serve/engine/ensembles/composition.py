@@ -176,7 +176,7 @@ def _served(core: InferenceCore, step: EnsembleStep) -> Model | str:
     if found is not None:
         return found
     if not served:
-        return "the model is not served; load it, or correct model_name"
+        return "the model is not served; load or repair it, or correct model_name"
     return f"version {step.version} of the model is not served; served: {', '.join(str(model.version) for model in served)}"
 
 

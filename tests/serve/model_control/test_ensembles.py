@@ -21,7 +21,7 @@ from tests.serve.model_control.controlled import controlled_server, lines, wait_
 from tests.serve.running_server import RunningServer
 
 READY = ("READY", "")
-NOT_SERVED = "the model is not served; load it, or correct model_name"
+NOT_SERVED = "the model is not served; load or repair it, or correct model_name"
 LATER: dict[str, Any] = {"poll_interval_s": 0.05, "settle_s": 0.05}
 CLIENTS = 8
 

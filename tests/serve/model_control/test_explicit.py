@@ -22,6 +22,8 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.model_control.control_options import ALL, ControlMode
 from tests.models import save_mlp
+from tests.serve.engine.ensembles.configurations import ensemble, step
+from tests.serve.ensemble_folders import save_ensemble
 from tests.serve.model_control.controlled import ask, control, controlled_server, lines
 from tests.serve.running_server import TRANSPORTS, RunningServer
 
@@ -265,7 +267,7 @@ def test_a_link_out_of_the_repository_is_refused(client: triton.InferenceServerC
     [
         ({"config": "{"}, "INVALID_ARGUMENT", "the config of the load request is no JSON: "),
         ({"config": "[]"}, "INVALID_ARGUMENT", "is no JSON object; expected a ModelConfig's fields"),
-        ({"config": '{"max_batch": 3}'}, "INVALID_ARGUMENT", 'is no ModelConfig: Message type "inference.ModelConfig" has no'),
+        ({"config": '{"max_batch": 3}'}, "INVALID_ARGUMENT", "is no ModelConfig: unknown field 'max_batch'; did you mean"),
         ({"config": '{"name": "x"}'}, "FAILED_PRECONDITION", "mlp/config of the load request: name is 'x', expected"),
         (
             {"config": '{"parameters": {"halfserve.warmup": {"string_value": "off"}}}'},
@@ -307,7 +309,11 @@ def test_models_are_loaded_at_the_start_where_that_is_asked_for(repository: Path
 
 def test_a_broken_model_stops_the_start_unless_keep_going(repository: Path) -> None:
     (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
-    with pytest.raises(ModelLoadError, match="mlp/1/model.onnx: is not"), controlled_server(repository, ControlMode.NONE):
+    end = r"export it again\. The server starts with all its models or not at all; --keep-going starts it with the others$"
+    with (
+        pytest.raises(ModelLoadError, match=f"mlp/1/model.onnx: is not .*{end}"),
+        controlled_server(repository, ControlMode.NONE),
+    ):
         raise AssertionError
     with controlled_server(repository, ControlMode.NONE, keep_going=True) as server:
         assert [line[:3] for line in lines(server)] == [("mlp", "1", "UNAVAILABLE"), ("other", "1", "READY")]
@@ -317,10 +323,41 @@ def test_each_broken_model_has_its_line_before_the_start_ends(repository: Path, 
     save_mlp(repository / "third" / "1" / "model.onnx")
     for name in ("mlp", "third"):
         (repository / name / "1" / "model.onnx").write_bytes(b"this is no model")
-    with pytest.raises(ModelLoadError, match="third/1/model.onnx: is not"), controlled_server(repository, ControlMode.NONE):
+    summary = "^2 models cannot be served, for the reasons above. The server starts .*; --keep-going starts it with the others$"
+    with pytest.raises(ModelLoadError, match=summary), controlled_server(repository, ControlMode.NONE):
         raise AssertionError
-    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
-    assert "mlp/1/model.onnx: is not" in line
+    first, second = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert "mlp/1/model.onnx: is not" in first
+    assert "third/1/model.onnx: is not" in second
+
+
+def test_a_single_broken_model_is_the_whole_error(repository: Path) -> None:
+    shutil.rmtree(repository / "other")
+    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    with pytest.raises(ModelLoadError, match="; export it again$"), controlled_server(repository, ControlMode.NONE):
+        raise AssertionError
+
+
+def test_the_cause_comes_before_its_consequence(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_ensemble(repository / "an", ensemble(step("mlp", "x=x", "y=out")))
+    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    with (
+        pytest.raises(ModelLoadError, match="^2 models cannot be served, for the reasons above. "),
+        controlled_server(repository, ControlMode.NONE),
+    ):
+        raise AssertionError
+    cause, consequence = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert "mlp/1/model.onnx: is not a readable ONNX file" in cause
+    assert consequence.endswith("step 1 (model 'mlp'): the model is not served; load or repair it, or correct model_name")
+
+
+def test_a_reason_of_a_step_and_its_ensemble_is_said_once(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_ensemble(repository / "an", ensemble(step("mlp", "x=x", "y=out")))
+    (repository / "mlp" / "config.pbtxt").write_text("max_batchsize: 4")
+    end = r"; did you mean 'max_batch_size'\? The server starts with all its models or not at all; --keep-going starts it"
+    with pytest.raises(ModelLoadError, match=end), controlled_server(repository, ControlMode.NONE):
+        raise AssertionError
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_other_modes_refuse_requests_to_load(repository: Path) -> None:

@@ -92,7 +92,19 @@ def test_max_batch_size_is_read_anywhere_in_the_file(tmp_path: Path, before: str
     ("text", "message"),
     [
         ("max_batch_size: many", r"config.pbtxt: 1:17 : .*expected a ModelConfig"),
-        ("max_batchsize: 4", r"no field named \"max_batchsize\""),
+        ("max_batchsize: 4", "config.pbtxt, line 1: unknown field 'max_batchsize'; did you mean 'max_batch_size'?"),
+        (
+            "max_batch_size: 4\ninstance_group [\n  { kind: KIND_CPU },\n  { cuont: 1 }\n]",
+            "config.pbtxt, line 4: unknown field 'cuont' of ModelInstanceGroup; did you mean 'count'?",
+        ),
+        (
+            "dynamic_batching { priority_queue_policy { key: 1 value { zzz: 1 } } }",
+            "config.pbtxt, line 1: unknown field 'zzz' of ModelQueuePolicy; known are timeout_action, default_timeout_",
+        ),
+        (
+            "max_queue_delay_microseconds: 100",
+            "'max_queue_delay_microseconds' is no field, but one of 'dynamic_batching'; write dynamic_batching { max_",
+        ),
         ("max_batch_size: -1", "max_batch_size is -1, expected 0"),
         ('name: "other"', "name is 'other', expected the folder's name 'm'"),
         ('platform: "tensorflow_savedmodel"', "'tensorflow_savedmodel' models are not supported, expected platform"),

@@ -119,7 +119,7 @@ def test_an_ensemble_is_a_step_of_another() -> None:
         assert await Asked(core, outer, ONE_ROW).value() == [[17]]
         assert outer.is_ready
         core.replace("ten", [])
-        gone = "step 2 (model 'ten'): the model is not served; load it, or correct model_name"
+        gone = "step 2 (model 'ten'): the model is not served; load or repair it, or correct model_name"
         assert outer.fault == f"step 1 (model 'inner'): {gone}"
         assert not outer.is_ready
 
@@ -359,7 +359,7 @@ def test_an_unloaded_step_finishes_the_requests_that_need_it() -> None:
         asked = Asked(core, pipe, ONE_ROW)
         await entered(one)
         (leaving,) = core.replace("ten", [])
-        gone = "step 2 (model 'ten'): the model is not served; load it, or correct model_name"
+        gone = "step 2 (model 'ten'): the model is not served; load or repair it, or correct model_name"
         with pytest.raises(UnavailableError) as refused:
             Asked(core, pipe, ONE_ROW)
         assert str(refused.value) == f"the ensemble cannot be computed now: {gone}"

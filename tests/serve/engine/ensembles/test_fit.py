@@ -31,7 +31,7 @@ CHAIN = ensemble(step("a", "x=x", "y=t"), step("b", "x=t", "y=out"), more=BATCHE
 
 
 def test_a_model_that_is_not_served_is_named_with_its_step() -> None:
-    assert refusal(CHAIN, model("a")) == "step 2 (model 'b'): the model is not served; load it, or correct model_name"
+    assert refusal(CHAIN, model("a")) == "step 2 (model 'b'): the model is not served; load or repair it, or correct model_name"
 
 
 def test_a_version_that_is_not_served_is_named_with_those_that_are() -> None:
