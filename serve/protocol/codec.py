@@ -14,7 +14,8 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
+from halfserve.protos.picture_files import PictureError
+from halfserve.protos.pictures import EncodedPicture, PicturePreparation
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.model import Model

@@ -19,7 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
+from halfserve.protos.picture_files import PictureError
+from halfserve.protos.pictures import EncodedPicture, PicturePreparation
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
