@@ -17,24 +17,23 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from halfserve.protos.picture_files import MAX_PIXELS, PictureError, PictureFile
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 PREPROCESSING: Final = "preprocessing.json"
 # Bytes of memory for each pixel while a picture is decoded, converted and turned: measured, and rounded up. Pillow holds 4, and
 # a second image for a moment; a progressive JPEG's coefficients, and WebP's canvases, come on top.
-DECODING_BYTES: Final = {"JPEG": 9, "MPO": 9, "PNG": 9, "WEBP": 17}
+DECODING_BYTES: Final = {"JPEG": 9, "PNG": 9, "WEBP": 17}
 PROGRESSIVE_BYTES: Final = 4
-FORMATS: Final = ("JPEG", "PNG", "WEBP")
-MAX_PIXELS: Final = 2**26  # limit on a picture as sent, and as scaled
+# Exif's orientations, as the numbers of Pillow's `Transpose` that turn them upright; see `ImageOps.exif_transpose`.
+TURNS: Final[Mapping[int, Any]] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+SIDEWAYS: Final = range(5, 9)  # orientations that swap width and height
 MAX_EDGE: Final = 16_384
 PIXEL_BYTES: Final = 4  # bytes per pixel of Pillow's colour images
 FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's numbers
 FLOOR, EVEN = "floor", "even"
-
-
-class PictureError(ValueError):
-    """A picture cannot be used. The text is the end of a sentence that begins with the picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,29 +129,21 @@ class PicturePreparation:
 
 
 class EncodedPicture:
-    """A JPEG, PNG or WebP whose header is read, and whose pixels are not decoded yet. It is decoded once, on any thread."""
+    """A JPEG, PNG or WebP that is not decoded yet. It is decoded once, on any thread."""
 
     def __init__(self, data: bytes) -> None:
-        """Read the header.
+        """Read what the file says about itself; no library reads it yet.
 
         Raises:
-            PictureError: It is no such picture, or has more than MAX_PIXELS.
-            ImportError: Pillow is not installed.
+            PictureError: It is no such picture, or too large, or takes too much work.
         """
-        from PIL import Image, WebPImagePlugin  # noqa: F401, PLC0415  (an extra; the plugin registers itself)
+        self._file = PictureFile.of(data)
+        self.width, self.height = self._file.width, self._file.height
 
-        too_large = Image.DecompressionBombError, Image.DecompressionBombWarning
-        try:
-            self._image = Image.open(BytesIO(data), formats=FORMATS)
-        except too_large:
-            raise PictureError(f"has far too many pixels, expected at most {MAX_PIXELS:,}; send a smaller one") from None
-        except Exception as error:  # its plugins raise anything, and warnings may be errors
-            raise PictureError(f"is no JPEG, PNG or WebP picture that can be read: {_reason(error)}") from error
-        self.width, self.height = self._image.size
-        if self.width * self.height > MAX_PIXELS:
-            raise PictureError(
-                f"has {self.width} by {self.height} pixels, expected at most {MAX_PIXELS:,} in all; send a smaller one"
-            )
+    @property
+    def work(self) -> int:
+        """The cost of decoding: values to decode, of about 4 ns each; see MAX_WORK."""
+        return self._file.work
 
     def memory_bytes(self, preparation: PicturePreparation) -> int:
         """Bytes of memory that `pixels` takes, at most.
@@ -160,20 +151,19 @@ class EncodedPicture:
         Raises:
             PictureError: The scaled picture has more than MAX_PIXELS: it is very long and narrow.
         """
-        # Exif may turn it.
-        scaled = [preparation.scaled(*size) for size in ((self.height, self.width), (self.width, self.height))]
-        largest = max(math.prod(size) for size in scaled)
+        width, height = (self.height, self.width) if self._file.orientation in SIDEWAYS else (self.width, self.height)
+        scaled = preparation.scaled(height, width)
+        largest = math.prod(scaled)
         if largest > MAX_PIXELS:
             raise PictureError(
                 f"has {self.width} by {self.height} pixels, too long and narrow for this model, which scales it to "
                 f"{largest:,} pixels, expected at most {MAX_PIXELS:,}; cut it"
             )
-        longest = max(self.width, self.height)
-        between = max(edge * longest for size in scaled for edge in size)  # scaled in one direction
-        decoding = DECODING_BYTES[self._image.format or "WEBP"] + PROGRESSIVE_BYTES * ("progressive" in self._image.info)
+        between = scaled[1] * height  # scaled in one direction
+        decoding = DECODING_BYTES[self._file.form] + PROGRESSIVE_BYTES * self._file.in_passes
         return max(
             decoding * self.width * self.height,
-            PIXEL_BYTES * (self.width * self.height + min(between, MAX_PIXELS) + 2 * largest),
+            PIXEL_BYTES * (self.width * self.height + between + 2 * largest),
         )
 
     def pixels(self, preparation: PicturePreparation) -> NDArray[np.uint8]:
@@ -181,18 +171,23 @@ class EncodedPicture:
 
         Raises:
             PictureError: The file is broken or cut short.
+            ImportError: Pillow is not installed.
         """
-        from PIL import ImageOps  # noqa: PLC0415  (see above)
+        from PIL import Image as PillowImage  # noqa: PLC0415  (an extra; the plugin registers itself)
 
-        image = self._image
         try:
+            image: Image = PillowImage.open(BytesIO(self._file.content()), formats=(self._file.form,))
+            _require_size(image, self.width, self.height)
             image.load()
-            ImageOps.exif_transpose(image, in_place=True)
+            turn = TURNS.get(self._file.orientation)
+            if turn is not None:
+                image = image.transpose(turn)
             # Colours as transformers and timm take them: transparency is dropped.
-            upright = image if image.mode == "RGB" else image.convert("RGB")
-        except Exception as error:  # see above
+            if image.mode != "RGB":
+                image = image.convert("RGB")
+        except Exception as error:  # its plugins raise anything, and warnings may be errors
             raise PictureError(f"cannot be decoded: {_reason(error)}; expected a whole file") from error
-        return np.asarray(preparation.applied(upright))
+        return np.asarray(preparation.applied(image))
 
 
 def prepared_pixels(data: bytes, preparation: PicturePreparation) -> NDArray[np.uint8]:
@@ -205,6 +200,12 @@ def prepared_pixels(data: bytes, preparation: PicturePreparation) -> NDArray[np.
     picture = EncodedPicture(data)
     picture.memory_bytes(preparation)
     return picture.pixels(preparation)
+
+
+def _require_size(image: Image, width: int, height: int) -> None:
+    """Check that Pillow reads the size for which memory is reserved."""
+    if image.size != (width, height):
+        raise ValueError(f"its size is {image.width} by {image.height} pixels, and not {width} by {height}")
 
 
 def _reason(error: Exception) -> str:

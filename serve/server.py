@@ -299,6 +299,7 @@ async def _listen(
 ) -> StartupReport:
     """Listen on all ports; `listening` gets each server as soon as it listens."""
     budget = _memory_budget(options)
+    core.pictures.bound(budget.limit_bytes, budget.share(is_known=True))
     core.step_memory.bound(budget.limit_bytes // BETWEEN_STEPS_PART, budget.share(is_known=True))
     # The admin port has its own limit, so that it stays reachable while clients use up all other connections.
     most = most_connections(regions=options.shared_memory)

@@ -42,7 +42,13 @@ BELOW = {
     "serve/storage": {"serve.storage", "serve.engine"},
     "serve/protocol": {"serve.protocol", "serve.observability", "serve.engine"},
     "serve/security": {"serve.security", "serve.protocol", "serve.engine.errors"},
-    "serve/transports": {"serve.transports", "serve.security", "serve.protocol", "serve.engine.errors"},
+    "serve/transports": {
+        "serve.transports",
+        "serve.security",
+        "serve.protocol",
+        "serve.engine.errors",
+        "serve.engine.queueing.client_queue",
+    },
     "serve/http": {
         "serve.http",
         "serve.transports.listener",

@@ -19,7 +19,8 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.tasks.served_models import Preprocessing
 from halfserve.export.to_onnx.capture import one_line
-from halfserve.protos.pictures import EVEN, FILTERS, MAX_PIXELS, PREPROCESSING, PicturePreparation, prepared_pixels
+from halfserve.protos.picture_files import MAX_PIXELS
+from halfserve.protos.pictures import EVEN, FILTERS, PREPROCESSING, PicturePreparation, prepared_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image

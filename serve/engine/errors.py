@@ -146,7 +146,7 @@ class UnknownError(InferenceError):
 
 
 class OutOfMemoryError(InferenceError):
-    """Memory ran out while the model computed a single row."""
+    """Memory ran out while a single row was computed, or a picture decoded."""
 
     def __init__(self) -> None:
         super().__init__("the server's memory does not suffice for this request; try again later, or send smaller tensors")

@@ -16,6 +16,8 @@ from halfserve.serve.engine.execution.short_batches import LoopOccupancy
 from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
+from halfserve.serve.engine.pictures.decoding_threads import DecodingThreads
+from halfserve.serve.engine.pictures.picture_scheduler import take_pictures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.step_memory import StepMemory
 from halfserve.serve.engine.requests import InferRequest
@@ -49,14 +51,17 @@ class InferenceCore:
         control: loads and unloads models at run time; None if only the models of the start are served.
         slots: compute slots for the batches of all models on the CPU, set before there are models; None sets no bound.
         step_memory: memory for tensors between the steps of ensembles.
+        pictures: threads that decode the pictures of all models.
         response_cache: cache for the models whose configuration asks for it, set like `slots`; None if the server has none.
         on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
     """
 
     def __init__(self, models: Iterable[Model]) -> None:
         self._models: dict[str, dict[int, Model]] = {}
+        self.pictures = DecodingThreads()
         for model in models:
             self._models.setdefault(model.name, {})[model.version] = model
+            take_pictures(model, self.pictures)
         self._leaving: dict[Model, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._draining = self._retired = False
@@ -241,6 +246,7 @@ class InferenceCore:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
             cache_answers(model, self.response_cache)
+            take_pictures(model, self.pictures)
             if self.figures.latencies.quantiles:
                 model.statistics.keep_latencies()
             if not model.backends:  # a model that consists of other models
@@ -284,9 +290,11 @@ class InferenceCore:
         self.retire()
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
         await asyncio.gather(*self._finishing)
+        self.pictures.stop()
 
     async def clean_up(self) -> None:
         """Clean up every model whose requests had not ended when `drain` was abandoned."""
+        self.pictures.stop()
         instances = [instance for model in [*self.models(), *self._leaving] for instance in model.batcher.instances]
         for instance in instances:
             instance.stop()

@@ -31,8 +31,7 @@ from starlette.routing import Route
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
 from halfserve.serve.http.responses import error_response, http_status
 from halfserve.serve.protocol.service import Service
-from halfserve.serve.security.client_limits import network_of
-from halfserve.serve.security.gate import AccessGrant, Gate
+from halfserve.serve.security.gate import AccessGrant, Gate, client_name
 from halfserve.serve.security.roles import UNKNOWN_ROUTE, Access, Role
 
 Message = MutableMapping[str, Any]
@@ -312,7 +311,7 @@ def _checked(grant: AccessGrant, receive: Receive) -> Receive:
 def client_of(scope: Any) -> str:
     """The client that a request counts as; see `AccessGrant.client`."""
     grant: AccessGrant | None = scope.get(GRANT)
-    return network_of(peer_of(scope)) if grant is None else grant.client(peer_of(scope))
+    return client_name(grant, peer_of(scope))
 
 
 def peer_of(scope: Any) -> str:

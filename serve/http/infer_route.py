@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +23,7 @@ from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.guards import GRANT, GuardedRoute, peer_of
+from halfserve.serve.http.guards import GRANT, GuardedRoute, client_of, peer_of
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.json_bodies import Fields
 from halfserve.serve.http.json_tensors import array_from_json, json_pieces
@@ -149,7 +150,7 @@ def inference_entry(service: Service, request: Request) -> AnyInference:
     observer = service.observability.observer
     given: AccessGrant | None = request.scope.get(GRANT)
     headers = dict(request.scope["headers"])
-    inference = service.inference_of(headers, service.forwarded.http)
+    inference = service.inference_of(headers, service.forwarded.http, partial(client_of, request.scope))
     if given is not None:
         inference = given.inference(inference, peer_of(request.scope), is_charged=True)
     if observer is None:

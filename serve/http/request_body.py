@@ -89,11 +89,6 @@ class BodyReader:
         self._limits = limits
         self._budget = budget
 
-    @property
-    def budget_bytes(self) -> int:
-        """The memory of all clients together."""
-        return self._budget.limit_bytes
-
     async def read(self, request: Request) -> bytes:
         """The whole body, decompressed. It counts until the current task, which answers the request, ends.
 

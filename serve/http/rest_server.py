@@ -118,7 +118,7 @@ class RestServer:
             *ModelRoutes(service, self._bodies).routes(),
             *SharedMemoryRoutes(service, self._bodies).routes(),
             *SettingRoutes(service, self._bodies).routes(),
-            *PictureRoutes(service, self._bodies, self._texts.threads).routes(),
+            *PictureRoutes(service, self._bodies).routes(),
             *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
             metrics_route(service),
             openapi_route(service),

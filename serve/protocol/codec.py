@@ -7,20 +7,19 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import Any, Final
 
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
 from halfserve.protos.shared_memory_parameters import PARAMETERS
-from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
+from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import LACKING
+from halfserve.serve.engine.pictures.encoded_inputs import EncodedInputs, EncodedPictures
 from halfserve.serve.engine.requests import NO_PARAMETERS, LateArray, LateInputs, Parameter, RawInput, RawLayout
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import (
     MAX_BYTES,
@@ -41,8 +40,6 @@ LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 LATE_BYTES: Final = 2**14
 LATE_ELEMENTS: Final = 2**12
 PIECE: Final = 4096  # elements per assignment; the GIL is held during each
-LARGE_PICTURE_BYTES: Final = 2**26  # memory to decode a picture from which on only one is decoded at a time
-_large: Final = Lock()  # held while a large picture is decoded, so that all instances together decode one
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 TRITONS: Final = "triton_"  # prefix of the parameters that are for the server, not for models
 # Parameters that mean something to the server.
@@ -94,8 +91,12 @@ def queue_timeout_s(request: ModelInferRequest) -> float | None:
     return microseconds / 1e6 if microseconds else None
 
 
-def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
+def decode_inputs(
+    request: ModelInferRequest, model: Model, memory: SharedMemory, data: bytes = b"", client: Callable[[], str] | None = None
+) -> DecodedInputs:
     """Check every input against the model and view its bytes as an array. Tensors that are read later may still be wrong.
+
+    Encoded pictures are read from the message `data` again later, and belong to the client that `client` names.
 
     Raises:
         InvalidArgumentError: a name, datatype, shape, row or byte count is wrong; the text names the input and both values.
@@ -109,6 +110,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
         raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {sent}, one per input that is sent")
     entries = iter(raw)
     arrays: dict[str, Array | LateArray] = {}
+    pictures: EncodedPictures | None = None
     for tensor, place in zip(request.inputs, places, strict=True):
         spec = _spec(tensor, model, arrays)
         if (raw or place is not None) and tensor.HasField("contents"):
@@ -123,15 +125,20 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
                 array = _from_contents(tensor.contents, spec, tensor.shape)
         except ValueError as error:
             raise _wrong(spec, error) from None
-        is_encoded = spec.datatype is not model.inputs[spec.name].datatype
-        arrays[spec.name] = _late_pictures(spec.name, array, model.pictures[spec.name]) if is_encoded else array
+        if spec.datatype is not model.inputs[spec.name].datatype:
+            if place is None and len(data) > LATE_BYTES:
+                array = _late(spec, tensor.shape, partial(_read_again, data, len(arrays), spec, tuple(tensor.shape)))
+            pictures = _encoded_pictures(spec.name, array, model, client)
+            array = LateArray(pictures.shape, _undecoded)
+        arrays[spec.name] = array
     if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
         missing = ", ".join(map(repr, left_out))
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
     _check_total(places)
     rows = model.rows_of({name: array.shape for name, array in arrays.items()})
     arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
-    return DecodedInputs(_inputs(arrays), rows, model.bucket({name: array.shape for name, array in arrays.items()}))
+    inputs = _inputs(arrays) if pictures is None else EncodedInputs(pictures, arrays)
+    return DecodedInputs(inputs, rows, model.bucket({name: array.shape for name, array in arrays.items()}))
 
 
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
@@ -318,29 +325,23 @@ def _encoded_spec(spec: TensorSpec, dimensions: int) -> TensorSpec:
     return TensorSpec(name=spec.name, datatype=BYTES, shape=shape)
 
 
-def _late_pictures(name: str, encoded: Array | LateArray, preparation: PicturePreparation) -> LateArray:
-    """Return prepared pixels, uint8 (n, height, width, 3), of encoded pictures (n,) or (n, 1), which are read on first use."""
-    shape = (encoded.shape[0], preparation.height, preparation.width, 3)
-
-    def read() -> Array:
-        pictures = encoded.read() if isinstance(encoded, LateArray) else encoded
-        pixels = np.empty(shape, np.uint8)
-        for index, data in enumerate(pictures.ravel().tolist()):
-            try:
-                pixels[index] = _pixels(data, preparation)
-            except PictureError as error:
-                raise InvalidArgumentError(f"input {name!r} has an element {index} that {error}") from None
-            except ImportError:
-                raise UnsupportedError(f"input {name!r} takes no encoded pictures here: {LACKING}") from None
-        return pixels
-
-    return LateArray(shape, read)
+def _encoded_pictures(name: str, files: Array | LateArray, model: Model, client: Callable[[], str] | None) -> EncodedPictures:
+    preparation = model.pictures[name]
+    shape = (files.shape[0], preparation.height, preparation.width, 3)
+    return EncodedPictures(
+        name=name, files=files, shape=shape, preparation=preparation, client="" if client is None else client()
+    )
 
 
-def _pixels(data: bytes, preparation: PicturePreparation) -> Array:
-    picture = EncodedPicture(data)
-    prepare = partial(picture.pixels, preparation)
-    if picture.memory_bytes(preparation) <= LARGE_PICTURE_BYTES:
-        return prepare()
-    with _large:
-        return prepare()
+def _read_again(data: bytes, index: int, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """Read one BYTES input of a checked message, which is sent with it."""
+    request = parse(ModelInferRequest, data)
+    if not request.raw_input_contents:
+        return _one_by_one(request.inputs[index].contents.bytes_contents, spec.datatype).reshape(shape)
+    before = sum(place is None for place in input_slices(request)[:index])
+    return from_raw(request.raw_input_contents[before], spec.datatype, shape)
+
+
+def _undecoded() -> Array:
+    """Stand for pixels while shapes are checked; never called."""
+    raise NotImplementedError

@@ -112,7 +112,9 @@ class Inference:
         memory: SharedMemory,
         cache: RequestCache | None = None,
         forward: ForwardRequest | None = None,
+        client: Callable[[], str] | None = None,
     ) -> None:
+        self._client = client
         self._core = core
         self._memory = memory
         self._forward = forward
@@ -123,7 +125,11 @@ class Inference:
 
     def with_forwarding(self, forward: ForwardRequest) -> Inference:
         """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
-        return Inference(self._core, self._memory, self._cache, forward)
+        return Inference(self._core, self._memory, self._cache, forward, self._client)
+
+    def for_client(self, client: Callable[[], str]) -> Inference:
+        """Return an entry for the requests of one client, which `client` names, so that clients share threads fairly."""
+        return Inference(self._core, self._memory, self._cache, self._forward, client)
 
     def infer(
         self,
@@ -222,7 +228,7 @@ class Inference:
             parameters = cached.with_sequence(data[start : start + size]) if size else cached.parameters
             return cached, cut.id, self._raw_inputs(cached, cached.layout, data, offsets), parameters
         request = parse(ModelInferRequest, data)
-        cached, decoded = self._checked(request)
+        cached, decoded = self._checked(request, data)
         self._cache.keep(cut, cached)
         return cached, request.id.encode(), decoded, cached.parameters
 
@@ -236,9 +242,9 @@ class Inference:
             self._memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
         return RawInputs(layout, data, offsets, binding.outside)
 
-    def _checked(self, request: ModelInferRequest) -> tuple[CachedRequest, Tensors]:
+    def _checked(self, request: ModelInferRequest, data: bytes) -> tuple[CachedRequest, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
-        decoded = decode_inputs(request, model, self._memory)
+        decoded = decode_inputs(request, model, self._memory, data, self._client)
         outputs = requested_names(request, model)
         special = special_outputs(request, model, self._memory)
         of_inputs = input_slices(request)

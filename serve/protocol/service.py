@@ -145,9 +145,12 @@ class Service:
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
 
-    def inference_of(self, headers: Headers, forwarded: HeaderPattern | None) -> WatchableInference:
-        """Return the entry for inference requests with these headers; headers that `forwarded` selects become parameters."""
-        inference = self.inference if self.inference_with is None else self.inference_with(headers)
+    def inference_of(self, headers: Headers, forwarded: HeaderPattern | None, client: Callable[[], str]) -> WatchableInference:
+        """Return the entry for inference requests with these headers, of the client that `client` names.
+
+        Headers that `forwarded` selects become parameters.
+        """
+        inference = (self.inference if self.inference_with is None else self.inference_with(headers)).for_client(client)
         return inference if forwarded is None else forwarded.forwarding(inference, headers)
 
     def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)

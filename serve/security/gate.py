@@ -249,6 +249,11 @@ class AccessGrant:
         return None if self._shares is None else self._shares.of(self.client(peer))
 
 
+def client_name(grant: AccessGrant | None, peer: str) -> str:
+    """Return the client that a caller counts as, also without a gate; see `AccessGrant.client`."""
+    return network_of(peer) if grant is None else grant.client(peer)
+
+
 class ServiceViews:
     """Services restricted to some models, one for all callers with the same rights. On the event loop only."""
 

@@ -18,7 +18,7 @@ from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR, Inference
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate
+from halfserve.serve.security.gate import AccessGrant, Gate, client_name
 from halfserve.serve.security.private_socket import private_files
 from halfserve.serve.security.security import PortSecurity
 from halfserve.serve.transports.grpc_framing import cut_details
@@ -180,12 +180,13 @@ def _inference(service: Service, context: Context, given: AccessGrant | None) ->
     """The inference entry of one call, with its permissions and observer applied."""
     observer = service.observability.observer
     headers = dict(_headers(context.invocation_metadata()))
-    inference = service.inference_of(headers, service.forwarded.grpc)
+    peer = _peer(context)
+    inference = service.inference_of(headers, service.forwarded.grpc, partial(client_name, given, peer))
     if given is not None:
-        inference = given.inference(inference, _peer(context))
+        inference = given.inference(inference, peer)
     if observer is None:
         return inference
-    return ObservedInference(inference, observer, _peer(context), headers, "" if given is None else given.holder)
+    return ObservedInference(inference, observer, peer, headers, "" if given is None else given.holder)
 
 
 def _peer(context: Context) -> str:

@@ -10,45 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from types import coroutine
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 from weakref import WeakKeyDictionary
+
+from halfserve.serve.engine.queueing.client_queue import ClientQueue
 
 TURN_S: Final = 0.0005
 MOST_STEPS: Final = 8  # woken in one iteration: the next ones may take longer than recent ones
 RECENT: Final = 8  # the mean duration of a step is that of about so many recent ones
-
-T = TypeVar("T")
-
-
-class ClientQueue(Generic[T]):
-    """Entries of clients, which are taken from one client after the other, and in order of arrival from each."""
-
-    __slots__ = ("_entries", "_size")
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[str, deque[T]] = OrderedDict()  # the next client first
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def append(self, client: str, entry: T) -> None:
-        """Add an entry of a client."""
-        self._entries.setdefault(client, deque()).append(entry)
-        self._size += 1
-
-    def take(self) -> T:
-        """Remove and return the next entry; the queue must not be empty."""
-        client, entries = self._entries.popitem(last=False)
-        entry = entries.popleft()
-        if entries:
-            self._entries[client] = entries
-        self._size -= 1
-        return entry
 
 
 class TaskTurns:

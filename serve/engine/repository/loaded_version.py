@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
-from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
 from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
@@ -34,6 +33,7 @@ from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.padding.ragged import Ragged, ragged_interface, read_ragged
+from halfserve.serve.engine.pictures.encoded_inputs import LACKING
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.pace import BatchLimits
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 # Of other models, a file of this name is something else.
 PICTURE_TASKS: Final = frozenset({"image-classification", "image-embeddings"})
-LACKING: Final[str] = f"the server lacks the package pillow; {install_hint('pictures')}"
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,8 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
-        pictures=read_pictures(files, seen),
+        # Several threads decode, which would change the order of a sequence's requests.
+        pictures={} if sequences is not None else read_pictures(files, seen),
         guard=None
         if not has_rows
         else make_guard(

@@ -9,16 +9,13 @@ import binascii
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.pictures import EncodedPicture, PictureError, PicturePreparation
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
@@ -27,7 +24,6 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import LACKING
 from halfserve.serve.http.error_forms import InputError
 from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.infer_route import inference_entry, joined, named, record_refusal
@@ -39,7 +35,7 @@ from halfserve.serve.http.tasks.row_requests import RowRequests, Vector, time_le
 from halfserve.serve.http.tasks.text_bodies import Content, read_content, shown, text_field, whole_field
 from halfserve.serve.http.tasks.text_endpoint import json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import labels_of, task_of
-from halfserve.serve.http.tasks.tokenizing import TokenizerThreads
+from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.roles import INFERENCE
 
@@ -50,7 +46,6 @@ FUNCTIONS: Final[Mapping[str, Callable[[Vector], Vector]]] = {
     "softmax": softmax,
     "none": lambda logits: logits,
 }
-LONG_PIXELS: Final = 2**20  # decoded in 10 to 30 ms
 DATA_URL: Final = "data:"
 
 
@@ -64,12 +59,11 @@ class AskedPicture:
 
 
 class PictureRoutes:
-    """The routes that classify pictures. They are decoded on the threads that tokenize, in the turns of their clients."""
+    """The routes that classify pictures, which they send to the model as they are."""
 
-    def __init__(self, service: Service, bodies: BodyReader, threads: TokenizerThreads) -> None:
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
         self._bodies = bodies
-        self._threads = threads
 
     def routes(self) -> list[GuardedRoute]:
         return [GuardedRoute(f"{path}/classify", self.classify, INFERENCE, method="POST") for path in (MODEL, VERSION)]
@@ -82,8 +76,7 @@ class PictureRoutes:
         try:
             model = self._service.core.model(name, version)
             asked = await self._asked(request)
-            input_name, preparation = _picture_input(model)
-            pixels = await self._pixels(request, asked.data, preparation)
+            input_name = _picture_input(model)
         except InferenceError as error:
             record_refusal(self._service, request, error, name, version)
             raise
@@ -93,8 +86,8 @@ class PictureRoutes:
             raise
         rows = RowRequests(
             inference_entry(self._service, request),
-            _PixelMessages(model, version, input_name),
-            [pixels],
+            _PictureMessages(model, version, input_name),
+            [asked.data],
             1,
             memory_held(request),
             time_left_s(request),
@@ -116,36 +109,24 @@ class PictureRoutes:
         memory_held(request).grow(2 * len(body))  # the text, and the bytes that it stands for
         return await self._bodies.understand(body, lambda body: _read_json(read_content(body)))
 
-    async def _pixels(self, request: Request, data: bytes, preparation: PicturePreparation) -> NDArray[np.uint8]:
-        try:
-            picture = await self._bodies.understand(data, EncodedPicture)
-            size = picture.memory_bytes(preparation)
-            _require_room(picture, size, self._bodies.budget_bytes)
-            is_long = picture.width * picture.height > LONG_PIXELS
-            return await self._threads.done(request, size, partial(picture.pixels, preparation), is_long=is_long)
-        except PictureError as error:
-            raise InvalidArgumentError(f"the picture {error}") from None
-        except ImportError:
-            raise UnsupportedError(f"encoded pictures are not taken here: {LACKING}") from None
-
 
 @dataclass(frozen=True)
-class _PixelMessages:
+class _PictureMessages:
     """Makes the request of one picture."""
 
     model: Model
     version: str
     input_name: str
 
-    def message(self, row: NDArray[np.uint8]) -> bytes:
+    def message(self, row: bytes) -> bytes:
         head = ModelInferRequest(model_name=self.model.name, model_version=self.version)
-        head.inputs.add(name=self.input_name, datatype="UINT8", shape=[1, *row.shape])
+        head.inputs.add(name=self.input_name, datatype="BYTES", shape=[1])
         head.outputs.add(name=next(iter(self.model.outputs)))
-        return joined(head, [row.tobytes()])
+        return joined(head, [len(row).to_bytes(LENGTH_PREFIX_BYTES, "little") + row])
 
 
-def _picture_input(model: Model) -> tuple[str, PicturePreparation]:
-    """The input that takes pictures, and how they are prepared. Raises InvalidArgumentError: the model is for another task;
+def _picture_input(model: Model) -> str:
+    """The input that takes pictures. Raises InvalidArgumentError: the model is for another task;
     FailedPreconditionError: nothing says how its pictures are prepared.
     """
     task = task_of(model)
@@ -157,15 +138,7 @@ def _picture_input(model: Model) -> tuple[str, PicturePreparation]:
             f"model {model.name!r} has no preprocessing.json, which says how pictures are scaled and cut; export it again, or "
             f"send pixels to /v2/models/{model.name}/infer"
         )
-    return next(iter(model.pictures.items()))
-
-
-def _require_room(picture: EncodedPicture, size: int, budget_bytes: int) -> None:
-    if size > budget_bytes:
-        raise PictureError(
-            f"has {picture.width} by {picture.height} pixels, which take {size >> 20} MiB while they are decoded, expected at "
-            f"most {budget_bytes >> 20} MiB; send a smaller one, or start the server with a larger --max-buffered-mib"
-        )
+    return next(iter(model.pictures))
 
 
 def _read_json(content: Content) -> AskedPicture:

@@ -11,9 +11,9 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from halfserve.serve.engine.queueing.client_queue import ClientQueue
 from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.request_body import memory_held
-from halfserve.serve.transports.task_turns import ClientQueue
 
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
 PIECE_CHARACTERS: Final = 4096  # tokenized at once, which takes 1 to 6 ms; at least one text

@@ -16,12 +16,13 @@ from halfserve.serve.protocol.inference import (
     InferenceEntry,
     ObservedInference,
     OutcomeListener,
+    WatchableInference,
 )
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate
+from halfserve.serve.security.gate import AccessGrant, Gate, client_name
 from halfserve.serve.security.memory_budget import MemoryShare
 from halfserve.serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
 from halfserve.serve.transports.nghttp2.pending_requests import Call
@@ -238,7 +239,17 @@ class Calls:
 class _InferOpener:
     """Opens inference calls with one list of headers on one connection."""
 
-    __slots__ = ("_encoding", "_given", "_headers", "_holder", "_observability", "_observed", "_plain", "_time_left_s")
+    __slots__ = (
+        "_encoding",
+        "_given",
+        "_headers",
+        "_holder",
+        "_observability",
+        "_observed",
+        "_plain",
+        "_service",
+        "_time_left_s",
+    )
 
     def __init__(
         self,
@@ -248,22 +259,25 @@ class _InferOpener:
         time_left_s: float | None,
         given: AccessGrant | None,
     ) -> None:
-        self._plain = service.inference_of(headers, service.forwarded.grpc)
+        self._plain: WatchableInference | None = None  # made with the first call, as the peer is not known before
         self._observed: ObservedInference | None = None
         self._observability = service.observability
+        self._service = service
         self._headers = headers
         self._encoding = encoding
         self._time_left_s = time_left_s
-        self._given = given  # permissions, applied to each request
+        self._given = given  # permissions
         self._holder = "" if given is None else given.holder
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
         raise NotImplementedError
 
-    def _pass_gate(self, session: GrpcSession) -> None:
-        if self._given is not None:
-            self._plain = self._given.inference(self._plain, session.peer)
-            self._given = None
+    def _opened(self, session: GrpcSession) -> WatchableInference:
+        """Make the entry for the requests of this client, with its permissions applied to each."""
+        service, given, peer = self._service, self._given, session.peer
+        plain = service.inference_of(self._headers, service.forwarded.grpc, partial(client_name, given, peer))
+        self._plain = plain = plain if given is None else given.inference(plain, peer)
+        return plain
 
 
 class _UnaryInferOpener(_InferOpener):
@@ -272,9 +286,9 @@ class _UnaryInferOpener(_InferOpener):
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
-        if self._given is not None:
-            self._pass_gate(session)
         plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
+        if plain is None:
+            plain = self._opened(session)
         observer = self._observability.observer  # may change during a connection
         if observer is None:
             return InferCall(session, stream, encoding, plain, plain, time_left_s)
@@ -292,11 +306,11 @@ class _StreamInferOpener(_InferOpener):
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
-        self._pass_gate(session)
+        plain = self._plain or self._opened(session)
         observer = self._observability.observer
-        inference: AnyInference = self._plain
+        inference: AnyInference = plain
         if observer is not None:
-            inference = ObservedInference(self._plain, observer, session.peer, self._headers, self._holder)
+            inference = ObservedInference(plain, observer, session.peer, self._headers, self._holder)
         name, value = ENDS_WITH_ERROR
         ends = self._headers.get(name) == value
         return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)
