@@ -63,12 +63,12 @@ $(READY): $(DEMO)
 	@rm -r $(VENV)/layer $(VENV)/layer.zip
 	@touch $(READY)
 
-# Also of an environment that is there: it keeps what is in it. A `pip install` without --editable puts a copy of halfserve in place
-# of the checkout.
+# It keeps what is in an environment that exists. A `pip install` without --editable puts a copy of halfserve in place of the
+# checkout; this puts the checkout back.
 comma := ,
 install: $(DEMO)
-	@$(if $(EXTRAS),echo "make: adding these extras of pyproject.toml: $(EXTRAS)" && $(UV) --requirement pyproject.toml $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
-	@$(BIN)/halfserve --version | grep -q "from the checkout" || $(UV) --no-deps --no-build-isolation --editable .
+	@$(if $(EXTRAS),echo "make: adding these extras of pyproject.toml: $(EXTRAS)"; $(UV) --requirement pyproject.toml $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
+	@$(BIN)/halfserve --version 2>/dev/null | grep -q "from the checkout" || { $(UV) --no-deps --no-build-isolation --editable .; }
 	@$(BIN)/halfserve --version
 	@echo "make: $(VENV) is complete; to use it, run: source $(BIN)/activate"
 
