@@ -20,6 +20,7 @@ from benchmarks.attacks import (
     cache_keys,
     many_connections,
     open_watches,
+    pictures,
     pipelines,
     texts,
     unfinished_messages,
@@ -88,6 +89,17 @@ ATTACKS = (
             budget_mb=BUDGET_MB,
         )
         for attack in (texts.tokenize_floods, texts.gone_texts, texts.padded_rows)
+    ),
+    *(
+        Attack(
+            name=attack.__name__,
+            run=attack,
+            save_models=pictures.save_picture_model,
+            bystander=pictures.ask_pictures,
+            asks_for_tokens=False,
+            budget_mb=BUDGET_MB,
+        )
+        for attack in (pictures.many_passes, pictures.inflating_texts, pictures.large_pictures)
     ),
 )
 ALLOWED = 1.2  # times the budget

@@ -52,9 +52,9 @@ class DecodingJob:
         self.client = pictures.client
         self.ended = ended
         self.pixel_bytes = math.prod(pictures.shape)
-        self._file_bytes = READING_TIMES * size
+        self._file_bytes = size
         self._small_bytes = small_bytes
-        self.needs_bytes = small_bytes + self._file_bytes
+        self._claim(small_bytes)
         self.is_long = self.is_started = self.is_running = self.is_over = False
         self._name, self._shape, self._preparation = pictures.name, pictures.shape, pictures.preparation
         self._pictures: EncodedPictures | None = pictures
@@ -112,8 +112,14 @@ class DecodingJob:
             self._pixels[self._next] = picture.pixels(self._preparation)
             self._next += 1
             if self.is_long or time.monotonic() >= until:
-                self.needs_bytes, self.is_long = self._small_bytes + self._file_bytes, False
+                self._claim(self._small_bytes)
+                self.is_long = False
                 return
+
+    def _claim(self, picture_bytes: int) -> None:
+        """Claim the memory to read the files, and then to decode one picture."""
+        self._picture_bytes = picture_bytes
+        self.needs_bytes = max(READING_TIMES * self._file_bytes, self._file_bytes + picture_bytes)
 
     def _opened(self, file: bytes, most_bytes: int) -> EncodedPicture | None:
         """Return a picture that this step may decode; None, once it is noted what the next step needs, if it takes more."""
@@ -128,9 +134,9 @@ class DecodingJob:
                 f"decoded, expected at most {most_bytes >> 20} MiB; send a smaller one, or start the server with a larger "
                 "--max-buffered-mib"
             )
-        claimed = self.needs_bytes - self._file_bytes
         is_long = self.is_long or needs > self._small_bytes or picture.work > SMALL_WORK
-        if needs <= claimed and is_long == self.is_long:
+        if needs <= self._picture_bytes and is_long == self.is_long:
             return picture
-        self.needs_bytes, self.is_long = max(needs, claimed) + self._file_bytes, is_long
+        self._claim(max(needs, self._picture_bytes))
+        self.is_long = is_long
         return None
