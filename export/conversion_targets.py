@@ -55,6 +55,11 @@ class ConversionTarget(Protocol):
         """The model's name in the certificate."""
         ...
 
+    @property
+    def has_certificate_file(self) -> bool:
+        """Whether the certificate is a file beside the model; otherwise the model's file contains it."""
+        ...
+
     def check(self, source: ModelFile) -> None:
         """Check, before any work is done, that a model made from `source` may be written.
 
@@ -106,6 +111,10 @@ class FileTarget:
     def model_name(self) -> str:
         return self.path.stem
 
+    @property
+    def has_certificate_file(self) -> bool:
+        return False
+
     def check(self, source: ModelFile) -> None:
         require_free(self.path, source, overwrite=self.overwrite)
 
@@ -129,7 +138,7 @@ class FileTarget:
         self,
         source: ModelFile,
         staged: StagedModel,
-        certificate: Certificate | None,  # noqa: ARG002  (a file needs none)
+        certificate: Certificate | None,  # noqa: ARG002  (the file contains it)
         recorded: bytes,  # noqa: ARG002  (a file has none beside it)
     ) -> PublishedModel:
         try:
@@ -165,6 +174,10 @@ class RepositoryTarget:
     @property
     def model_name(self) -> str:
         return self.name
+
+    @property
+    def has_certificate_file(self) -> bool:
+        return True
 
     @cached_property
     def _stored(self) -> StoredRepository | None:

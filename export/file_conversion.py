@@ -376,8 +376,8 @@ def _verified(
     )
     recorded = target.recorded(done.source, samples.inputs)
     certificate = target.bound(certificate, done.source, open_model(done.staged.path), recorded)
-    certificate = embed_in_file(done.staged.path, certificate)
-    return (certificate if verification.key is None else certificate.signed(verification.key)), recorded
+    is_inside = not target.has_certificate_file
+    return embed_in_file(done.staged.path, certificate, key=verification.key, is_inside=is_inside), recorded
 
 
 def _searched(

@@ -2,23 +2,28 @@
 
 The certificate contains SHA-256 hashes of the model file and of the files beside it, and the model's metadata contains the hash
 of the certificate. To avoid a cycle, the latter hash omits `onnx_sha256` and `onnx_bytes`, and covers `content_sha256` instead:
-the hash of the model file without the metadata entry that names the certificate. A changed weight, number, limit or file breaks
+the hash of the model file without the metadata entries about its certificate. In a repository the certificate is a file beside
+the model. A model file outside of one contains its certificate as a further metadata entry, in which `onnx_sha256` is empty and
+`onnx_bytes` is 0. A changed weight, number, limit or file breaks
 one of these hashes. Somebody with write access to all files can still replace all hashes; only a signature detects that (see
 `certificate_signature`).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, BinaryIO, TypeAlias
 
 from google.protobuf import json_format
 
-from halfserve.files.onnx_outline import FileWindow, top_level_fields
-from halfserve.files.varint import encoded_varint, length_delimited
+from halfserve.files.onnx_outline import FileWindow, TopLevelField, top_level_fields
+from halfserve.files.varint import length_delimited
 from halfserve.protos.model_config_pb2 import DataType, ModelConfig, ModelInput
 
 CERTIFICATE = "certificate.json"
@@ -27,7 +32,9 @@ SCHEMA = "halfserve.certificate"
 # prefixes and the name of the input or output. `files` of the certificate has the file's hash.
 SAMPLES = "samples.npz"
 RECORDED_INPUT, RECORDED_OUTPUT = "input/", "output/"
-NAME = "halfserve.certificate_sha256"  # the key in the model's metadata
+NAME = "halfserve.certificate_sha256"  # the key of the certificate's hash in the model's metadata
+INSIDE = "halfserve.certificate"  # the key of the certificate itself, as JSON, deflated (RFC 1950), in base64
+MAX_CERTIFICATE_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 # Parameters of config.pbtxt that change what requests or answers mean, and not only how fast or on what they are computed.
 BOUND_PARAMETERS = frozenset(
@@ -37,7 +44,7 @@ Changed: TypeAlias = tuple[str | None, str | None]  # a setting in the certifica
 
 _METADATA = 14  # ModelProto.metadata_props
 _NOT_NAMED = frozenset({"onnx_sha256", "onnx_bytes", "signature"})
-_NAME_FIELD = length_delimited(1, len(NAME)) + NAME.encode()  # StringStringEntryProto.key
+_VALUE = 2  # StringStringEntryProto.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class ModelDigests:
     """SHA-256 hashes of a model file, in hexadecimal."""
 
     file: str  # hash of all its bytes
-    content: str  # hash of its bytes without the metadata entries that name a certificate
+    content: str  # hash of its bytes without the metadata entries that name or contain a certificate
 
     def with_data_files(self, data: Mapping[str, str]) -> ModelDigests:
         """Return the hashes of a model with data files, given the hashes of these files by location.
@@ -131,26 +138,77 @@ def _tensor_text(tensor: Any, batch: list[int]) -> str:
     return f"{DataType.Name(tensor.data_type)} {batch + own}{shown}"
 
 
+def metadata_entry(key: str, value: str) -> bytes:
+    """An entry of a model's metadata, as bytes that may be appended to a model file."""
+    content = value.encode()
+    body = _key_field(key) + length_delimited(_VALUE, len(content)) + content
+    return length_delimited(_METADATA, len(body)) + body
+
+
 def named_entry(digest: str) -> bytes:
-    """The metadata entry that names a certificate, as bytes that may be appended to a model file."""
-    body = _NAME_FIELD + length_delimited(2, len(digest)) + digest.encode()
-    return encoded_varint(_METADATA << 3 | 2) + encoded_varint(len(body)) + body
+    """The metadata entry that names a certificate."""
+    return metadata_entry(NAME, digest)
+
+
+def certificate_entry(content: Mapping[str, Any]) -> bytes:
+    """The metadata entry that contains a certificate, given as JSON types."""
+    packed = zlib.compress(json.dumps(content, allow_nan=False, separators=(",", ":")).encode(), 9)
+    return metadata_entry(INSIDE, base64.b64encode(packed).decode())
+
+
+def unpacked_certificate(value: bytes) -> bytes:
+    """The JSON in the value of such an entry; the value itself where it is another, which is no JSON."""
+    try:
+        stream = zlib.decompressobj()
+        content = stream.decompress(base64.b64decode(value, validate=True), MAX_CERTIFICATE_BYTES)
+    except (ValueError, zlib.error):
+        return value
+    return content if stream.eof else value
+
+
+def _key_field(key: str) -> bytes:
+    """StringStringEntryProto.key, which every writer puts first."""
+    return length_delimited(1, len(key)) + key.encode()
+
+
+def _entries(window: FileWindow) -> Iterator[tuple[str, TopLevelField, int]]:
+    """The metadata entries about a certificate in a model file: key, place, and where the value's field begins."""
+    for field in top_level_fields(window):
+        for key in (NAME, INSIDE):
+            head = field.body + len(_key_field(key))
+            if field.number == _METADATA and head <= field.end and window.piece(field.body, head) == _key_field(key):
+                yield key, field, head
 
 
 def unnamed_pieces(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
-    """The ranges (start, end) of a model file between the entries that name a certificate, in order.
+    """The ranges (start, end) of a model file between the metadata entries about its certificate, in order.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
         OSError: the file cannot be read.
     """
-    window, start = FileWindow(file, size), 0
-    for field in top_level_fields(window):
-        head = field.body + len(_NAME_FIELD)
-        if field.number == _METADATA and head <= field.end and window.piece(field.body, head) == _NAME_FIELD:
-            yield start, field.start
-            start = field.end
+    start = 0
+    for _, field, _ in _entries(FileWindow(file, size)):
+        yield start, field.start
+        start = field.end
     yield start, size
+
+
+def certificate_inside(file: BinaryIO, size: int) -> bytes | None:
+    """The certificate that a model file contains, as JSON; None if it contains none.
+
+    Raises:
+        DamagedFileError: the file is no protobuf message, or ends within one.
+        OSError: the file cannot be read.
+    """
+    window, found = FileWindow(file, size), None
+    for key, field, head in _entries(window):
+        if key == INSIDE:
+            found = window.piece(head, min(field.end, head + MAX_CERTIFICATE_BYTES))
+    if found is None:
+        return None
+    value = next((field for field in top_level_fields(FileWindow(BytesIO(found), len(found))) if field.number == _VALUE), None)
+    return b"" if value is None else unpacked_certificate(found[value.body : value.end])
 
 
 def model_digests(file: BinaryIO, size: int) -> ModelDigests:

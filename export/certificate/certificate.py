@@ -235,9 +235,9 @@ class Certificate(PrecisionVerdict):
             file was judged in it. Certificates without it are about float16.
         precisions: The verdicts on the same file where its half-precision nodes and weights are computed in other types.
         onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
-            files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
-        onnx_bytes: Size of the file and its data files in bytes.
-        content_sha256: SHA-256 of the file without the entry of its metadata that names the certificate, where it has one.
+            files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`. Empty in a certificate inside the file.
+        onnx_bytes: Size of the file and its data files in bytes; 0 in a certificate inside the file.
+        content_sha256: SHA-256 of the file without the entries of its metadata about a certificate, where it has some.
         graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
         files: SHA-256 of the other files of the model's version that its answers depend on, such as the float32 twin, by path
             in the version's folder.
@@ -309,6 +309,11 @@ class Certificate(PrecisionVerdict):
         content = self.to_json()
         signature = key.signature(content)
         return _of_document(replace(self, signature=signature), {**content, "signature": signature})
+
+    def outside(self, onnx_sha256: str, onnx_bytes: int) -> Certificate:
+        """Return a certificate that was inside its model's file with the hash and the size of that file, and unsigned."""
+        added: dict[str, Any] = {"onnx_sha256": onnx_sha256, "onnx_bytes": onnx_bytes, "signature": ""}
+        return _of_document(replace(self, **added), self.to_json() | added)
 
     def to_bytes(self) -> bytes:
         """The certificate as a JSON file."""

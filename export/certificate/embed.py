@@ -11,12 +11,22 @@ from typing import BinaryIO
 
 import onnx
 
-from halfserve.export.certificate.certificate import Certificate
+from halfserve.export.certificate.certificate import Certificate, read_certificate
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
 from halfserve.files.atomic_files import sync_folder
-from halfserve.protos.certificates import NAME, PIECE_BYTES, named_entry, unnamed_pieces
+from halfserve.protos.certificate_signature import SigningKey
+from halfserve.protos.certificates import (
+    CERTIFICATE,
+    INSIDE,
+    NAME,
+    PIECE_BYTES,
+    certificate_entry,
+    named_entry,
+    unnamed_pieces,
+    unpacked_certificate,
+)
 
 PREFIX = "halfserve.certificate"
 KEY = NAME
@@ -42,11 +52,19 @@ def embed(model: onnx.ModelProto, certificate: Certificate) -> tuple[onnx.ModelP
     return named, replace(bound, onnx_sha256=hashlib.sha256(content).hexdigest(), onnx_bytes=len(content))
 
 
-def embed_in_file(path: Path, certificate: Certificate) -> Certificate:
+def embed_in_file(
+    path: Path, certificate: Certificate, *, key: SigningKey | None = None, is_inside: bool = False
+) -> Certificate:
     """Name the certificate in a model file and return the certificate for the new file. Data files stay untouched.
 
-    The metadata is appended to the file, since protobuf concatenates the parts of a repeated field; the name of another
-    certificate is left out. The certificate loses a signature, as in `embed`.
+    The metadata is appended to the file, since protobuf concatenates the parts of a repeated field; entries about another
+    certificate are left out.
+
+    Args:
+        path: The model file.
+        certificate: Its certificate; a signature that it has is dropped, as in `embed`.
+        key: Signs the certificate.
+        is_inside: Whether the file also contains the certificate, without `onnx_sha256` and `onnx_bytes`, which it cannot know.
 
     Raises:
         ExportError: The certificate is about another model, or the file cannot be written.
@@ -54,23 +72,63 @@ def embed_in_file(path: Path, certificate: Certificate) -> Certificate:
     opened = open_model(path)
     _require_same_graph(opened, certificate)
     bound = replace(certificate, content_sha256=opened.digests.content, signature="")
-    _write_named(path, bound.sha256)
+    entries = named_entry(bound.sha256)
+    if is_inside:
+        entries += certificate_entry(_signed(replace(bound, onnx_sha256="", onnx_bytes=0), key).to_json())
+    _write_named(path, entries)
     embedded = open_model(path)
-    return replace(bound, onnx_sha256=embedded.sha256, onnx_bytes=embedded.size_bytes)
+    return _signed(replace(bound, onnx_sha256=embedded.sha256, onnx_bytes=embedded.size_bytes), key)
+
+
+def _signed(certificate: Certificate, key: SigningKey | None) -> Certificate:
+    return certificate if key is None else certificate.signed(key)
 
 
 def name_of_certificate(model: ModelFile) -> str | None:
     """The hash of the certificate that a model names in its metadata; None where it names none."""
-    return next((entry.value for entry in model.outline.metadata_props if entry.key == KEY), None)
+    return _entry(model, KEY)
 
 
-def check_embedded(model: ModelSource | ModelFile, certificate: Certificate) -> None:
-    """Check that a model and a certificate name each other.
+def certificate_of(model: ModelSource | ModelFile) -> Certificate:
+    """The certificate that a model file contains, or else that lies beside it, after `check_embedded`.
 
     Raises:
-        ExportError: The model names no certificate or another one, or the certificate is about another model.
+        ExportError: There is none, it cannot be read, or it is not this model's.
     """
     opened = model if isinstance(model, ModelFile) else open_model(model)
+    beside = None if opened.path is None else opened.path.parent / CERTIFICATE
+    inside, content = _entry(opened, INSIDE), None
+    try:
+        if inside is not None:
+            content = unpacked_certificate(inside.encode())
+        elif beside is not None and beside.is_file():
+            content = beside.read_bytes()
+    except OSError as error:
+        raise ExportError(f"cannot read {beside}: {error.strerror or error}") from error
+    if content is None:
+        raise ExportError(
+            f"{opened.name} contains no certificate, and there is no {CERTIFICATE} beside it; convert it again, or compare it "
+            "with the float32 model"
+        )
+    certificate = read_certificate(content)
+    check_embedded(opened, certificate)
+    return certificate if certificate.onnx_sha256 else certificate.outside(opened.sha256, opened.size_bytes)
+
+
+def _entry(model: ModelFile, key: str) -> str | None:
+    return next((entry.value for entry in model.outline.metadata_props if entry.key == key), None)
+
+
+def check_embedded(model: ModelSource | ModelFile, certificate: Certificate | None = None) -> None:
+    """Check that a model and a certificate name each other; without one, the model and the certificate that it contains.
+
+    Raises:
+        ExportError: The model names no certificate or another one, contains none, or the certificate is about another model.
+    """
+    opened = model if isinstance(model, ModelFile) else open_model(model)
+    if certificate is None:
+        certificate_of(opened)
+        return
     found = name_of_certificate(opened)
     if found is None:
         raise ExportError(f"{opened.name} names no certificate in its metadata ({KEY}); verify it and embed its certificate")
@@ -97,15 +155,15 @@ def graph_sha256(model: ModelSource | ModelFile) -> str:
     return digest.hexdigest()
 
 
-def _write_named(path: Path, digest: str) -> None:
-    """Replace a model file by one that names the certificate with this hash."""
+def _write_named(path: Path, entries: bytes) -> None:
+    """Replace a model file by one with these metadata entries about its certificate."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with path.open("rb") as file, temporary.open("wb") as named:
             for start, end in list(unnamed_pieces(file, os.fstat(file.fileno()).st_size)):
                 file.seek(start)
                 named.writelines(_pieces(file, end - start))
-            named.write(named_entry(digest))
+            named.write(entries)
             named.flush()
             os.fsync(named.fileno())
         temporary.replace(path)

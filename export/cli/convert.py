@@ -117,7 +117,7 @@ def convert(
     The converted model is compared with the float32 one; where it differs by more than the budget allows, the fewest nodes that
     have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3. Ctrl-C ends the
     search, a second one the command: the smallest set that passed so far is written. Models of any size are converted weight
-    by weight.
+    by weight. The file contains its certificate, which `halfserve verify TARGET` shows and a server checks.
 
     Example: halfserve convert model.onnx model.fp16.onnx --samples samples.npz
 
@@ -130,14 +130,13 @@ def convert(
     needing = {
         "samples": sampling.samples,
         "certificate": reports.certificate,
+        "certificate-key": reports.certificate_key,
         "repository": repository,
         "precisions": precisions,
     }
     if not sampling.verify and any(needing.values()):
         option = next(option for option, value in needing.items() if value)
         raise UsageError(f"--{option} needs verification; leave --no-verify out")
-    if reports.certificate_key is not None and repository is None and reports.certificate is None:
-        raise UsageError("--certificate-key signs the certificate; give --certificate or --repository too")
     judged_in = precisions_of(precisions)
     beside = reports.beside(source, target, sampling.samples)
     load = sampling.loader()

@@ -1,4 +1,7 @@
-"""`halfserve verify`: is this half-precision ONNX model still the float32 one it was made from?"""
+"""`halfserve verify`: is this half-precision ONNX model still the float32 one it was made from?
+
+With the model alone, it shows the verdict that the model carries.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from rich.console import Console
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.embed import certificate_of
 from halfserve.export.certificate.html import certificate_page
 from halfserve.export.certificate.table import certificate_table
 from halfserve.export.cli.shared_options import (
@@ -25,6 +29,7 @@ from halfserve.export.cli.shared_options import (
     require_output,
     sizes_of,
 )
+from halfserve.export.export_errors import UsageError
 from halfserve.export.half_types import Accumulators, HalfName
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_files.model_writer import write_atomically
@@ -101,8 +106,12 @@ class TargetOptions:
 
 @takes_option_groups
 def verify(
-    reference: Annotated[Path, typer.Argument(help="The float32 ONNX model.", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(help="The float16 or bfloat16 ONNX model made from it.", show_default=False)],
+    reference: Annotated[
+        Path, typer.Argument(help="The float32 ONNX model; or a converted model, to show its own verdict.", show_default=False)
+    ],
+    candidate: Annotated[
+        Path | None, typer.Argument(help="The float16 or bfloat16 ONNX model made from it.", show_default=False)
+    ] = None,
     *,
     given: ComparedSamples,
     budget: VerifiedBudget,
@@ -115,17 +124,27 @@ def verify(
 
     Both run in child processes, the converted one at every optimisation level of ONNX Runtime and simulated as hardware
     computes it in its type.
+    With one model, the certificate that it contains, or that lies beside it, is checked against the file and shown.
     The exit code is 0 within the budget, 3 over it in a precision, 1 where they cannot be compared; --html and --certificate
     are written either way.
 
     Example: halfserve verify model.onnx model.fp16.onnx --samples samples.npz --html verdict.html
 
     Example: halfserve verify model.onnx model.fp16.onnx --precisions float16,bfloat16
+
+    Example: halfserve verify model.fp16.onnx
     """
     stderr = Console(stderr=True)
     others = (reference, candidate, given.samples, given.labels)
     require_output(certificate, "the certificate", others=others)
     require_output(html, "the page", others=(*others, certificate))
+    if candidate is None:
+        if (given, budget, target) != (ComparedSamples(), VerifiedBudget(), TargetOptions()):
+            raise UsageError("samples, limits and targets are for a comparison; give the float32 model and the converted one")
+        own = certificate_of(reference)
+        _show(own, html, certificate, as_json=as_json)
+        _require_passed(own)
+        return
     sizes = sizes_of(given.dim or ())
     judged_in = precisions_of(target.precisions)
     wide, half = open_model(reference), open_model(candidate)
@@ -153,6 +172,12 @@ def verify(
         _show(error.certificate, html, certificate, as_json=as_json)
         raise
     _show(verdict, html, certificate, as_json=as_json)
+    _require_passed(verdict)
+
+
+def _require_passed(verdict: Certificate) -> None:
+    if not verdict.passed:
+        raise BudgetExceeded(verdict.worst_violation, verdict)
     for name, further in verdict.not_proved.items():
         raise BudgetExceeded(f"computed in {name}: {further.worst_violation}", verdict)
 

@@ -299,7 +299,7 @@ def _parts(model: ModelFile) -> dict[str, int]:
     parts = {
         "weights": sum(_tensor_bytes(tensor) for tensor in all_tensors(outline)),
         "casts": sum(node.ByteSize() for node in all_nodes(outline) if node.op_type == "Cast" and not node.domain),
-        "metadata, where the conversion and the certificate are named": sum(e.ByteSize() for e in outline.metadata_props),
+        "metadata, with the conversion's settings and the certificate": sum(e.ByteSize() for e in outline.metadata_props),
     }
     return {**parts, "nodes and names": model.size_bytes - sum(parts.values())}
 

@@ -101,8 +101,7 @@ class VersionFiles:
                 f"the certificate is signed, and lacks the settings of {CONFIG} or files of this version, or these changed "
                 "meanwhile; give certificate_key to sign it again"
             )
-        bound = embed_in_file(model, bound)
-        return bound if self.key is None else bound.signed(self.key)
+        return embed_in_file(model, bound, key=self.key)
 
 
 def bound_files(twin: ModelFile | None, task: Task | None, recorded: bytes = b"") -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 import onnxruntime as ort
 
 from halfserve.installation import install_hint
-from halfserve.protos.certificates import CERTIFICATE, NAME, certificate_sha256
+from halfserve.protos.certificates import NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import (
     RecordedSamples,
@@ -47,7 +47,7 @@ from halfserve.serve.engine.backend import (
     OnnxOnOpenVino,
 )
 from halfserve.serve.engine.config.parameters import MEASURED, PREFIX, own_parameter
-from halfserve.serve.engine.disk_files import read_regular
+from halfserve.serve.engine.disk_files import read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ UNMEASURED = "; no batch could be made up to measure it"
 
 
 def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
-    """Return the half precisions, such as "bfloat16", that the certificate beside a model file found accurate enough.
+    """Return the half precisions, such as "bfloat16", that the certificate of a model file found accurate enough.
 
     A certificate's own verdict is about its `precision` ("float16" by default). `precisions` may hold further verdicts, as a
     mapping from a precision to an object with `passed`. model_control/certificate_check.py compares the files with the
@@ -74,15 +74,16 @@ def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
 
 
 def _named(model: Path, named: str | None) -> Mapping[str, Any]:
-    """Return the certificate beside a model file, if the model names its hash; otherwise an empty one."""
+    """Return the certificate of a model file, if the model names its hash; otherwise an empty one."""
     certificate = _read(model)
     return certificate if named == certificate_sha256(certificate) else {}
 
 
 def _read(model: Path) -> Mapping[str, Any]:
-    """Return the certificate beside a model file; empty if there is none, or none that can be read."""
+    """Return the certificate in or beside a model file; empty if there is none, or none that can be read."""
     try:
-        certificate = json.loads(read_regular(model.parent / CERTIFICATE))
+        found = read_certificate(model)
+        certificate = json.loads(b"" if found is None else found.content)
     except (OSError, ValueError, RecursionError):
         return {}
     return certificate if isinstance(certificate, dict) else {}
@@ -156,7 +157,9 @@ class _Question:
         """Return the command that proves the precision: for a file of another half-precision type, in addition to that type."""
         own = [precision for precision, short in SHORT.items() if short in self.written]
         types = f"--dtype {wanted}" if wanted in own or not own else f"--dtype {own[0]} --precisions {wanted}"
-        return f"`halfserve convert FP32_MODEL --repository REPOSITORY --name NAME {types}`"
+        in_repository = self.path.parent.name.isdigit()  # the folder of a version
+        place = "--repository REPOSITORY --name NAME" if in_repository else "MODEL.onnx"
+        return f"`halfserve convert FP32_MODEL {place} {types}`"
 
 
 def _largest_error(path: Path, precision: CpuPrecision) -> float:

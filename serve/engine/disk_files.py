@@ -7,13 +7,16 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 from weakref import WeakSet
 
+from halfserve.files.onnx_outline import DamagedFileError
+from halfserve.protos.certificates import CERTIFICATE, MAX_CERTIFICATE_BYTES, certificate_inside
 from halfserve.serve.engine.errors import ModelLoadError
 
 if sys.platform == "win32":
@@ -53,6 +56,55 @@ def read_regular(path: Path) -> bytes:
     """
     with open_regular(path) as file:
         return file.read()
+
+
+@dataclass(frozen=True)
+class CertificateFile:
+    """A certificate as it lies on the disk."""
+
+    path: Path  # file that holds it: the model's own, or one beside it
+    content: bytes  # JSON
+    is_inside: bool  # whether the model's own file holds it
+
+    def __str__(self) -> str:
+        return f"the certificate inside {self.path}" if self.is_inside else str(self.path)
+
+
+def read_certificate(model: Path) -> CertificateFile | None:
+    """Read the certificate that a model file contains, or else that lies beside it; None if there is none.
+
+    Raises:
+        OSError: a file cannot be read, or the certificate is too large; `strerror` gives the reason, `filename` the file.
+    """
+    inside = _inside(model) if model.suffix == ".onnx" else None
+    if inside is not None:
+        return CertificateFile(model, inside, is_inside=True)
+    path = model.parent / CERTIFICATE
+    if not path.exists():
+        return None
+    with _naming(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_CERTIFICATE_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, expected a certificate of at most {MAX_CERTIFICATE_BYTES}")
+        return CertificateFile(path, file.read(), is_inside=False)
+
+
+def _inside(model: Path) -> bytes | None:
+    with _naming(model), open_regular(model) as file:
+        try:
+            return certificate_inside(file, os.fstat(file.fileno()).st_size)
+        except DamagedFileError:  # loading the model reports it
+            return None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give the file's name to errors of the system; those of reads have none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def read_regular_text(path: Path, encoding: str = "utf-8") -> str:

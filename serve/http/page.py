@@ -16,7 +16,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from halfserve.protos.certificates import CERTIFICATE, SCHEMA
+from halfserve.protos.certificates import SCHEMA
+from halfserve.serve.engine.disk_files import read_certificate
 from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionStatus
@@ -201,7 +202,7 @@ class Certificates:
         copy = model.backends[0]  # not the model: a compiled class has no weak references
         if id(copy) not in self._read:
             path = model.path
-            certificate = None if path is None else await asyncio.to_thread(read_certificate, path.parent / CERTIFICATE)
+            certificate = None if path is None else await asyncio.to_thread(certificate_of, path)
             self._read[id(copy)] = certificate
             weakref.finalize(copy, self._read.pop, id(copy), None).atexit = False
         return self._read[id(copy)]
@@ -216,12 +217,13 @@ class Certificates:
         return certificate
 
 
-def read_certificate(path: Path) -> Certificate | None:
-    """The certificate in a file; None without a valid one. Loading has checked that it is the model's."""
+def certificate_of(model: Path) -> Certificate | None:
+    """The certificate of a model file; None without a valid one. Loading has checked that it is the model's."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        found = read_certificate(model)
+        if found is None or len(found.content) > MAX_BYTES:
             return None
-        content = json.loads(path.read_bytes())
+        content = json.loads(found.content)
         json.dumps(content, allow_nan=False)  # as it will be sent
     except (OSError, ValueError, RecursionError):
         return None

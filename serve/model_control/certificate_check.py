@@ -1,8 +1,8 @@
-"""Check that a model version and the certificate beside it belong together.
+"""Check that a model version and its certificate belong together.
 
-`halfserve export` writes certificate.json beside the model. It holds the hashes of the model and of the files that its answers
-depend on, and the model's metadata holds the hash of the certificate (see `halfserve.protos.certificates`). A file that was
-changed or swapped breaks one of them.
+A repository has certificate.json beside the model, and a model file that `halfserve convert` wrote contains its certificate. It
+holds the hashes of the model and of the files that its answers depend on, and the model's metadata holds the hash of the
+certificate (see `halfserve.protos.certificates`). A file that was changed or swapped breaks one of them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from halfserve.protos.pictures import PREPROCESSING
 from halfserve.serve.backends.cpu_trials import RecordedSamples, read_samples
 from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from halfserve.serve.engine.config.model_config import DeclaredConfig
-from halfserve.serve.engine.disk_files import open_regular, read_regular
+from halfserve.serve.engine.disk_files import CertificateFile, open_regular, read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.loading import guard_settings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 64 * 2**20
 TOKENIZER = "tokenizer.json"
 VERDICT_KEY = "halfserve.certificate"  # the parameter that shows clients what `check_certificate` returned
 
 
 def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: VerifyingKey | None = None) -> str | None:
-    """Compare a model file, and the files of its version that its answers depend on, with the certificate beside it.
+    """Compare a model file, and the files of its version that its answers depend on, with the certificate in or beside it.
 
     The configuration names files that a certificate may list; one that is missing is reported by the code that reads it, one
     that the certificate does not list is named in a warning. A setting of the configuration that changes the meaning of answers
@@ -59,19 +58,21 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
         ModelLoadError: model and certificate do not belong together, the certificate is not signed with the key or not
             readable, or the configuration is another; or, with a key, the certificate that the model names is missing.
     """
-    path = model.parent / CERTIFICATE
-    if not path.exists():
+    found = _found(model)
+    if found is None:
         if not _is_bare(model, declared) and _named(model) is not None:
-            _report_missing(path, key)
+            _report_missing(model.parent / CERTIFICATE, key)
         elif key is not None:
             logger.warning("%s: has no certificate that the certificate key could check; it is served without a verdict", model)
         return None
-    certificate = _read(path)
+    certificate = _parsed(found)
     if key is not None:
-        _require_signed(path, certificate, key)
+        _require_signed(found, certificate, key)
     digests, named = _look_into(model)
-    if digests.file != certificate.get("onnx_sha256"):
-        raise _other_file(model, "export it again, or remove the certificate")
+    # A certificate inside the file cannot know the hash of the whole file, so that one of the two binds it.
+    own, field = (digests.content, "content_sha256") if found.is_inside else (digests.file, "onnx_sha256")
+    if own != certificate.get(field):
+        raise _other_file(model, found, "export it again, or remove the certificate")
     if named is None and key is None:
         logger.warning(
             "%s: its metadata names no certificate, so the one beside it is no proof, and it is served without a verdict; "
@@ -80,12 +81,12 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
         )
         return None
     if named is not None and named != certificate_sha256(certificate):
-        raise ModelLoadError(f"{path}: is not the certificate that the model names in its metadata; export the model again")
+        raise ModelLoadError(f"{found}: is not the certificate that the model names in its metadata; export the model again")
     if certificate.get("content_sha256") not in (None, "", digests.content):
-        raise _other_file(model, "export it again")
-    _check_files(path, certificate, declared)
+        raise _other_file(model, found, "export it again")
+    _check_files(model.parent, found, certificate, declared)
     if declared is not None:
-        _check_settings(path, certificate, declared, is_required=key is not None)
+        _check_settings(found, certificate, declared, is_required=key is not None)
     return "passed" if certificate.get("passed") is True else "failed"
 
 
@@ -98,11 +99,12 @@ def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
     if VERDICT_KEY not in version.config.parameters:
         return None
     model = version.files.model
-    return read_samples(model, _read(model.parent / CERTIFICATE), version.interface)
+    found = _found(model)
+    return None if found is None else read_samples(model, _parsed(found), version.interface)
 
 
 def _is_bare(model: Path, declared: DeclaredConfig | None) -> bool:
-    """Return whether a model is a file without a repository: conversion writes no certificate beside it."""
+    """Return whether a model is a file without a repository: conversion writes no certificate beside it, and older ones none inside."""
     return declared is not None and declared.source == model
 
 
@@ -124,66 +126,72 @@ def _report_missing(path: Path, key: VerifyingKey | None) -> None:
     )
 
 
-def _other_file(path: Path, remedy: str) -> ModelLoadError:
+def _other_file(path: Path, found: CertificateFile, remedy: str) -> ModelLoadError:
+    made = "its certificate" if found.is_inside else CERTIFICATE
     return ModelLoadError(
-        f"{path}: is not the file that {CERTIFICATE} was made for (its SHA-256 differs from the one there); {remedy}"
+        f"{path}: is not the file that {made} was made for (its SHA-256 differs from the one there); {remedy}"
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _found(model: Path) -> CertificateFile | None:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
-        content = json.loads(read_regular(path))
+        return read_certificate(model)
     except OSError as error:  # an error of the system or the disk, not of the certificate
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ModelLoadError(f"{error.filename or model}: cannot be read: {error.strerror}") from None
+
+
+def _parsed(found: CertificateFile) -> dict[str, Any]:
+    try:
+        content = json.loads(found.content)
     except (ValueError, RecursionError):
-        raise ModelLoadError(f"{path}: cannot be read: it is no JSON; export the model again, or remove the file") from None
+        raise ModelLoadError(f"{found}: cannot be read: it is no JSON; export the model again, or remove the file") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise _no_certificate(path)
+        raise _no_certificate(found)
     return content
 
 
-def _no_certificate(path: Path) -> ModelLoadError:
-    return ModelLoadError(f"{path}: is no certificate that halfserve wrote; remove it, or export the model again")
+def _no_certificate(found: CertificateFile) -> ModelLoadError:
+    return ModelLoadError(f"{found}: is no certificate that halfserve wrote; remove it, or export the model again")
 
 
-def _require_signed(path: Path, certificate: dict[str, Any], key: VerifyingKey) -> None:
+def _require_signed(found: CertificateFile, certificate: dict[str, Any], key: VerifyingKey) -> None:
     if not key.signed(certificate):
         what = "is signed with another key, or was changed since" if certificate.get("signature") else "is not signed"
         raise ModelLoadError(
-            f"{path}: {what}, expected a signature by the private key of --certificate-key; export the model again with that "
+            f"{found}: {what}, expected a signature by the private key of --certificate-key; export the model again with that "
             "key, or remove the certificate"
         )
 
 
-def _check_files(path: Path, certificate: dict[str, Any], declared: DeclaredConfig | None) -> None:
-    files = _listed(path, certificate)
+def _check_files(folder: Path, found: CertificateFile, certificate: dict[str, Any], declared: DeclaredConfig | None) -> None:
+    files = _listed(found, certificate)
     for name, digest in files.items():
-        file = path.parent / name
+        file = folder / name
         if file.exists() and _file_sha256(file) != digest:
             shown = Path(os.path.normpath(file))
-            raise _other_file(shown, "put that file back, export the model again, or remove the certificate")
-    if unbound := [name for name in _dependent(declared) if name not in files and (path.parent / name).exists()]:
+            raise _other_file(shown, found, "put that file back, export the model again, or remove the certificate")
+    if unbound := [name for name in _dependent(declared) if name not in files and (folder / name).exists()]:
         logger.warning(
             "%s: does not hold the hash of %s, so nothing shows whether they belong to the model; export it again to bind them",
-            path,
+            found,
             ", ".join(unbound),
         )
 
 
-def _check_settings(path: Path, certificate: dict[str, Any], declared: DeclaredConfig, *, is_required: bool) -> None:
+def _check_settings(
+    found: CertificateFile, certificate: dict[str, Any], declared: DeclaredConfig, *, is_required: bool
+) -> None:
     certified = certificate.get("settings")
     if certified is None:  # an older certificate
         # The model file has the shapes of inputs and outputs too.
         if unbound := [name for name in bound_settings(declared.message) if name != "max_batch_size" and name[-1] != "]"]:
             logger.warning(
                 "%s: does not hold settings of %s, so nothing shows whether %s belong to the model; export it again",
-                *(path, declared.source, ", ".join(unbound)),
+                *(found, declared.source, ", ".join(unbound)),
             )
         return
     if not isinstance(certified, dict):
-        raise _no_certificate(path)
+        raise _no_certificate(found)
     changed = changed_settings(certified, declared.message, says_batch_size=declared.says_batch_size)
     if not changed:
         return
@@ -198,15 +206,17 @@ def _value(text: object) -> str:
     return "not set" if text is None else repr(text)
 
 
-def _listed(path: Path, certificate: dict[str, Any]) -> dict[str, str]:
+def _listed(found: CertificateFile, certificate: dict[str, Any]) -> dict[str, str]:
     """Return the files that a certificate lists, with their hashes; all lie in the model's folder."""
     files = certificate.get("files", {})
     if not isinstance(files, dict):
-        raise _no_certificate(path)
+        raise _no_certificate(found)
     for name in files:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts[1:]:
-            raise ModelLoadError(f"{path}: lists the file {name!r}, expected one in the model's folder; export the model again")
+            raise ModelLoadError(
+                f"{found}: lists the file {name!r}, expected one in the model's folder; export the model again"
+            )
     return files
 
 

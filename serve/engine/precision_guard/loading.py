@@ -7,11 +7,10 @@ import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 
-from halfserve.protos.certificates import CERTIFICATE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular
+from halfserve.serve.engine.disk_files import UnchangedFiles, read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Degradation, Tally
@@ -169,12 +168,13 @@ def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:
 
 def error_budget(model: Path) -> float:
     """Return the scaled error that a model file's certificate allows its answers, or the default if it has none."""
-    return _certified(model.parent / CERTIFICATE) or DEFAULT_THRESHOLD
+    return _certified(model) or DEFAULT_THRESHOLD
 
 
-def _certified(path: Path) -> float | None:
+def _certified(model: Path) -> float | None:
     try:
-        allowed = json.loads(read_regular(path))["budget"]["max_scaled_error"]
+        found = read_certificate(model)
+        allowed = json.loads(b"" if found is None else found.content)["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # model_control/certificate_check.py judges the certificate
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else None

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,7 @@ from halfserve.export.certificate.certificate import (
     read_certificate,
     signing_key,
 )
-from halfserve.export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
+from halfserve.export.certificate.embed import KEY, certificate_of, check_embedded, embed, embed_in_file, graph_sha256
 from halfserve.export.certificate.html import certificate_page
 from halfserve.export.certificate.table import certificate_table
 from halfserve.export.export_errors import ExportError, UsageError
@@ -36,7 +38,16 @@ from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey, VerifyingKey
-from halfserve.protos.certificates import certificate_sha256
+from halfserve.protos.certificates import (
+    INSIDE,
+    MAX_CERTIFICATE_BYTES,
+    certificate_inside,
+    certificate_sha256,
+    metadata_entry,
+    unpacked_certificate,
+)
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.model_control.certificate_check import check_certificate
 from tests.export.stored_models import sums
 from tests.key_pairs import key_pair
 from tests.whole_words import broken_words, printed
@@ -381,6 +392,74 @@ def test_a_file_of_any_size_is_appended_to(
     assert len(path.read_bytes()) == len(named)
     check_embedded(path, other)
     assert not list(path.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_file_contains_its_certificate(
+    big: onnx.ModelProto, certificate: Certificate, tmp_path: Path, external: bool
+) -> None:
+    private, public = key_pair(tmp_path)
+    path = tmp_path / "single.onnx"
+    path.write_bytes(serialize(big))
+    if external:
+        path = with_data_file(onnx.load_from_string(serialize(big)), tmp_path / "external")
+    before = path.read_bytes()
+    outside = embed_in_file(path, certificate, key=SigningKey(private), is_inside=True)
+    assert path.read_bytes().startswith(before)
+    onnx.checker.check_model(str(path), full_check=True)
+    assert outside.onnx_sha256 == open_model(path).sha256
+    assert VerifyingKey(public).signed(outside.to_json())
+    check_embedded(path, outside)
+    check_embedded(path)
+    assert certificate_of(path) == replace(outside, signature="")
+    with path.open("rb") as file:
+        inside = certificate_inside(file, path.stat().st_size)
+    assert inside is not None
+    assert VerifyingKey(public).signed(json.loads(inside))
+    assert read_certificate(inside).sha256 == outside.sha256
+    again = embed_in_file(path, outside, key=SigningKey(private), is_inside=True)
+    assert again == outside
+    weights = path.parent / "weights.bin" if external else path
+    content = bytearray(weights.read_bytes())
+    content[300] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ExportError, match="belongs to another model: its graph_sha256 differs"):
+        check_embedded(path)
+
+
+def test_a_certificate_beside_the_model_replaces_the_one_inside(
+    big: onnx.ModelProto, certificate: Certificate, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(serialize(big))
+    named = embed_in_file(path, certificate)
+    size = path.stat().st_size
+    embed_in_file(path, certificate, is_inside=True)
+    assert path.stat().st_size > size
+    assert embed_in_file(path, certificate) == named
+    assert path.stat().st_size == size
+    with pytest.raises(ExportError, match=r"model.onnx contains no certificate, and there is no certificate.json beside it"):
+        check_embedded(path)
+    (tmp_path / "certificate.json").write_bytes(named.to_bytes())
+    assert certificate_of(path) == named
+
+
+@pytest.mark.parametrize(
+    "value", [b"?", b"e30=", b"", base64.b64encode(zlib.compress(b"{")), base64.b64encode(zlib.compress(b""))]
+)
+def test_a_certificate_inside_that_is_none_is_refused(value: bytes, big: onnx.ModelProto, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(serialize(big) + metadata_entry(INSIDE, value.decode()))
+    with pytest.raises(ExportError, match="the certificate is not JSON"):
+        certificate_of(path)
+    with pytest.raises(ModelLoadError, match=r"the certificate inside .*model.onnx: cannot be read: it is no JSON"):
+        check_certificate(path)
+
+
+def test_a_certificate_that_inflates_without_end_is_refused() -> None:
+    stream = zlib.compressobj()
+    packed = b"".join(stream.compress(bytes(1 << 20)) for _ in range((MAX_CERTIFICATE_BYTES >> 20) + 1)) + stream.flush()
+    assert unpacked_certificate(base64.b64encode(packed)) == base64.b64encode(packed)
 
 
 def test_a_certificate_of_version_1_is_about_no_graph_and_still_embeds(big: onnx.ModelProto, certify: Certify) -> None:

@@ -175,3 +175,23 @@ def test_a_gpu_that_is_not_there_is_one_line(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert command("verify", *pair, "--samples", samples, "--provider", "cuda") == 1
     assert "ONNX Runtime cannot use a GPU here" in capfd.readouterr().err
+
+
+def test_a_converted_file_shows_its_own_verdict(
+    pair: tuple[Path, Path], samples: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target, html = tmp_path / "out.onnx", tmp_path / "v.html"
+    assert command("convert", pair[0], target, "--samples", samples) == 0
+    assert command("verify", target, "--html", html) == 0
+    assert "out: fp16 against its float32 reference, 8 samples" in capfd.readouterr().out
+    assert html.read_text().startswith("<!DOCTYPE html>")
+    assert command("verify", target, "--json") == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["passed"], printed["onnx_bytes"]) == (True, target.stat().st_size)
+    assert command("verify", target, "--samples", samples) == 2
+    assert "samples, limits and targets are for a comparison; give the float32 model" in capfd.readouterr().err
+    assert command("verify", pair[1]) == 1
+    assert "float16.onnx contains no certificate, and there is no certificate.json beside it" in capfd.readouterr().err
+    target.write_bytes(target.read_bytes() + b"\x12\x01x")  # producer_name
+    assert command("verify", target) == 1
+    assert "the certificate belongs to another model" in capfd.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 from halfserve.installation import install_hint
-from halfserve.protos.certificates import certificate_sha256, named_entry
+from halfserve.protos.certificates import certificate_entry, certificate_sha256, named_entry
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends import onnx_models
 from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared
@@ -524,10 +524,20 @@ def test_recorded_samples_that_cannot_be_used_are_replaced_by_made_up_ones(
 )
 def test_a_certificates_verdicts_are_read_by_precision(tmp_path: Path, content: Any, expected: set[str]) -> None:
     (tmp_path / "certificate.json").write_text(json.dumps(content))
+    save_mlp(tmp_path / "model.onnx")
     named = certificate_sha256(content) if isinstance(content, dict) else ""
     assert passed_precisions(tmp_path / "model.onnx", named) == expected
     for other in (None, "", certificate_sha256({"passed": False})):
         assert passed_precisions(tmp_path / "model.onnx", other) == set(), "the model names another certificate, or none"
+
+
+def test_the_verdicts_inside_a_model_file_are_read(tmp_path: Path) -> None:
+    path, content = save_mlp(tmp_path / "model.onnx"), {"precision": "bfloat16", "passed": True}
+    named = certificate_sha256(content)
+    with path.open("ab") as file:
+        file.write(named_entry(named) + certificate_entry(content))
+    assert passed_precisions(path, named) == {"bfloat16"}
+    assert passed_precisions(path, None) == set()
 
 
 @needs_bf16

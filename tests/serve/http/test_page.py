@@ -14,10 +14,11 @@ import httpx
 import numpy as np
 import pytest
 
+from halfserve.protos.certificates import MAX_CERTIFICATE_BYTES
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.http.model_history import ModelHistory
-from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
+from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, certificate_of, summary
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.conftest import load_repository, vouched
 from tests.serve.engine.fakes import MEASURED, HeldBackend, held_model, measured_model
@@ -184,7 +185,7 @@ def test_what_the_guard_sees_is_shown(url: str) -> None:
 def test_a_certificate_is_read_and_summed_up(tmp_path: Path) -> None:
     path = tmp_path / "certificate.json"
     path.write_text(json.dumps(CERTIFICATE))
-    content = read_certificate(path)
+    content = certificate_of(tmp_path / "model.xml")
     assert content == CERTIFICATE
     assert summary(content) == {
         "passed": True,
@@ -216,12 +217,13 @@ NO_NUMBER = b'{"schema": "halfserve.certificate", "samples": %s}'
 def test_an_invalid_certificate_is_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "certificate.json"
     path.write_bytes(content)
-    assert read_certificate(path) is None
+    assert certificate_of(tmp_path / "model.xml") is None
 
 
 def test_an_absent_or_huge_certificate_is_none(tmp_path: Path) -> None:
-    assert read_certificate(tmp_path / "certificate.json") is None
-    huge = tmp_path / "huge.json"
-    with huge.open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
-    assert read_certificate(huge) is None
+    model = tmp_path / "model.xml"
+    assert certificate_of(model) is None
+    for size in (MAX_BYTES + 1, MAX_CERTIFICATE_BYTES + 1):
+        with (tmp_path / "certificate.json").open("wb") as file:
+            file.truncate(size)
+        assert certificate_of(model) is None

@@ -23,8 +23,8 @@ from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.repository.version_writer import write_model_version
 from halfserve.export.tasks.task import Task
 from halfserve.export.verification.metrics import compare
-from halfserve.protos.certificate_signature import VerifyingKey
-from halfserve.protos.certificates import BOUND_PARAMETERS, certificate_sha256
+from halfserve.protos.certificate_signature import SigningKey, VerifyingKey
+from halfserve.protos.certificates import BOUND_PARAMETERS, certificate_entry, certificate_inside, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelParameter
 from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
 from halfserve.serve.engine.errors import ModelLoadError
@@ -379,6 +379,39 @@ def test_a_certificate_that_the_model_names_is_missed(tmp_path: Path, caplog: py
     caplog.clear()
     assert check_certificate(bare.model, bare.config) is None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_single_file_carries_its_verdict(tmp_path: Path, external: bool) -> None:
+    private, public = key_pair(tmp_path)
+    model = save_mlp(tmp_path / "one.onnx")
+    if external:
+        onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "certificate.json").write_text("another model's")
+    plain = model.read_bytes()
+    embed_in_file(model, PASSED, key=SigningKey(private), is_inside=True)
+    assert check_certificate(model) == "passed"
+    assert check_certificate(model, key=VerifyingKey(public)) == "passed"
+    with pytest.raises(ModelLoadError, match="the certificate inside .*one.onnx: is signed with another key"):
+        check_certificate(model, key=VerifyingKey(key_pair(tmp_path / "other")[1]))
+    changed = tmp_path / "weights.bin" if external else model
+    content = bytearray(changed.read_bytes())
+    content[-1 if external else len(plain) // 2] ^= 1
+    changed.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="one.onnx: is not the file that its certificate was made for"):
+        check_certificate(model)
+
+
+def test_a_verdict_inside_that_was_changed_is_refused(tmp_path: Path) -> None:
+    model = save_mlp(tmp_path / "one.onnx")
+    embed_in_file(model, replace(PASSED, outputs=()), is_inside=True)
+    assert check_certificate(model) == "failed"
+    with model.open("rb") as file:
+        inside = json.loads(certificate_inside(file, model.stat().st_size) or b"")
+    with model.open("ab") as file:  # of two entries the last one counts
+        file.write(certificate_entry({**inside, "passed": True}))
+    with pytest.raises(ModelLoadError, match="the certificate inside .*one.onnx: is not the certificate that the model names"):
+        check_certificate(model)
 
 
 def test_data_files_count(tmp_path: Path) -> None:
