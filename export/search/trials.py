@@ -171,6 +171,7 @@ class Trials:
             op_block_list=settings.op_block_list,
             node_block_list=(*settings.node_block_list, *self._searched.present(blocked)),
             repair=settings.repair,
+            target_device=settings.target_device,
             dtype=settings.half.name,
         )
         try:
