@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from halfserve.export.export_errors import UsageError
-from halfserve.export.half_types import Accumulators, DtypeChoice
+from halfserve.export.half_types import Accumulators, DtypeChoice, TargetDevice
 from halfserve.export.onnx_files.model_writer import ExternalData
 from halfserve.option_groups import CommandLineType
 
@@ -64,6 +64,12 @@ class ConversionOptions(KeptNodes):
             help="Raise an older model's opset: LayerNormalization is one operator from 17, and Conv takes bfloat16 from 22.",
         ),
     ] = False
+    target_device: Annotated[
+        TargetDevice,
+        conversion(
+            "--target", help="Where the model shall run; for cuda and any, bfloat16 nodes without a CUDA kernel stay float32."
+        ),
+    ] = "any"
     external_data: Annotated[
         ExternalData, conversion(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
     ] = "auto"

@@ -15,7 +15,7 @@ from halfserve.export.conversion_options import ConversionOptions, SearchLimits,
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, notes_on_rejected
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.half_types import FP16, HALF_TYPES, Accumulators, DtypeChoice, HalfName, half_named
+from halfserve.export.half_types import FP16, HALF_TYPES, Accumulators, DtypeChoice, HalfName, TargetDevice, half_named
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, growth, open_model
 from halfserve.export.onnx_files.model_writer import waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
@@ -57,6 +57,8 @@ class Verification(VerificationOptions, SearchOptions):
         notes: Remarks for the certificate, beside the samples' own.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
+        target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
+            stay float32, as it refuses a model with such a node.
         precisions: Types to judge the converted model in besides its own; see `halfserve.verify`.
         lengths: Sizes to try beside the samples', where `adversarial`; found with the float32 model by default.
     """
@@ -152,6 +154,7 @@ def convert(
     keep_fp32_ops: Collection[str] = (),
     upgrade_opset: bool = False,
     dtype: DtypeChoice = "float16",
+    target_device: TargetDevice = "any",
     precisions: Collection[HalfName] = (),
     search: bool = True,
     limits: SearchLimits | None = None,
@@ -179,6 +182,8 @@ def convert(
         dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
             such numbers.
+        target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
+            stay float32, as it refuses a model with such a node.
         precisions: Types to judge the file in beside its own. A server may compute it in each that passed; one that did not
             is recorded in the certificate (`not_proved`), and the file is written all the same.
         search: Whether to search for nodes that must stay float32.
@@ -218,6 +223,7 @@ def convert(
         keep_fp32_ops=keep_fp32_ops,
         upgrade_opset=upgrade_opset,
         dtype=dtype,
+        target_device=target_device,
     )
     place = FileTarget(path=Path(target), overwrite=overwrite)
     return Certified(
@@ -393,7 +399,7 @@ def _searched(
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
     half, model = half_named(options.dtype), onnx_ir.from_proto(source.proto)
     if options.upgrade_opset:
-        upgrade_opset(model, half)
+        upgrade_opset(model, half, options.target_device)
     found = find_fp32_nodes(
         model,
         samples.inputs,
@@ -404,6 +410,7 @@ def _searched(
         keep_fp32_nodes=options.keep_fp32_nodes,
         repair=options.repair,
         dtype=half.name,
+        target_device=options.target_device,
         record=verification.record,
         adversarial=verification.adversarial,
         accumulators=verification.accumulators,

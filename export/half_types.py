@@ -13,6 +13,7 @@ from halfserve.export.export_errors import UsageError
 Array: TypeAlias = np.ndarray[Any, Any]
 HalfName: TypeAlias = Literal["float16", "bfloat16"]
 DtypeChoice: TypeAlias = Literal["float16", "bfloat16", "auto"]
+TargetDevice: TypeAlias = Literal["cuda", "cpu", "any"]  # where ONNX Runtime shall run a converted model
 Accumulators: TypeAlias = Literal["float32", "float16"]  # types in which a runtime adds up the terms of a product
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import onnx_ir
 
-from halfserve.export.half_types import FP16, HALF_BY_ELEM_TYPE, HalfName, HalfType, WeightLedger
+from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfName, HalfType, TargetDevice, WeightLedger
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.graph import FLOAT, RANDOM, all_nodes, constant_of
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, computes_on_floats
@@ -72,6 +73,7 @@ class ConversionReport:
 
     Attributes:
         dtype: The half-precision type, "float16" or "bfloat16".
+        target_device: Where the model shall run: "cuda", "cpu" or "any".
         float_nodes: The number of nodes, bodies included, that compute on floats and can compute in that type, without casts,
             constants and identities.
         fp16_nodes: The number of these that compute in `dtype` now; the name is older than bfloat16.
@@ -90,6 +92,7 @@ class ConversionReport:
     float_nodes: int
     fp16_nodes: int
     dtype: HalfName = "float16"
+    target_device: TargetDevice = "any"
     unsupported_nodes: int = 0
     casts_added: int = 0
     repairs: tuple[Repair, ...] = ()
@@ -119,6 +122,7 @@ class ConversionReport:
         """The report as JSON's own types."""
         return {
             "dtype": self.dtype,
+            "target_device": self.target_device,
             "float_nodes": self.float_nodes,
             "fp16_nodes": self.fp16_nodes,
             "unsupported_nodes": self.unsupported_nodes,
@@ -183,6 +187,7 @@ def report_of(
     unsupported = sum(node in plan.unsupported for node in counted)
     return ConversionReport(
         dtype=plan.half.name,
+        target_device=plan.settings.target_device,
         float_nodes=len(counted) - unsupported,
         fp16_nodes=len(counted) - len(kept),
         unsupported_nodes=unsupported,
@@ -195,14 +200,15 @@ def report_of(
     )
 
 
-def report_unchanged(model: onnx_ir.Model, half: HalfType = FP16) -> ConversionReport:
+def report_unchanged(model: onnx_ir.Model, settings: ConversionSettings) -> ConversionReport:
     """The report of a model that was converted before."""
-    model = model.clone()
+    model, half = model.clone(), settings.half
     infer_types(model)
     counted = float_nodes(model)
     single = [node for node in counted if half.elem_type not in _types(node)]
     return ConversionReport(
         dtype=half.name,
+        target_device=settings.target_device,
         float_nodes=len(counted),
         fp16_nodes=len(counted) - len(single),
         kept=tuple(_kept(node, "the earlier conversion kept it") for node in single),

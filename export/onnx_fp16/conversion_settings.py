@@ -14,7 +14,7 @@ import onnx_ir
 from onnx_ir import AttributeType
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.half_types import FP16, HalfType, TargetDevice
 from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, nodes_within
 
 _WILDCARDS = frozenset("*?[")
@@ -34,6 +34,8 @@ class ConversionSettings:
         keep_fp32_nodes: Nodes, or patterns, that stay float32.
         repair: Whether to first rewrite operations that would exceed the half type.
         half: The type to convert to.
+        target_device: Where the model shall run; "any" stands for both. ONNX Runtime refuses a bfloat16 node without a kernel
+            on CUDA; on CPUs the server computes bfloat16 models in float32.
     """
 
     keep_io_types: bool | tuple[str, ...] = True
@@ -41,6 +43,12 @@ class ConversionSettings:
     keep_fp32_nodes: tuple[str, ...] = ()
     repair: bool = True
     half: HalfType = FP16
+    target_device: TargetDevice = "any"
+
+    @property
+    def needs_cuda_kernels(self) -> bool:
+        """Whether a node without a CUDA kernel for the half type must stay float32: casts are added around float16 alone."""
+        return self.half.has_float32_range and self.target_device != "cpu"
 
     def keeps(self, name: str | None) -> bool:
         """Whether the input or output of this name keeps its type."""
@@ -49,11 +57,12 @@ class ConversionSettings:
         return any(fnmatchcase(name or "", pattern) for pattern in self.keep_io_types)
 
     def summary(self) -> str:
-        """All settings but the type in one line, the same line for equal settings."""
+        """All settings but the type in one line, the same line for equal settings; the target matters for bfloat16 alone."""
         kept = self.keep_io_types if isinstance(self.keep_io_types, bool) else ",".join(self.keep_io_types)
         return (
             f"keep_io_types={kept} keep_fp32_ops={','.join(self.keep_fp32_ops)} "
             f"keep_fp32_nodes={','.join(self.keep_fp32_nodes)} repair={self.repair}"
+            f"{f' target={self.target_device}' if self.half.has_float32_range else ''}"
         )
 
 
@@ -63,6 +72,7 @@ def settings_of(
     keep_fp32_nodes: Collection[str] | None,
     repair: bool,
     half: HalfType = FP16,
+    target_device: TargetDevice = "any",
 ) -> ConversionSettings:
     """The settings with sorted lists, so that equal settings compare equal."""
     return ConversionSettings(
@@ -71,6 +81,7 @@ def settings_of(
         keep_fp32_nodes=_sorted(keep_fp32_nodes),
         repair=repair,
         half=half,
+        target_device=target_device,
     )
 
 

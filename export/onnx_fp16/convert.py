@@ -12,7 +12,7 @@ import onnx
 import onnx_ir
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import BF16, FP16, HalfName, HalfType, half_named
+from halfserve.export.half_types import BF16, FP16, HalfName, HalfType, TargetDevice, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
 from halfserve.export.onnx_fp16.casting import Caster, drop_idle_casts
@@ -47,6 +47,7 @@ class ConvertArguments(TypedDict, total=False):
     keep_fp32_nodes: Collection[str]
     repair: bool
     dtype: HalfName
+    target_device: TargetDevice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ def convert(
     keep_fp32_nodes: Collection[str] = (),
     repair: bool = True,
     dtype: HalfName = "float16",
+    target_device: TargetDevice = "any",
 ) -> Conversion:
     """Convert a float32 model to float16 or bfloat16, in place.
 
@@ -83,9 +85,9 @@ def convert(
         UsageError: `dtype` is another type.
     """
     half = half_named(dtype)
-    settings = settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half)
+    settings = settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half, target_device)
     if is_marked(model, settings):
-        return Conversion(model=model, report=report_unchanged(model, half))
+        return Conversion(model=model, report=report_unchanged(model, settings))
     known, casts, declared = ModelNames(model), count_casts(model), declared_values(model)
     repairs = repair_model(model, settings) if repair else prepare(model, settings)
     _refuse_other_half(model, half)
@@ -110,7 +112,8 @@ def convert(
 
 def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConvertArguments]) -> Conversion:
     """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
-    raised = upgrade(model, half_named(options.get("dtype", "float16"))) if upgrade_opset else ()
+    half = half_named(options.get("dtype", "float16"))
+    raised = upgrade(model, half, options.get("target_device", "any")) if upgrade_opset else ()
     done = convert(model, **options)
     return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
@@ -173,6 +176,7 @@ def convert_float_to_float16(
     repair: bool = True,
     upgrade_opset: bool = False,
     dtype: HalfName = "float16",
+    target_device: TargetDevice = "any",
 ) -> onnx.ModelProto:
     """Convert a float32 ONNX model to float16, or to bfloat16; the model that is given stays as it is.
 
@@ -185,6 +189,8 @@ def convert_float_to_float16(
         repair: Whether to rewrite first what the type cannot hold.
         upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
         dtype: The type to convert to, "float16" or "bfloat16".
+        target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
+            stay float32, as it refuses a model with such a node.
 
     Returns:
         A new model. For models over 2 GiB use `halfserve.export.onnx_fp16.convert.convert_file`.
@@ -206,6 +212,7 @@ def convert_float_to_float16(
         repair=repair,
         upgrade_opset=upgrade_opset,
         dtype=dtype,
+        target_device=target_device,
     )
     converted = onnx_ir.to_proto(conversion.model)
     converted.training_info.extend(opened.proto.training_info)  # onnx_ir does not preserve it
@@ -231,6 +238,7 @@ def convert_file(
     repair: bool = True,
     upgrade_opset: bool = False,
     dtype: HalfName = "float16",
+    target_device: TargetDevice = "any",
     external_data: ExternalData = "auto",
     overwrite: bool = False,
 ) -> Conversion:
@@ -242,12 +250,13 @@ def convert_file(
     Args:
         source: The float32 model; its data files lie beside it.
         target: The file to write; its data files go beside it.
-        keep_io_types: See `convert_float_to_float16`, also for the next five.
+        keep_io_types: See `convert_float_to_float16`, also for the next six.
         keep_fp32_ops: Operators that stay float32.
         keep_fp32_nodes: Nodes that stay float32.
         repair: Whether to rewrite first what the type cannot hold.
         upgrade_opset: Whether to raise the model's opset first.
         dtype: The type to convert to, "float16" or "bfloat16".
+        target_device: Where the model shall run.
         external_data: See `halfserve.export.onnx_files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.
 
@@ -266,6 +275,7 @@ def convert_file(
         repair=repair,
         upgrade_opset=upgrade_opset,
         dtype=dtype,
+        target_device=target_device,
         external_data=external_data,
         overwrite=overwrite,
     ) as done:

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import FP16, HalfType
+from halfserve.export.half_types import FP16, HalfType, TargetDevice
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.element_types import (
@@ -24,6 +24,7 @@ from halfserve.export.onnx_fp16.element_types import (
 from halfserve.export.onnx_fp16.graph import FreshNames, all_graphs, all_nodes, operators
 from halfserve.export.onnx_fp16.planning.decisions import NORMS, SOFTMAXES, SUMS
 from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
+from halfserve.export.placement.cuda_kernels import lost_on_cuda, takes_on_cuda
 
 UPGRADE = "upgrade-opset"
 _LAST_REWRITTEN = 13  # ONNX's version converter raises older models to this opset; `_raise_node` does the rest
@@ -43,11 +44,12 @@ _REDUCTIONS = operators(
 _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
-def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16) -> tuple[Repair, ...]:
+def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16, target_device: TargetDevice = "any") -> tuple[Repair, ...]:
     """Raise a model's opset in place, as far as that lets more nodes compute in half precision; weights stay where they lie.
 
     float16 gains from opset 17, which has LayerNormalization; bfloat16 from the first opset up to 22 at which all of the
-    model's operators take it: 16 for Where, 22 for Conv.
+    model's operators take it: 16 for Where, 22 for Conv. For CUDA, operators count that have a kernel there, and an opset at
+    which another operator of the model loses its kernel is not used: MaxPool has none from 22 on.
 
     Returns:
         The change; empty where the model has that opset or a later one, or none of ONNX's own operators.
@@ -57,7 +59,11 @@ def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16) -> tuple[Repair, 
             a BatchNormalization in training mode.
     """
     before = model.opset_imports.get("")
-    after = FIRST_OPSET_WITH_LAYER_NORM if half is FP16 else max(FIRST_OPSET_WITH_LAYER_NORM, _first_opset(model, half))
+    after = (
+        FIRST_OPSET_WITH_LAYER_NORM
+        if half is FP16
+        else max(FIRST_OPSET_WITH_LAYER_NORM, _first_opset(model, half, target_device))
+    )
     if before is None or before >= after:
         return ()
     if model.functions:
@@ -74,14 +80,22 @@ def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16) -> tuple[Repair, 
     return (Repair(pass_name=UPGRADE, nodes=(), text=f"opset {before} became {after}"),)
 
 
-def _first_opset(model: onnx_ir.Model, half: HalfType) -> int:
+def _first_opset(model: onnx_ir.Model, half: HalfType, target_device: TargetDevice) -> int:
     """The first opset at which as many of the model's operators as possible take the half type; at most LAST_RAISED."""
-    found = (
-        first_opset_with_half(node, model.opset_imports, half)
+    opset = model.opset_imports.get("", 1)
+    used = {node.op_type for node in all_nodes(model) if not node.domain}
+    gaining = {
+        first
         for node in all_nodes(model)
-        if node.op_type not in _NOT_WORTH_IT and not takes_half(node, model.opset_imports, half)
+        if node.op_type not in _NOT_WORTH_IT
+        and not takes_half(node, model.opset_imports, half)
+        and (first := first_opset_with_half(node, model.opset_imports, half)) is not None
+        and first <= LAST_RAISED
+        and (target_device == "cpu" or takes_on_cuda(node.op_type, first, half.elem_type))
+    }
+    return next(
+        (first for first in sorted(gaining, reverse=True) if target_device == "cpu" or not lost_on_cuda(used, opset, first)), 0
     )
-    return max((opset for opset in found if opset is not None and opset <= LAST_RAISED), default=0)
 
 
 def _rewrite(model: onnx_ir.Model) -> None:

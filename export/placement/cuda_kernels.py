@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -154,9 +154,20 @@ class Operation:
         bound = dict(_bound(self.schema, self.inputs, self.outputs))
         return any(kernel.matches(self.since, bound) for kernel in found)
 
-    def has_cuda_kernel(self) -> bool:
-        """Whether the CUDA provider has a kernel for it."""
-        return self.has_kernel(cuda_kernels().cuda)
+
+def takes_on_cuda(op_type: str, opset: int, elem_type: int) -> bool:
+    """Whether a CUDA kernel of ONNX's operator at an opset takes an element type at any of its inputs and outputs."""
+    letter, since = _LETTER_OF[elem_type], _since(op_type, opset)
+    return any(
+        kernel.matches(since, {}) and any(letter in letters for _, letters in kernel.types)
+        for kernel in cuda_kernels().cuda.get(("", op_type), ())
+    )
+
+
+def lost_on_cuda(op_types: Iterable[str], before: int, after: int) -> list[str]:
+    """The operators that the CUDA provider computes in float32 at one opset, and not at the other, in alphabetical order."""
+    single = int(onnx.TensorProto.FLOAT)
+    return sorted(n for n in op_types if takes_on_cuda(n, before, single) and not takes_on_cuda(n, after, single))
 
 
 def predict_cuda(model: ModelSource | ModelFile) -> tuple[CudaWarning, ...]:

@@ -20,7 +20,7 @@ import onnx_ir
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.conversion_options import MAX_RUNS, SearchLimits
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import Accumulators, HalfName, half_named
+from halfserve.export.half_types import Accumulators, HalfName, TargetDevice, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
 from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, settings_of
 from halfserve.export.search.error_attribution import (
@@ -71,6 +71,7 @@ def find_fp32_nodes(
     task: Judge | None = None,
     dtype: HalfName = "float16",
     lengths: LongerSizes | None = None,
+    target_device: TargetDevice = "any",
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
@@ -97,6 +98,7 @@ def find_fp32_nodes(
         task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
         dtype: The half-precision type of the other nodes.
         lengths: Sizes beside the samples' on which the budget must hold, with `adversarial`; none by default.
+        target_device: Where the model shall run, as in `convert`.
 
     Raises:
         ExportError: The model cannot be read, converted or run on the samples, or a list names a missing operator or node.
@@ -106,7 +108,8 @@ def find_fp32_nodes(
     limits = SearchLimits(max_runs=max_runs, max_minutes=max_minutes)
     tell = progress or (lambda _: None)
     tell("searching: preparing the model")
-    searched = searched_model(model, settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half_named(dtype)))
+    settings = settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half_named(dtype), target_device)
+    searched = searched_model(model, settings)
     with Sandbox() as sandbox:
         trials = Trials(
             searched,

@@ -182,6 +182,7 @@ class Trials:
             keep_fp32_ops=settings.keep_fp32_ops,
             keep_fp32_nodes=(*settings.keep_fp32_nodes, *self._searched.present(kept)),
             repair=settings.repair,
+            target_device=settings.target_device,
             dtype=settings.half.name,
         )
         try:

@@ -104,7 +104,7 @@ def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
 
 
 def _is_bare(model: Path, declared: DeclaredConfig | None) -> bool:
-    """Return whether a model is a file without a repository: conversion writes no certificate beside it, and older ones none inside."""
+    """Return whether a model is a file without a repository: conversion wrote none beside it, and earlier none inside."""
     return declared is not None and declared.source == model
 
 

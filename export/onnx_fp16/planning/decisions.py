@@ -7,7 +7,7 @@ kernel takes float16 but refuses it once it runs. Measured with ONNX Runtime 1.3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir
 
@@ -30,6 +30,7 @@ from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
 from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
+from halfserve.export.placement.cuda_kernels import Operation, cuda_kernels, lost_on_cuda
 
 _TABLES = "ai.onnx.ml"
 _REFUSED_WITH_REDUCTION = frozenset({"ScatterElements", "ScatterND"})
@@ -60,6 +61,8 @@ def keep_nodes(plan: CastingPlan) -> None:
         plan.keep(node, reason)
     if plan.half.has_float32_range:
         keep_precise(plan)
+    if plan.settings.needs_cuda_kernels:
+        _keep_without_kernel(plan)
 
 
 def _keep_unsupported(plan: CastingPlan, node: onnx_ir.Node) -> None:
@@ -92,8 +95,39 @@ def _no_half(plan: CastingPlan, node: onnx_ir.Node) -> str:
     if later is not None:
         has = plan.model.opset_imports.get("", 1)
         offer = ": --upgrade-opset (upgrade_opset=True) raises it" if half.has_float32_range and later <= LAST_RAISED else ""
+        used = (
+            {other.op_type for other in plan.places if not other.domain} if offer and plan.settings.needs_cuda_kernels else ()
+        )
+        lost = lost_on_cuda(used, has, later)
+        if lost:
+            offer = f"; --upgrade-opset raises it for --target cpu alone, as CUDA has no kernel for {lost[0]} of opset {later}"
         return f"{node.op_type} takes {half.name} from opset {later} on; the model has {has}{offer}"
     return f"{node.op_type} takes no {half.name}"
+
+
+def _keep_without_kernel(plan: CastingPlan) -> None:
+    """Keep the nodes that ONNX Runtime's CUDA provider has no kernel for in the half type."""
+    half = plan.half.elem_type
+    for node, places in plan.places.items():
+        if node in plan.kept or any(bodies(node)) or not places.some:
+            continue
+        operation = Operation(
+            domain=node.domain,
+            op_type=node.op_type,
+            opset=plan.model.opset_imports.get(node.domain, 1),
+            inputs=_elem_types(node.inputs, places.inputs, half),
+            outputs=_elem_types(node.outputs, places.outputs, half),
+        )
+        if not operation.has_kernel(cuda_kernels().cuda):
+            lacking = f"no {plan.half.name} kernel for {node.op_type} of opset {operation.since}"
+            plan.keep(node, f"ONNX Runtime's CUDA provider has {lacking}, and refuses models with such a node")
+            plan.unsupported.add(node)
+
+
+def _elem_types(values: Iterable[onnx_ir.Value | None], can: Iterable[bool], half: int) -> tuple[int, ...]:
+    """The element types once all that can is of the half type; 0 for absent values."""
+    known = (0 if value is None or value.dtype is None else int(value.dtype) for value in values)
+    return tuple(half if is_half else dtype for dtype, is_half in zip(known, can, strict=True))
 
 
 def runtime_gap(node: onnx_ir.Node) -> str | None:

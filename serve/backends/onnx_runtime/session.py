@@ -23,6 +23,7 @@ from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_t
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
+    missing_kernel,
     reason_of,
     settle_thread,
     why_not_recorded,
@@ -195,7 +196,8 @@ class SessionOpener:
             # The runtime's exceptions have no common base class. RuntimeErrors concern providers, not models.
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
                 raise _UnusableDeviceError(reason_of(error)) from error
-            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason_of(error)}") from error
+            reason = missing_kernel(error) or reason_of(error)
+            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from error
         return session
 
     def _register_operators(self, options: Any) -> None:

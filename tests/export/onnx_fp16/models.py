@@ -10,7 +10,7 @@ import onnx
 import onnx_ir
 from numpy.typing import ArrayLike
 
-from halfserve.export.half_types import HalfName
+from halfserve.export.half_types import HalfName, TargetDevice
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport
 from halfserve.export.onnx_fp16.convert import convert
 from tests.export.conversions.cases import Case
@@ -29,6 +29,7 @@ def halve(
     keep_fp32_nodes: Collection[str] = (),
     repair: bool = False,
     dtype: HalfName = "float16",
+    target_device: TargetDevice = "any",
 ) -> tuple[onnx.ModelProto, ConversionReport]:
     """Convert without repairs, which are tested elsewhere."""
     source = onnx.ModelProto()
@@ -40,6 +41,7 @@ def halve(
         keep_fp32_nodes=keep_fp32_nodes,
         repair=repair,
         dtype=dtype,
+        target_device=target_device,
     )
     return onnx_ir.to_proto(done.model), done.report
 

@@ -11,7 +11,7 @@ import onnx_ir
 import pytest
 
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.half_types import BF16
+from halfserve.export.half_types import BF16, TargetDevice
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from halfserve.export.onnx_fp16.planning.decisions import BETWEEN_REASON, GRID_REASON, NORM_REASON, SOFTMAX_REASON, SUM_REASON
 from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, reasons, types
@@ -21,16 +21,19 @@ BFLOAT16 = onnx.TensorProto.BFLOAT16
 TWO_LAYERS = "g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, w) }"
 
 
-def halved(model: onnx.ModelProto, *, repair: bool = False) -> tuple[onnx.ModelProto, dict[str, str]]:
+def halved(
+    model: onnx.ModelProto, *, repair: bool = False, target_device: TargetDevice = "any"
+) -> tuple[onnx.ModelProto, dict[str, str]]:
     """A model in bfloat16, checked in full, and the reasons of its float32 nodes by name."""
-    converted, report = halve(model, repair=repair, dtype="bfloat16")
+    converted, report = halve(model, repair=repair, dtype="bfloat16", target_device=target_device)
+    assert report.to_json()["target_device"] == target_device
     onnx.checker.check_model(converted, full_check=True)
     assert report.dtype == "bfloat16"
     return converted, reasons(report)
 
 
-def kept(model: onnx.ModelProto, *, repair: bool = False) -> dict[str, str]:
-    return halved(model, repair=repair)[1]
+def kept(model: onnx.ModelProto, *, repair: bool = False, target_device: TargetDevice = "any") -> dict[str, str]:
+    return halved(model, repair=repair, target_device=target_device)[1]
 
 
 def test_nodes_and_weights_are_bfloat16_between_float32_interfaces() -> None:
@@ -85,6 +88,23 @@ def test_an_operator_without_bfloat16_names_the_opset_that_has_it() -> None:
     raised = convert_float_to_float16(model, dtype="bfloat16", upgrade_opset=True)
     assert [entry.version for entry in raised.opset_import] == [22]
     assert {types(raised)[name] for name in ("w", "h")} == {BFLOAT16}
+
+
+def test_nodes_without_a_cuda_kernel_stay_float32_except_for_cpus() -> None:
+    nodes = "h = Conv (x, w) l = LeakyRelu (h) y = MaxPool <kernel_shape = [2, 2]> (l)"
+    text = f"g (float[1,4,8,8] x) => (float[1,4,7,7] y) {{ {nodes} }}"
+    model = parse(text, opset=22, ir=10, w=normal(4, 4, 1, 1))
+    lacking = "ONNX Runtime's CUDA provider has no bfloat16 kernel for {}, and refuses models with such a node"
+    reasons = {"l": lacking.format("LeakyRelu of opset 16"), "y": lacking.format("MaxPool of opset 22")}
+    assert kept(model) == kept(model, target_device="cuda") == reasons
+    assert kept(model, target_device="cpu") == {}
+
+
+def test_a_raise_that_costs_a_cuda_kernel_is_offered_for_cpus_alone() -> None:
+    text = "g (float[1,4,8,8] x) => (float[1,4,7,7] y) { h = Conv (x, w) y = MaxPool <kernel_shape = [2, 2]> (h) }"
+    found = kept(parse(text, opset=17, ir=8, w=normal(4, 4, 1, 1)))["h"]
+    offer = "--upgrade-opset raises it for --target cpu alone, as CUDA has no kernel for MaxPool of opset 22"
+    assert found == f"Conv takes bfloat16 from opset 22 on; the model has 17; {offer}"
 
 
 def test_an_operator_that_takes_it_too_late_is_not_offered_a_raise() -> None:

@@ -38,12 +38,19 @@ def model(name: str, opset: int) -> onnx.ModelProto:
 def test_a_raised_model_gives_the_same_answers(name: str, opset: int) -> None:
     before = model(name, opset)
     work = onnx_ir.from_proto(before)
-    (change,) = upgrade_opset(work, BF16)
+    (change,) = upgrade_opset(work, BF16, "cpu")
     after = onnx_ir.to_proto(work)
     onnx.checker.check_model(after, full_check=True)
     assert change.text == f"opset {opset} became 22"
     feeds = {"x": X, "flag": np.array(False)}
     np.testing.assert_allclose(run(after, **feeds)[0], run(before, **feeds)[0], rtol=0, atol=1e-6)
+
+
+def test_it_is_not_raised_where_an_operator_loses_its_cuda_kernel() -> None:
+    pools, convs = (onnx_ir.from_proto(model(name, 17)) for name in ("pools", "split"))
+    assert upgrade_opset(pools, BF16) == ()
+    assert upgrade_opset(convs, BF16)
+    assert convs.opset_imports[""] == 22
 
 
 def test_it_is_raised_only_as_far_as_bfloat16_gains() -> None:

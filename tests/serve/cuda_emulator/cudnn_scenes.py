@@ -32,7 +32,7 @@ def session_of(layer: str, name: str, dtype: np.dtype[Any]) -> ort.InferenceSess
     shape, node, weight, answer = LAYERS[layer]
     weights = {"w": np.ones(weight, dtype), "r": np.ones((1, weight[1] if len(weight) > 1 else 1, 3), dtype)}
     used = {key: array for key, array in weights.items() if f", {key}" in node}
-    model = parse(f"m ({name}{shape} x) => ({name}[{','.join('abcd'[: len(answer)])}] y) {{ {node} }}", opset=17, ir=8, **used)
+    model = parse(f"m ({name}{shape} x) => ({name}[{','.join('abcd'[: len(answer)])}] y) {{ {node} }}", opset=17, ir=8)
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, key) for key, array in used.items())
     options = ort.SessionOptions()
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

@@ -16,7 +16,9 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from halfserve.export.half_types import BF16, FP16
+from halfserve.export.export_errors import ExportError
+from halfserve.export.half_types import BF16, FP16, HalfName, TargetDevice
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.placement.cuda_kernels import WarningKind, cuda_kernels, predict_cuda
 from tests.export.conversions.cases import cases
 
@@ -120,3 +122,45 @@ def test_each_operator_runs_where_the_table_says() -> None:
     wrong, count = mistakes([*NUMPY])
     assert not wrong
     assert count > FEWEST
+
+
+def converted(model: onnx.ModelProto, dtype: HalfName, target_device: TargetDevice) -> onnx.ModelProto | None:
+    """The model in half precision; None where nothing can be converted."""
+    try:
+        return convert_float_to_float16(model, dtype=dtype, upgrade_opset=True, target_device=target_device)
+    except ExportError:
+        return None
+
+
+def refused(models: Iterator[onnx.ModelProto], dtype: HalfName, target_device: TargetDevice) -> tuple[list[str], int]:
+    """The models that the runtime takes in float32 and refuses in half precision, and the number of all converted ones."""
+    found, count = [], 0
+    for model in models:
+        half = converted(model, dtype, target_device)
+        if half is not None and outcome(model) not in (None, "refused"):
+            count += 1
+            if outcome(half) in (None, "refused"):
+                found.append(model.graph.node[0].op_type)
+    return found, count
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_no_converted_operator_is_refused(dtype: HalfName) -> None:
+    found, count = refused(single_nodes(), dtype, "any")
+    assert set(found) <= {"CastLike"}, "the one that makes float4 from float16, for which there is no kernel"
+    assert count > 300
+
+
+def test_for_cpus_alone_nodes_without_a_kernel_become_bfloat16() -> None:
+    found, _ = refused(single_nodes(), "bfloat16", "cpu")
+    assert {"MaxPool", "GlobalMaxPool", "LeakyRelu", "ReduceMax"} <= set(found)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.timeout(400)
+def test_no_converted_network_is_refused(dtype: HalfName) -> None:
+    networks = (onnx.load_from_string(case.model) for case in cases("light"))
+    found, count = refused(networks, dtype, "any")
+    assert not found
+    assert count >= 8

@@ -17,6 +17,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost
+from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
 
@@ -211,6 +212,18 @@ def test_why_a_device_cannot_be_used_is_told(
     with pytest.raises(ModelLoadError, match=f"a GPU is required, but .*{reason}"):
         load_backend(tmp_path / "m.onnx", DevicePlacement(require_gpu=True))
     assert capfd.readouterr().out == ""
+
+
+def test_a_node_without_a_kernel_is_named_with_the_command_that_converts_again(tmp_path: Path) -> None:
+    pool = parse("g (bfloat16[n, 2, 4, 4] x) => (bfloat16[n, 2, 1, 1] pooled) { pooled = GlobalMaxPool (x) }", opset=22, ir=10)
+    onnx.save(pool, tmp_path / "m.onnx")
+    with pytest.raises(ModelLoadError) as refused:
+        load_backend(tmp_path / "m.onnx", DevicePlacement())
+    assert str(refused.value).startswith(
+        f"{tmp_path}/m.onnx: ONNX Runtime refuses the model: node 'pooled': neither its CUDA provider nor its CPU provider has "
+        "a GlobalMaxPool kernel for the node's types, such as bfloat16; convert the float32 model again, with "
+        "`halfserve convert SOURCE TARGET --dtype bfloat16 --target any`"
+    )
 
 
 def test_without_tensorrt_the_model_runs_on_its_cuda_device(
