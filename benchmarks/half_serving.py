@@ -161,7 +161,18 @@ def compare(
 
 def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Path:
     """Convert the model to a new repository; returns the half model's file."""
-    command = [sys.executable, "-m", "halfserve", "convert", str(model), "--dtype", "bfloat16", "--upgrade-opset"]
+    command = [
+        sys.executable,
+        "-m",
+        "halfserve",
+        "convert",
+        str(model),
+        "--dtype",
+        "bfloat16",
+        "--target",
+        "cpu",
+        "--upgrade-opset",
+    ]
     command += ["--repository", str(repository), "--name", model.stem, "--max-batch-size", str(ROWS)]
     command += ["--samples", str(model.with_suffix(".npz"))]
     command += [] if max_abs_error is None else ["--max-abs-error", str(max_abs_error)]
