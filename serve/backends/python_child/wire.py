@@ -3,8 +3,8 @@
     header size (uint32) | payload size (uint32) | header | payload
 
 Small tensors lie in the payload, larger ones in a shared memory segment. In the header, "t" lists the tensors as
-[name, datatype, shape, offset, bytes]; "s" is the segment's number; "new" is there where its descriptor travels along; "free"
-and "drop" name segments that may be used again, or be unmapped.
+[name, datatype, shape, offset, bytes]; "s" is the segment's number; "new" is there where its descriptor travels along; "drop"
+names segments that may be unmapped.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class Channel:
             ChannelClosedError: the other side has gone.
         """
         with self._sending:
-            mapped, pool = self._mapped, self._pool
-            if mapped.released:
-                header["free"] = [mapped.released.popleft() for _ in range(len(mapped.released))]
+            pool = self._pool
             pieces: list[Any] = []
             ancillary: list[tuple[int, int, bytes]] = []
             size = 0
@@ -173,6 +171,8 @@ class Channel:
         try:
             segment = self._pool.take(end)
         except OSError:  # there is no memory or no descriptor for it
+            segment = None
+        if segment is None:  # or the other side has not returned enough yet
             return end, None
         header["s"] = segment.number
         target, arrays = np.frombuffer(segment.view, np.uint8), (piece for piece in pieces if isinstance(piece, np.ndarray))
@@ -230,10 +230,6 @@ class Channel:
         header, end = DECODE(text)
         if end != len(text):
             raise ValueError(f"a header of {len(text)} characters ends after {end}")
-        if "free" in header:
-            with self._sending:
-                for number in header.pop("free"):
-                    self._pool.give_back(number)
         tensors = self._tensors(header, bytearray(data[start:whole])) if "t" in header else []
         for number in header.pop("drop", ()):
             self._mapped.drop(number)
@@ -266,7 +262,10 @@ class Channel:
 
     def _tensors(self, header: Header, payload: bytearray) -> list[WireTensor]:
         if "s" in header:
-            fd = self._fds.popleft() if header.pop("new", 0) else None
+            is_new = header.pop("new", 0)
+            if is_new and not self._fds:
+                raise ValueError("a shared memory file has not arrived: this process may open no more files (ulimit -n)")
+            fd = self._fds.popleft() if is_new else None
             source: Any = self._mapped.view(header.pop("s"), fd)
         else:
             source = payload
