@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.http.generate import GenerateRoute
 from halfserve.serve.http.guards import App, BrowserGuard, TokenGuard
 from halfserve.serve.http.http_options import HttpOptions
@@ -105,7 +106,7 @@ class RestServer:
             raise
         self.port = ports[0]
         self.metrics_port = ports[1] if len(ports) > 1 else None
-        self._core.figures.readings["http_connections"] = lambda: sum(server.connections for server in self._servers)
+        self._core.figures.readings[Reading.HTTP_CONNECTIONS] = lambda: sum(server.connections for server in self._servers)
         self._texts.start()
         if self._page is not None:
             self._page.start()

@@ -50,20 +50,6 @@ logger = logging.getLogger(__name__)
 
 TOGETHER = 8  # number of models whose figures are written at a time, in some milliseconds
 STATES_TOGETHER = 256  # number of versions whose states are written at a time, in 8 us each
-# Figures that other packages register with the engine: (type, name, help text).
-READINGS = {
-    "connections": ("gauge", "halfserve_connections", "Open gRPC connections"),
-    "http_connections": ("gauge", "halfserve_http_connections", "Open HTTP connections"),
-    "calls": ("gauge", "halfserve_calls", "gRPC calls in flight, streams included"),
-    "access_log_dropped": ("counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"),
-    "worker_restarts": ("counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"),
-    "processes": ("gauge", "halfserve_processes", "Server processes that serve together now"),
-    "forwarded": ("counter", "halfserve_requests_forwarded_total", "Requests passed on to members that serve the model"),
-    "response_cache_bytes": ("gauge", "halfserve_response_cache_bytes", "Answers that the response cache holds"),
-    "response_cache_evictions": ("counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"),
-    "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),
-    "traces_dropped": ("counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"),
-}
 REFUSALS = zeros(
     FailedPreconditionError,
     InvalidArgumentError,
@@ -128,8 +114,8 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
     refused = (({"reason": reason}, count) for reason, count in sorted((REFUSALS | figures.refused).items()))
     text = "Inference requests that reached no model's queue, by reason"
     yield metric_of("halfserve_requests_refused", text, "counter", refused, suffix="_total")
-    for key, read in figures.readings.items():
-        kind, name, text = READINGS[key]
+    for reading, read in figures.readings.items():
+        kind, name, text = reading.value
         yield metric_of(name, text, kind, [({}, read())])
     for custom in figures.custom_metrics():
         metric = Metric(custom.name, custom.text, custom.kind)

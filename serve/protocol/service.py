@@ -17,6 +17,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
 from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
+from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
@@ -153,9 +154,9 @@ class Service:
         """Return whether the models of this name are visible to the callers of this service."""
         return True
 
-    def tell(self, name: str, read: Callable[[], float]) -> None:
-        """Register a figure of the transport under its name in the metrics."""
-        self.core.figures.readings[name] = read
+    def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
+        """Register functions that return the transport's open connections and calls in flight, for the metrics."""
+        self.core.figures.readings |= {Reading.CONNECTIONS: connections, Reading.CALLS: calls}
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)

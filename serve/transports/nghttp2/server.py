@@ -75,8 +75,9 @@ class Nghttp2Server:
         self._time_limits = TimeLimits(self._limits, self._connections, self.budget)
         self._busy_poll: BusyPoll | None = None  # once it listens
         self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
-        service.tell("connections", lambda: len(self._connections))
-        service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
+        service.count_connections(
+            lambda: len(self._connections), lambda: sum(connection.calls for connection in self._connections)
+        )
 
     async def start(self) -> int:
         """Listen, and return the port.

@@ -10,8 +10,9 @@ from typing import Any
 
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
-from halfserve.serve.observability.exposition import READINGS, exposition, gpu_metrics
+from halfserve.serve.observability.exposition import exposition, gpu_metrics
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.metric_text import to_text
 from tests.serve.observability.test_exposition import TwoGpus
@@ -33,7 +34,7 @@ def everything() -> str:
         model.statistics.failed(0, InvalidArgumentError("wrong"))
         core = InferenceCore([model])
         core.figures.refuse(InvalidArgumentError("wrong"))
-        core.figures.readings |= {name: lambda: 1 for name in READINGS}
+        core.figures.readings |= {reading: lambda: 1 for reading in Reading}
         guard: Any = SimpleNamespace(counters=lambda: counters, stop=lambda: None)
         model.guard = guard
         body, _ = await exposition(core)

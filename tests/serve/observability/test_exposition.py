@@ -28,7 +28,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.engine.model_statistics import LatencyFigures
+from halfserve.serve.engine.model_statistics import LatencyFigures, Reading
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
@@ -109,8 +109,22 @@ def test_the_fast_transport_tells_its_connections(serving: Serving) -> None:
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=CLIENT_TIMEOUT_S)
         samples = server.run(scrape(server.core))
     connections = samples.get(("halfserve_connections", ()))
-    assert connections == (1 if "connections" in server.core.figures.readings else None)
+    assert connections == (1 if Reading.CONNECTIONS in server.core.figures.readings else None)
     assert (samples.get(("halfserve_calls", ())) is None) == (connections is None)
+
+
+def test_each_reading_is_a_metric_of_its_kind() -> None:
+    async def run() -> str:
+        core = InferenceCore([])
+        core.figures.readings |= {reading: lambda: 7 for reading in Reading}
+        body, _ = await exposition(core)
+        return body.decode()
+
+    lines = set(asyncio.run(run()).splitlines())
+    for reading in Reading:
+        kind, name, text = reading.value
+        assert {f"# HELP {name} {text}", f"# TYPE {name} {kind}"} <= lines
+        assert f"{name} 7" in lines
 
 
 def scrape_with(prepare: Any) -> Samples:
