@@ -185,4 +185,6 @@ def test_the_folder_itself_imports_no_framework(monkeypatch: pytest.MonkeyPatch)
     for package in ("lightning", "accelerate"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, OURS)
-    importlib.import_module(OURS)
+    folder = importlib.import_module(OURS)
+    missing = folder.not_installed(ModuleNotFoundError(name="lightning"), "lightning", "2.6")
+    assert "pip install 'lightning>=2.6'" in str(missing)

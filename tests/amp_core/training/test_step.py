@@ -149,9 +149,12 @@ def test_an_infinite_batch_leaves_no_trace_and_a_good_one_does() -> None:
 
 
 def test_a_model_without_any() -> None:
-    statistics = RunningStatistics(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False)))
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    statistics = RunningStatistics(model)
     statistics.keep()
     statistics.undo_if_not_finite()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class Shown(nn.Module):

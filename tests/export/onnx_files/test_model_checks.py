@@ -124,7 +124,9 @@ def test_values_may_come_from_outside_and_in_any_order(graph_model: onnx.ModelPr
     nodes = list(graph_model.graph.node)
     del graph_model.graph.node[:]
     graph_model.graph.node.extend(reversed(nodes))
+    before = graph_model.SerializeToString(deterministic=True)
     require_sound_graphs(graph_model, "m")
+    assert graph_model.SerializeToString(deterministic=True) == before
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,9 @@ def node_model() -> onnx.ModelProto:
 
 
 def test_a_model_with_bodies_optional_inputs_and_functions_is_complete(node_model: onnx.ModelProto) -> None:
+    before = node_model.SerializeToString(deterministic=True)
     require_sound(node_model, "the model")
+    assert node_model.SerializeToString(deterministic=True) == before
 
 
 def test_a_function_of_the_models_own_may_have_the_name_of_an_operator(node_model: onnx.ModelProto) -> None:
@@ -192,6 +196,9 @@ def test_a_function_of_the_models_own_may_have_the_name_of_an_operator(node_mode
     node_model.functions.append(helper.make_function("", "Cast", ["r"], ["s"], [helper.make_node("Neg", ["r"], ["s"])], []))
     del node_model.graph.node[0].attribute[:]
     require_sound(node_model, "the model")
+    del node_model.functions[-1]
+    with pytest.raises(ExportError, match=r"node 'a' \(Cast\)"):
+        require_sound(node_model, "the model")
 
 
 @pytest.mark.parametrize(

@@ -320,5 +320,6 @@ def test_an_ignored_sigint_stays_ignored() -> None:
     try:
         with sigterm_as_interrupt():
             signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -181,7 +181,9 @@ def test_requests_may_be_pipelined(rest: RestServer) -> None:
         peer.settimeout(HOLD_S)
         data = b""
         while data.count(b"HTTP/1.1 200") < 3:
-            data += peer.recv(65536)
+            more = peer.recv(65536)
+            assert more, data
+            data += more
 
 
 def test_draining_finishes_what_was_taken() -> None:

@@ -190,7 +190,9 @@ def test_nothing_of_a_request_waits_for_the_garbage_collector(
             server.call(lambda: None)  # the turn of the loop in which the last answer left is over
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
-            left = Counter(type(thing).__name__ for thing in gc.garbage if str(type(thing).__module__).startswith("serve."))
+            left = Counter(
+                type(thing).__name__ for thing in gc.garbage if str(type(thing).__module__).startswith("halfserve.serve.")
+            )
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
