@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.errors import (
+    BackendError,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfMemoryError,
+    UnavailableError,
+    is_out_of_memory,
+)
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.requests import Answer, InferRequest, Parameter, RawInputs, RawLayout
@@ -265,6 +273,10 @@ class Inference:
             return error
         except Exception as error:
             name = cached.model.name
+            if is_out_of_memory(error):  # as large requests can make it
+                said = "the answer of %s cannot be written: memory ran out"
+                logger.error(said, name, extra={"model": name})  # noqa: TRY400  (the cause is known)
+                return OutOfMemoryError()
             logger.exception("the answer of %s does not fit its interface", name, extra={"model": name})
             return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")
 

@@ -16,7 +16,13 @@ from halfserve.serve.engine.caching.response_cache import (
     settled,
     takes_long,
 )
-from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
+from halfserve.serve.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    InferenceError,
+    OutOfMemoryError,
+    is_out_of_memory,
+)
 from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.requests import InferRequest
@@ -257,7 +263,11 @@ class CachingScheduler:
         except InferenceError as error:
             self._refuse([request], error)
             return
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):  # as large requests can make it
+                logger.error("the inputs of a request cannot be read: memory ran out")  # noqa: TRY400  (the cause is known)
+                self._refuse([request], OutOfMemoryError())
+                return
             logger.exception("the inputs of a request cannot be read")
             self._refuse([request], BackendError("the inputs of this request cannot be read"))
             return

@@ -16,7 +16,7 @@ from halfserve.serve.engine.batcher import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition
-from halfserve.serve.engine.errors import BackendError, InferenceError, UnavailableError
+from halfserve.serve.engine.errors import BackendError, InferenceError, OutOfMemoryError, UnavailableError, is_out_of_memory
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.step_memory import RunMemory, RunSizes, bytes_of
@@ -305,7 +305,10 @@ class EnsembleRun:
         self._binding.end()
         self._ended()
 
-    def _unknown(self, error: Exception) -> BackendError:
+    def _unknown(self, error: Exception) -> InferenceError:
+        if is_out_of_memory(error):  # as large requests can make it
+            logger.error("a step of an ensemble cannot be computed: memory ran out")
+            return OutOfMemoryError()
         logger.error("a step of an ensemble answered what its model does not declare", exc_info=error)
         return BackendError(f"a step answered what its model does not declare: {type(error).__name__}")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfserve.serve.engine.backend import LaterAnswer, Outcome, RequestBackend, Reschedule
-from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError
+from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, OutOfMemoryError, is_out_of_memory
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.requests import InferRequest
@@ -80,5 +80,8 @@ def _computed(backend: RequestBackend, requests: list[InferRequest]) -> Sequence
     except InstanceLostError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):  # as large requests can make it
+            logger.error("a batch of requests could not be computed: memory ran out")  # noqa: TRY400  (the cause is known)
+            return [OutOfMemoryError()] * len(requests)
         logger.exception("a batch of requests could not be computed")
         return [BackendError(f"the model failed on this request: {error}")] * len(requests)

@@ -14,7 +14,13 @@ import pytest
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import APART_BYTES, WHOLE_BYTES, RequestKeys, ResponseCache
-from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
+from halfserve.serve.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    InferenceError,
+    OutOfMemoryError,
+    UnavailableError,
+)
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import (
     NO_PARAMETERS,
@@ -292,6 +298,25 @@ async def test_inputs_that_cannot_be_read_are_the_requests_own_error(answers: An
     await answers.all(2)
     assert {str(error) for error in answers.results[4]} == {"not there", "the inputs of this request cannot be read"}
     assert counts(model) == (0, 0, 0, 2)
+    await model.scheduler.drain()
+
+
+@on_loop
+async def test_inputs_for_which_memory_runs_out_leave_no_stack_trace(
+    answers: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = cached_model(HeldBackend())
+
+    def read() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        raise MemoryError
+
+    request = answers.request(4)
+    request.inputs = LateInputs({"x": LateArray((1, 1), read)})
+    model.scheduler.submit(request)
+    await answers.all(1)
+    assert type(answers.error(4)) is OutOfMemoryError
+    (record,) = caplog.records
+    assert (record.getMessage(), record.exc_info) == ("the inputs of a request cannot be read: memory ran out", None)
     await model.scheduler.drain()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
+from halfserve.serve.engine.backend import Outcome, RequestBackend
+from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError, OutOfMemoryError
 from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, pad_rows
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.request_batch import run_requests
 from halfserve.serve.engine.requests import (
     CUT_BYTES,
     Answer,
@@ -350,3 +352,14 @@ def test_late_inputs_are_parsed_on_demand_and_not_kept() -> None:
     assert inputs["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert inputs["x"].shape == (2, 3)
     assert len(read) == 2
+
+
+def test_requests_for_which_memory_runs_out_leave_no_stack_trace(caplog: pytest.LogCaptureFixture) -> None:
+    class Cramped(RequestBackend):
+        def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
+            raise MemoryError
+
+    results = run_requests(Cramped(), requests_of([1, 2]), 0)
+    assert [type(result.error) for result in results if isinstance(result, Failed)] == [OutOfMemoryError] * 2
+    (record,) = caplog.records
+    assert (record.getMessage(), record.exc_info) == ("a batch of requests could not be computed: memory ran out", None)
