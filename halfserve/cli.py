@@ -95,7 +95,11 @@ class StageCommand(OptionCommand):
     """One stage's command; its help has a heading for each group of options (their `rich_help_panel`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Read the options; an unknown one that another option's help mentions, such as --png, suggests that option."""
+        """Read the options.
+
+        An unknown one that another option's help mentions, such as --png, suggests that option. Where further options belong
+        behind two dashes, the error says so.
+        """
         try:
             return super().parse_args(ctx, args)
         except Exception as raised:
@@ -106,6 +110,9 @@ class StageCommand(OptionCommand):
                 described = [p for p in self.get_params(ctx) if word.search(getattr(p, "help", None) or "")]
                 if described:
                     error.possibilities = [parameter.opts[0] for parameter in described]
+                for metavar in (p.metavar or "" for p in self.get_params(ctx)):
+                    if metavar.startswith("-- "):
+                        error.message += f"; {metavar[3:]} belong behind two dashes: {ctx.command_path} ... {metavar}"
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -162,14 +169,10 @@ class LazyGroup(TyperGroup):
     # The commands whose options may be environment variables and keys of a config file.
     configurable = tuple(name for name, stage in STAGES.items() if stage.configurable)
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the signature is typer's)
-        """Names in the order of the pipeline."""
-        return list(STAGES)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (the signature is typer's)
-        """Command with the name and help line for `halfserve --help`, without its options."""
-        stage = STAGES.get(cmd_name)
-        return stage and TyperCommand(cmd_name, help=stage.help)
+    def __init__(self, **options: Any) -> None:
+        """Hold commands with the names and help lines for `halfserve --help`, without their options, in STAGES' order."""
+        super().__init__(**options)
+        self.commands = {name: TyperCommand(name, help=stage.help) for name, stage in STAGES.items()}
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         """Read the command line, and print the help that it asks for."""

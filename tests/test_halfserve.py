@@ -105,7 +105,8 @@ def test_options_that_do_not_go_together_are_wrong_usage(arguments: list[str]) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'"),
+        (["triton", "--model-repository=models"], "FLAGS belong behind two dashes: halfserve triton ... -- FLAGS"),
         (["--loud"], "No such option: --loud"),
         (["serve", "--loud"], "No such option: --loud"),
     ],

@@ -31,6 +31,7 @@ from halfserve.export.to_onnx.capture import one_line
 from halfserve.protos.pictures import EVEN, PicturePreparation
 
 LIBRARIES = ("timm", "torchvision")
+SAME_TORCH = f"torch=={torch_version.partition('+')[0]}"  # keeps pip from another torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +187,11 @@ def require_fitting_torchvision() -> None:
             installed = version("torchvision")
         except PackageNotFoundError:
             installed = "of unknown version"
-        release, _, build = torch_version.partition("+")
+        build = torch_version.partition("+")[2]
         index = f" --index-url URL, with the URL of PyTorch's index for {build} (pytorch.org names it)" if build else ""
         raise ExportError(
             f"torchvision {installed} does not fit torch {torch_version} ({one_line(error)}); expected the build for this "
-            f"torch; run: pip uninstall -y torchvision && pip install torchvision torch=={release}{index}"
+            f"torch; run: pip uninstall -y torchvision && pip install torchvision {SAME_TORCH}{index}"
         ) from error
 
 
@@ -200,7 +201,7 @@ def _library(module: str, argument: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ExportError(f"{argument} needs the package {library}: pip install {library}") from error
+        raise ExportError(f"{argument} needs the package {library}: pip install {library} {SAME_TORCH}") from error
 
 
 def _like(name: str, known: Sequence[str]) -> str:

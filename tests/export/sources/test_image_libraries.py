@@ -138,7 +138,7 @@ def test_nothing_is_made_without_weights() -> None:
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argument, weights = saved("timm", 5, tmp_path)
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ExportError, match="timm:resnet10t needs the package timm: pip install timm"):
+    with pytest.raises(ExportError, match="timm:resnet10t needs the package timm: pip install timm torch=="):
         open_source(argument, SourceOptions(weights=weights))
 
 
