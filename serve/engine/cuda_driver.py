@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.serve.engine.errors import is_device_lost
-
 logger = logging.getLogger(__name__)
 
 
@@ -27,6 +25,9 @@ DRIVER_NAMES = ("libcuda.so.1", "nvcuda.dll")
 HANDLE_BYTES = 64
 DEFAULT_STREAM = None
 LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
+# Errors that the context survives: too little memory, and calls that a recording prohibits.
+_OUT_OF_MEMORY = 2
+_OF_RECORDINGS = range(900, 909)
 CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _DEVICE_POINTER = ctypes.c_uint64
 
@@ -61,7 +62,11 @@ _ARGUMENTS = {
 
 
 class CudaError(Exception):
-    """The driver refused a call; the text is its own."""
+    """The driver refused a call; the text is its own, and `code` its number of the error (0 where it is unknown)."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class CudaDriver:
@@ -139,11 +144,11 @@ class CudaDriver:
             self.call_within(self._context(device_id), "cuMemHostUnregister", address)
 
     def is_lost(self, device_id: int) -> bool:
-        """Whether the device is lost to this process."""
+        """Whether the device is lost to this process: after an asynchronous fault every call fails, with whatever error."""
         try:
             self.call_within(self._context(device_id), "cuStreamSynchronize", DEFAULT_STREAM)
         except CudaError as error:
-            return is_device_lost(error)
+            return error.code != _OUT_OF_MEMORY and error.code not in _OF_RECORDINGS
         return False
 
     def _context(self, device_id: int) -> ctypes.c_void_p:
@@ -182,7 +187,7 @@ class CudaDriver:
         if code:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(f"{(text.value or b'unknown error').decode()} (CUDA error {code})")
+            raise CudaError(f"{(text.value or b'unknown error').decode()} (CUDA error {code})", code)
 
 
 class SharedDeviceMemory:

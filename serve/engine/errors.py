@@ -23,6 +23,7 @@ OUT_OF_MEMORY_SIGNS = (
     "failed to allocate",  # ONNX Runtime, and OpenVINO ("Failed to allocate 4096 bytes of memory")
     *("bad_alloc", "bad allocation", "out of memory", "unable to allocate"),
     *("cublas_status_alloc_failed", "cudnn_status_alloc_failed"),
+    "resource allocation failed",  # cuBLAS 13 ("CUBLAS failure 3: the resource allocation failed")
     "_allocation_failed",  # cuDNN 9's CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and ..._HOST_...
 )
 

@@ -109,10 +109,14 @@ class DeviceSession:
         settle_thread(self._device_id)
         lock_buffers(self._device_id)
 
-    def __del__(self) -> None:
+    def is_lost(self) -> bool:
+        """Ask the device after an error, whose text may be that of a library which saw the fault first, such as cuBLAS."""
         settle_thread(self._device_id)
         driver = cuda_driver()
-        if driver is not None and driver.is_lost(self._device_id):
+        return driver is not None and driver.is_lost(self._device_id)
+
+    def __del__(self) -> None:
+        if self.is_lost():
             # Freeing a graph on a lost device throws in its destructor and would end the process, so that the session is
             # leaked.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))

@@ -31,7 +31,7 @@ from halfserve.serve.backends.onnx_runtime.session_settings import (
     read_settings,
 )
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
-from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
 from halfserve.serve.engine.tensors import Array, Tensors
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -143,7 +143,8 @@ class OnnxRuntimeBackend:
         Raises:
             InvalidArgumentError: a BYTES element is not UTF-8, as ONNX Runtime's strings are.
             InvalidArgumentError: an index is out of its table's range, or sizes do not fit.
-            BackendError: the runtime refused these inputs for another reason.
+            BackendError: the runtime refused these inputs for another reason; its cause is an InstanceLostError where the
+                device is lost.
         """
         if self._errors.checks_first:
             self._errors.check(inputs)
@@ -161,7 +162,12 @@ class OnnxRuntimeBackend:
                 arrays = self._replays.run(feeds)
         except Exception as error:
             # The runtime's exceptions have no common base class.
-            raise self._errors.explain(inputs, reason_of(error)) from error
+            reason = reason_of(error)
+            if self._device_session is not None and self._device_session.is_lost():
+                lost = InstanceLostError(reason)
+                lost.__cause__ = error
+                raise BackendError(f"the model failed on this request: {reason}") from lost
+            raise self._errors.explain(inputs, reason) from error
         self._errors.has_computed = True
         outputs = dict(zip(self._output_dtypes, arrays, strict=True))
         if self._casts:

@@ -16,12 +16,12 @@ from onnx import TensorProto, helper
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK
 from halfserve.serve.engine.backend import DevicePlacement
-from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost
+from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost, is_out_of_memory
 from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
 
-ILLEGAL_ADDRESS, OLD_DRIVER = 700, 35
+OUT_OF_MEMORY, ILLEGAL_ADDRESS, OLD_DRIVER = 2, 700, 35
 BROKEN = "CUDA failure 901: operation failed due to a previous error during capture"
 
 
@@ -200,6 +200,29 @@ def test_a_lost_device_is_told_and_ends_nothing(
     del backend
     backends.clear()
     gc.collect()
+
+
+@pytest.mark.parametrize("code", [999, 46, 721, 709, 13])
+def test_a_lost_device_is_recognised_by_asking_it(tmp_path: Path, device: ctypes.CDLL, code: int) -> None:
+    backend = load(tmp_path / "m.onnx")
+    check(backend, 2)
+    device.emulated_fail(code)
+    with pytest.raises(BackendError, match=f"CUDA failure {code}: emulated error") as lost:
+        backend.run(rows(2))
+    assert is_device_lost(lost.value)
+    assert not is_device_lost(RuntimeError(str(lost.value))), "its text does not say so"
+    del backend
+    gc.collect()
+
+
+def test_too_little_memory_is_no_lost_device(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend = load(tmp_path / "m.onnx")
+    check(backend, 2)
+    device.emulated_fail(OUT_OF_MEMORY)
+    with pytest.raises(BackendError, match="out of memory") as failed:
+        backend.run(rows(2))
+    assert is_out_of_memory(failed.value)
+    assert not is_device_lost(failed.value)
 
 
 def test_why_a_device_cannot_be_used_is_told(

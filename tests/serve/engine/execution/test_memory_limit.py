@@ -72,9 +72,10 @@ class Scene:
         (RuntimeError("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0"), True),
         (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUBLAS failure 3: the resource allocation failed ; GPU=0"), True),
         (ValueError("indices out of bounds"), False),
     ],
-    ids=["python", "numpy", "bad_alloc", "openvino", "cuda", "cudnn", "torch", "cublas", "bounds"],
+    ids=["python", "numpy", "bad_alloc", "openvino", "cuda", "cudnn", "torch", "cublas", "cublas 13", "bounds"],
 )
 def test_errors_of_exhausted_memory_are_recognized(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
