@@ -26,6 +26,12 @@ Dtype: TypeAlias = Annotated[
     DtypeChoice,
     conversion(help="The type to convert to; auto takes float16 where it passes, else bfloat16, else searches, and says why."),
 ]
+Target: TypeAlias = Annotated[
+    TargetDevice,
+    conversion(
+        "--target", help="Where the model shall run; for cuda and any, bfloat16 nodes without a CUDA kernel stay float32."
+    ),
+]
 # From Python also names and shell patterns of the inputs and outputs that keep their types.
 KeepIoTypes: TypeAlias = Annotated[
     bool | Collection[str],
@@ -64,12 +70,7 @@ class ConversionOptions(KeptNodes):
             help="Raise an older model's opset: LayerNormalization is one operator from 17, and Conv takes bfloat16 from 22.",
         ),
     ] = False
-    target_device: Annotated[
-        TargetDevice,
-        conversion(
-            "--target", help="Where the model shall run; for cuda and any, bfloat16 nodes without a CUDA kernel stay float32."
-        ),
-    ] = "any"
+    target_device: Target = "any"
     external_data: Annotated[
         ExternalData, conversion(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
     ] = "auto"
@@ -86,6 +87,7 @@ class ModuleConversionOptions(KeptNodes):
     ] = ()
     dtype: Dtype = "float16"
     keep_io_types: KeepIoTypes = True
+    target_device: Target = "any"
 
 
 @dataclass(frozen=True, kw_only=True)

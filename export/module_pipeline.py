@@ -39,7 +39,7 @@ from halfserve.export.file_conversion import (
 )
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.module_tensors import detached_copy
-from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, half_named
+from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, TargetDevice, half_named
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run
@@ -92,6 +92,7 @@ def export_module(
     keep_fp32_nodes: Collection[str] = (),
     keep_fp32_ops: Collection[str] = (),
     keep_io_types: bool | Collection[str] = True,
+    target_device: TargetDevice = "any",
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     policy: Policy | str | None = None,
     record: Record | None = None,
@@ -127,6 +128,7 @@ def export_module(
         keep_fp32_ops: ONNX operators to keep in float32, or shell patterns.
         keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
             that stay, such as an output over 65504.
+        target_device: Where the model shall run: see `halfserve.convert`.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
             model takes multiples of 4 alone.
         policy: The autocast policy of the training run.
@@ -160,6 +162,7 @@ def export_module(
         keep_fp32_nodes=keep_fp32_nodes,
         keep_fp32_ops=keep_fp32_ops,
         keep_io_types=keep_io_types,
+        target_device=target_device,
         dynamic=dynamic or {},
         search=search,
         limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
@@ -245,6 +248,7 @@ def export_verified(
                 keep_fp32_ops=options.keep_fp32_ops,
                 dtype=options.dtype,
                 upgrade_opset=True,
+                target_device=options.target_device,
             ),
             verification=verification,
             progress=progress,

@@ -6,12 +6,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto
 from torch import nn
 
 from halfserve import BudgetExceeded, ExportError, export_module, export_onnx, find_dtype_leaks
 from halfserve.amp_core.recorder import Recorder
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
+from halfserve.export.half_types import TargetDevice
 from tests.amp_core.several_inputs import LENGTH, Reader, Words
 from tests.export import models
 
@@ -140,6 +142,19 @@ def test_nodes_and_operators_of_the_exported_graph_stay_float32(tmp_path: Path) 
     assert (kept.op_type, kept.reason) == ("Tanh", "Tanh is in keep_fp32_ops")
     again = export_module(module, samples, tmp_path, "m", keep_fp32_nodes=[kept.name])
     assert [node.name for node in again.report.kept] == [kept.name]
+
+
+@pytest.mark.parametrize(("target_device", "kind"), [("any", TensorProto.FLOAT), ("cpu", TensorProto.BFLOAT16)])
+def test_a_node_without_a_cuda_kernel_is_bfloat16_for_cpus_alone(
+    tmp_path: Path, target_device: TargetDevice, kind: int
+) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU()).eval()
+    done = export_module(module, torch.rand(16, 8), tmp_path, "m", dtype="bfloat16", target_device=target_device)
+    model = onnx.shape_inference.infer_shapes(onnx.load(done.path / "model.onnx"))
+    (leaky,) = [node for node in model.graph.node if node.op_type == "LeakyRelu"]
+    values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
+    (read,) = [value.type.tensor_type.elem_type for value in values if value.name == leaky.input[0]]
+    assert read == kind
 
 
 @pytest.mark.parametrize(
