@@ -35,7 +35,11 @@ PASSES, PASSES_EDGE = 8000, 2000
 TEXTS = 200
 LARGE_EDGE = 4472  # 20 million pixels
 PHOTO_EDGE, PHOTO_EVERY_S = 640, 0.05
-ATTACKER = ("127.0.0.2", 0)  # an address of its own: the attacker stands for another machine
+CLIENT = (
+    "127.0.0.3",
+    0,
+)  # an address of its own: the attacker stands for other machines, 127.0.0.1 over gRPC and one over REST
+ATTACKER = ("127.0.0.2", 0)
 
 
 def save_picture_model(repository: Path) -> None:
@@ -86,7 +90,7 @@ def ask_pictures(
     """Classify a photo each `every_s` seconds, or PHOTO_EVERY_S if that is longer; see `bystander.ask`."""
     del grpc_address, tls
     host, _, port = http_address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S, source_address=CLIENT)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     photo, right = _photo(), _right()
 

@@ -39,8 +39,8 @@ class DecodingJob:
         ended: called on the event loop when all are decoded, or with the error.
         pixel_bytes: memory of the pixels, from the first step until `DecodingThreads.end`.
         needs_bytes: memory that the next step takes besides.
-        is_long: whether the next step takes longer than others may wait.
-        is_started: whether there has been a step.
+        is_long: whether the next step takes longer than others may wait; the first one only finds that out.
+        is_started: whether memory for the pixels is counted.
         is_running: whether a thread runs a step.
         is_over: whether the pixels are no longer wanted; a step in progress ends after its picture.
     """
@@ -65,6 +65,11 @@ class DecodingJob:
     def is_done(self) -> bool:
         """Whether all pictures are decoded."""
         return self._next == self._shape[0]
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether a picture has been decoded."""
+        return self._next > 0
 
     def take_pixels(self) -> Array:
         """Return the pixels, uint8 (n, height, width, 3), once all pictures are decoded, and keep nothing."""
@@ -103,12 +108,12 @@ class DecodingJob:
             return
         until = time.monotonic() + TURN_S
         files = self._pictures.read()  # again in each step: a job that waits holds no copy of its message
-        if self._pixels is None:
-            self._pixels = np.empty(self._shape, np.uint8)
         while not (self.is_done or self.is_over):
             picture = self._opened(files[self._next], most_bytes)
             if picture is None:
                 return
+            if self._pixels is None:
+                self._pixels = np.empty(self._shape, np.uint8)
             self._pixels[self._next] = picture.pixels(self._preparation)
             self._next += 1
             if self.is_long or time.monotonic() >= until:

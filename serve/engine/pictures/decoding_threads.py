@@ -28,8 +28,8 @@ class PictureShare(Protocol):
     """A share of the memory that a server may hold for all its clients."""
 
     @property
-    def is_too_much(self) -> bool:
-        """Whether the memory is spent and this share holds more than its part."""
+    def is_crowded_out(self) -> bool:
+        """Whether the memory is spent, this share holds more than its part, and the others hold most of it."""
         ...
 
     def resize(self, size: int) -> None:
@@ -44,6 +44,7 @@ class DecodingThreads:
         self._limit = DEFAULT_BYTES
         self._share: PictureShare | None = None
         self._waiting: ClientQueue[DecodingJob] = ClientQueue()
+        self._long: ClientQueue[DecodingJob] = ClientQueue()  # of these one at a time; short ones do not wait for them
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
         self._working = self._kept = 0  # bytes of the steps in progress, and of pixels
@@ -113,27 +114,32 @@ class DecodingThreads:
         self._idle = self._workers.copy()
 
     def _fill(self) -> None:
-        """Give idle threads their next jobs; a job without room is skipped until there is some."""
-        skipped = 0
-        while self._idle and skipped < self._waiting.clients:
-            job = self._waiting.take()
-            if job.is_over:
-                continue
-            if not self._has_room(job):
-                self._waiting.put_back(job.client, job)
-                skipped += 1
-                continue
-            skipped = 0
+        """Give idle threads their next jobs."""
+        while self._idle and (job := self._next()) is not None:
             self._run(job)
 
+    def _next(self) -> DecodingJob | None:
+        """Take the next job; one without room is skipped, behind those of the other clients."""
+        for queue in (self._waiting,) if self._has_long else (self._long, self._waiting):
+            skipped = 0
+            while skipped < queue.clients:
+                job = queue.take()
+                if job.is_over:
+                    continue
+                if self._has_room(job):
+                    return job
+                queue.put_back(job.client, job)
+                skipped += 1
+        return None
+
     def _has_room(self, job: DecodingJob) -> bool:
-        """Return whether a job may begin its next step. With nothing else in progress any job may."""
+        """Return whether a job may begin its next step. With nothing else in progress any job may, and a small one always."""
         part = self._limit // KEPT_PART
         if not job.is_started and self._kept and self._kept + job.pixel_bytes > part:
             return False
-        if job.is_long and self._has_long:
-            return False
-        return not self._working or self._working + job.needs_bytes <= self._limit - part
+        if not self._working or job.needs_bytes <= 2 * self.small_bytes:
+            return True
+        return self._working + job.needs_bytes <= self._limit - part
 
     def _run(self, job: DecodingJob) -> None:
         claim, is_long, share = job.needs_bytes, job.is_long, self._share
@@ -142,7 +148,7 @@ class DecodingThreads:
             self._kept += job.pixel_bytes
         self._working += claim
         self._report()
-        if is_long and share is not None and share.is_too_much:  # waiting would keep its file, as those of others that wait
+        if is_long and share is not None and share.is_crowded_out:  # waiting would keep its file, as those of others that wait
             self._working -= claim
             self._report()
             job.ended(UnavailableError(FULL, retry_after_s=RETRY_S))
@@ -167,11 +173,21 @@ class DecodingThreads:
         if job.is_over:
             self._release(job)
         elif error is None and not job.is_done:
-            self._waiting.put_back(job.client, job)
+            self._wait_again(job)
         else:
             job.ended(error)
         self._report()
         self._fill()
+
+    def _wait_again(self, job: DecodingJob) -> None:
+        """Let a job wait for its client's next turn: before the others of the client if it holds pixels already."""
+        queue = self._long if job.is_long else self._waiting
+        if job.has_pixels:
+            queue.put_back(job.client, job)
+            return
+        queue.append(job.client, job)
+        job.is_started = False
+        self._kept -= job.pixel_bytes
 
     def _release(self, job: DecodingJob) -> None:
         job.clear()

@@ -250,13 +250,15 @@ def test_each_client_has_its_turn_after_one_picture_that_takes_long(decoder: Dec
 def test_one_thread_is_free_of_pictures_that_take_long(decoder: Decoder) -> None:
     async def main() -> None:
         scene = Scene()
-        for width in (3000, 3001):
-            scene.request(width, client=str(width), height=3000)
+        for width in (4300, 4301):  # one takes most of the memory
+            scene.request(width, client=str(width), height=4600)
         assert len(await scene.begun(decoder, 1)) == 1
-        scene.request(5, client="b")
+        for client in ("b", "4300", "4301"):  # also of a client whose long picture is decoded, or waits
+            scene.request(5, client=client)
         assert await scene.begun(decoder, 1) == [5]
         decoder.release.set()
-        await scene.until(lambda: len(scene.behind.taken) == 3)
+        await scene.until(lambda: len(scene.behind.taken) == 5)
+        assert decoder.widths[:2] in ([4300, 5], [4301, 5])
         scene.threads.stop()
 
     asyncio.run(main())

@@ -96,7 +96,8 @@ def send_by_grpc(address: str, rest: str, data: bytes) -> NDArray[np.float32]:
     tensor = tritonclient.grpc.InferInput("image", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([data], object))
     with tritonclient.grpc.InferenceServerClient(address) as own:
-        answer: NDArray[np.float32] = own.infer("net", [tensor]).as_numpy("logits")[0]
+        result: Any = own.infer("net", [tensor])
+        answer: NDArray[np.float32] = result.as_numpy("logits")[0]
     return answer
 
 
@@ -127,7 +128,8 @@ def send_by_rest(address: str, rest: str, data: bytes) -> NDArray[np.float32]:
     tensor = tritonclient.http.InferInput("image", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([data], object))
     with tritonclient.http.InferenceServerClient(rest, network_timeout=WAIT_S) as own:
-        answer: NDArray[np.float32] = own.infer("net", [tensor]).as_numpy("logits")[0]
+        result: Any = own.infer("net", [tensor])
+        answer: NDArray[np.float32] = result.as_numpy("logits")[0]
     return answer
 
 
@@ -177,7 +179,7 @@ def test_a_client_that_has_gone_leaves_nothing_to_decode(picture_server: Running
         tensor = tritonclient.grpc.InferInput("image", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([PICTURES[0]], object))
         failed = picture_server.call(lambda: picture_server.core.model("net").statistics.totals.fail.count)
-        call = own.async_infer("net", [tensor], lambda result, error: None)
+        call: Any = own.async_infer("net", [tensor], lambda result, error: None)
         assert decoder.begun.wait(WAIT_S)
         call.cancel()
         picture_server.until(lambda: picture_server.core.model("net").statistics.totals.fail.count > failed)
@@ -207,7 +209,7 @@ def test_a_drain_ends_at_its_limit_though_a_picture_is_being_decoded(picture_rep
         running_server(lambda: load_repository(picture_repository)) as server,
         tritonclient.grpc.InferenceServerClient(server.address) as own,
     ):
-        call = own.async_infer("net", [tensor], lambda result, error: None)
+        call: Any = own.async_infer("net", [tensor], lambda result, error: None)
         assert decoder.begun.wait(WAIT_S)
 
         async def drain() -> bool:
