@@ -224,8 +224,8 @@ class ChildProcess:
         except ChannelClosedError:
             pass
         except ValueError as error:
-            about = {"model": self._label}
-            logger.error("%s: its process is ended, as its message cannot be read: %s", self._label, error, extra=about)  # noqa: TRY400
+            text, about = "%s: its process is ended, as its message cannot be read: %s", {"model": self._label}
+            logger.error(text, self._label, error, extra=about)  # noqa: TRY400  (the text says all)
         except Exception:
             logger.exception("%s: an event of its process cannot be handled", self._label, extra={"model": self._label})
         self.kill()
