@@ -49,8 +49,8 @@ class ModelCall:
 class CallListener(Protocol):
     """Gets the responses of a call, on the event loop."""
 
-    def respond(self, model: Model, outputs: Tensors | InferenceError, *, final: bool) -> None:
-        """Take one of many responses; after the final one `done` is called too."""
+    def respond(self, model: Model, outputs: Tensors | InferenceError, *, final: bool, read: Callable[[], None]) -> None:
+        """Take one of many responses; after the final one `done` is called too. `read`: see `InferRequest.respond`."""
 
     def done(self, model: Model | None, result: Tensors | InferenceError) -> None:
         """Take the answer, the error, or the end of many responses. The model is None if none was found."""
@@ -140,7 +140,7 @@ class ModelCalls:
             model = found = self.core.model(call.model, call.version)
             request = _request(call, found)
             if call.many:
-                request.respond = lambda outputs, final: listener.respond(found, outputs, final=final)
+                request.respond = lambda outputs, final, read: listener.respond(found, outputs, final=final, read=read)
             request.done = running.done
             self.core.submit(found, request)
         except InferenceError as error:

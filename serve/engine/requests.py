@@ -283,7 +283,7 @@ class LateInputs(Mapping[str, Array]):
 
 FEW_QUEUED: Final = 8  # number of an execution's requests before those that have left their queues are forgotten
 Done = Callable[[Tensors | InferenceError], None]
-Respond = Callable[[Tensors | InferenceError, bool], None]
+Respond = Callable[[Tensors | InferenceError, bool, Callable[[], None]], None]
 NO_PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType({})
 
 
@@ -309,8 +309,9 @@ class InferRequest:
         id: the client's id, in UTF-8; empty for none.
         parameters: the client's parameters by name; shared by requests that give the same.
         respond: callback of a client that takes any number of responses: called on the event loop with the outputs or the error
-            of each, and whether it is the last one; then `done` is called without outputs. None for a client that takes one, by
-            `done`.
+            of each, whether it is the last one, and a function that the client calls on the event loop once it can take more;
+            then `done` is called without outputs. None for a client that takes one, by `done`.
+        when_gone: called on the event loop when the client of a request to a decoupled model has gone; None for nothing.
         callers: executions that wait for the answer, from the model that got a client's request to the one that made this
             request; empty for a client's own request and for the steps of an ensemble that a client requested.
         is_step: whether an ensemble waits for the answer.
@@ -319,6 +320,7 @@ class InferRequest:
     __slots__ = (
         "arrived_ns", "bucket", "callers", "cancelled", "deadline", "done", "id", "inputs", "is_step", "leave_by", "line",
         "outputs", "parameters", "patience", "priority", "replayed", "respond", "response_parameters", "rows", "size",
+        "when_gone",
     )  # fmt: skip
 
     def __init__(
@@ -356,6 +358,7 @@ class InferRequest:
         self.id = request_id
         self.parameters = parameters
         self.respond: Respond | None = None
+        self.when_gone: Callable[[], None] | None = None
         self.callers: tuple[CallingExecution, ...] = ()
         self.is_step = False
 

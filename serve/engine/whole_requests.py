@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
@@ -137,6 +138,8 @@ class DecoupledRequests:
         self.behind.cancel(request)
         if self.ended(request) and not is_waiting:
             self._statistics.failed(request.arrived_ns)
+        if request.when_gone is not None:
+            request.when_gone()
 
     async def drain(self) -> None:
         # The batcher stops its instances when its queue is empty, which may be before the last response has come.
@@ -174,10 +177,10 @@ class _Unfinished:
         self._respond = respond
         self._first_ns: int | None = None
 
-    def respond(self, response: Tensors | InferenceError, final: bool) -> None:
+    def respond(self, response: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
         if self._first_ns is None:
             self._first_ns = time.monotonic_ns()
-        self._respond(response, final)
+        self._respond(response, final, read)
 
     def done(self, result: Tensors | InferenceError) -> None:
         if self._scheduler.ended(self._request):

@@ -118,15 +118,16 @@ class GenerateRoute:
 class Responses:
     """The responses to one request, any number of them. Lives on the event loop.
 
-    The request's memory counts what has come and is not read yet: a client that reads slowly loses the rest of its responses if
-    others need the memory.
+    The request's memory counts what has come and is not read yet. The model waits for a client that reads slowly; the client
+    loses the rest of its responses only if others need the memory.
     """
 
     def __init__(self, inference: AnyInference, message: bytes, memory: RequestMemory) -> None:
         self._inference = inference
         self._message = message
         self._memory = memory
-        self._coming: asyncio.Queue[bytes | InferenceError | None] = asyncio.Queue()
+        # None after the last response. A function is called once the client has taken the response before it.
+        self._coming: asyncio.Queue[bytes | InferenceError | Callable[[], None] | None] = asyncio.Queue()
         self._cancel: Callable[[], None] | None = None
         self._is_many = False
 
@@ -140,7 +141,8 @@ class Responses:
 
     async def next(self) -> bytes | InferenceError | None:
         """The next response; None after the last one."""
-        response = await self._coming.get()
+        while callable(response := await self._coming.get()):
+            response()
         if isinstance(response, bytes):
             self._memory.shrink(_memory_of(response))
         return response
@@ -166,10 +168,17 @@ class Responses:
         """See ManyReplies."""
         self._is_many = True
 
-    def response(self, response: bytes | InferenceError, *, final: bool) -> None:  # noqa: ARG002  (`_reply` follows the last one)
+    def response(
+        self,
+        response: bytes | InferenceError,
+        *,
+        final: bool,  # noqa: ARG002  (`_reply` follows the last one)
+        read: Callable[[], None],
+    ) -> None:
         """See ManyReplies."""
         if self._cancel is not None:
             self._put(response)
+            self._coming.put_nowait(read)
 
     def _reply(self, result: bytes | InferenceError) -> None:
         if self._cancel is None:

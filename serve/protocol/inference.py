@@ -50,8 +50,11 @@ class ManyReplies(Protocol):
     def begin(self, *, wants_empty_final: bool) -> None:
         """The request is for a decoupled model. `wants_empty_final`: the client wants a last response without outputs."""
 
-    def response(self, response: bytes | InferenceError, *, final: bool) -> None:
-        """Take one response. At the end the request's `Reply` gets one without outputs, or the error."""
+    def response(self, response: bytes | InferenceError, *, final: bool, read: Callable[[], None]) -> None:
+        """Take one response. At the end the request's `Reply` gets one without outputs, or the error.
+
+        `read` is to be called on the event loop once the client can take more: a model that is faster than its client waits.
+        """
 
 
 # Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
@@ -318,8 +321,8 @@ class _Responding:
         self._request_id = request_id
         self._many = many
 
-    def __call__(self, result: Tensors | InferenceError, final: bool) -> None:
-        self._many.response(self._inference.response(self._cached, self._request_id, 0, result), final=final)
+    def __call__(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
+        self._many.response(self._inference.response(self._cached, self._request_id, 0, result), final=final, read=read)
 
 
 class _Releasing:

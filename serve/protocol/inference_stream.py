@@ -60,9 +60,10 @@ class _Slot:
         self.is_many, self.wants_empty_final = True, wants_empty_final
         self._stream.leave_order(self)
 
-    def response(self, response: bytes | InferenceError, *, final: bool) -> None:
+    def response(self, response: bytes | InferenceError, *, final: bool, read: Callable[[], None]) -> None:
         self.is_final_sent |= final
         self._stream.respond(self, response, final=final)
+        self._stream.when_read(read)
 
 
 class InferenceStream:
@@ -72,6 +73,7 @@ class InferenceStream:
         self,
         inference: AnyInference,
         send: Callable[[bytes], None],
+        when_read: Callable[[Callable[[], None]], None],
         ended: Callable[[], None] | None = None,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -80,12 +82,14 @@ class InferenceStream:
         Args:
             inference: answers the requests.
             send: gets each serialized ModelStreamInferResponse, on the event loop.
+            when_read: calls a function once the client can take more, at once if it can already.
             ended: called when a request has ended without a last message.
             fail: ends the stream with the error of a request, once the requests before it are answered; None sends errors as
                 responses.
         """
         self._inference = inference
         self._send = send
+        self.when_read = when_read
         self._ended = ended
         self._break = fail
         self._slots: deque[_Slot] = deque()
@@ -109,6 +113,7 @@ class InferenceStream:
     def cancel(self) -> None:
         """Cancel all requests and send nothing more."""
         self._send, self._ended, self._break = _discard, None, None  # breaks a reference cycle
+        self.when_read = _discard
         for slot in (*self._slots, *self._many):
             cancel, slot.cancel = slot.cancel, None  # breaks a reference cycle
             if cancel is not None and slot.answer is None:
@@ -199,7 +204,7 @@ def _error(data: bytes, error: Exception, *, final: bool) -> bytes:
     return response.SerializeToString()
 
 
-def _discard(_: bytes) -> None:
+def _discard(_: object) -> None:
     pass
 
 

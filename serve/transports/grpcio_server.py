@@ -196,10 +196,11 @@ def _infer_stream(
     service: Service, given: AccessGrant | None = None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        # Functions are called once the client has taken the answers before them.
+        answers: asyncio.Queue[bytes | Exception | Callable[[], None] | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
         put, fails = answers.put_nowait, ENDS_WITH_ERROR in _headers(context.invocation_metadata())
-        stream = InferenceStream(_inference(service, context, given), put, partial(put, b""), put if fails else None)
+        stream = InferenceStream(_inference(service, context, given), put, put, partial(put, b""), put if fails else None)
 
         async def receive() -> None:
             async for data in messages:
@@ -216,6 +217,8 @@ def _infer_stream(
                     ended = True
                 elif isinstance(answer, Exception):
                     await _abort(context, answer)
+                elif callable(answer):
+                    answer()
                 else:
                     room.release()
                     if answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -36,11 +37,11 @@ class CopyCalls:
         self._connected = connected
         self._label = label
         self._reply = reply
-        self._running: dict[int, RunningCall] = {}
+        self._running: dict[int, tuple[RunningCall, _Replying]] = {}
 
     def stop(self) -> None:
         """Cancel all calls, because the copy has gone."""
-        for running in list(self._running.values()):
+        for running, _ in list(self._running.values()):
             running.cancel()
         self._running.clear()
 
@@ -48,7 +49,13 @@ class CopyCalls:
         """Cancel a call whose replies the model wants no longer."""
         running = self._running.pop(header["call"], None)
         if running is not None:
-            running.cancel()
+            running[0].cancel()
+
+    def read(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
+        """Let the called model go on, because the model has taken one of its responses."""
+        running = self._running.get(header["call"])
+        if running is not None:
+            self._connected().soon(running[1].read)
 
     def is_ready(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         """Reply whether a model takes requests."""
@@ -79,7 +86,8 @@ class CopyCalls:
             timeout_s=header["timeout"] / 1e6 or None,
             caller=self.caller,
         )
-        self._running[number] = self._connected().start(call, _Replying(self, self._reply, number))
+        replying = _Replying(self, self._reply, number)
+        self._running[number] = self._connected().start(call, replying), replying
 
     def ended(self, number: int) -> None:
         """Forget a call that has its answer."""
@@ -142,10 +150,18 @@ class _Replying:
         self._calls = calls
         self._reply = reply
         self._number = number
+        self._unread: deque[Callable[[], None]] = deque()  # for each response that the copy has not taken
 
-    def respond(self, model: Model, outputs: Tensors | InferenceError, *, final: bool) -> None:
+    def respond(self, model: Model, outputs: Tensors | InferenceError, *, final: bool, read: Callable[[], None]) -> None:
         """See CallListener."""
+        if not final:
+            self._unread.append(read)
         self._send(model, outputs, final=final)
+
+    def read(self) -> None:
+        """Let the called model go on, because the copy has taken the oldest response. On the event loop."""
+        if self._unread:
+            self._unread.popleft()()
 
     def done(self, model: Model | None, result: Tensors | InferenceError) -> None:
         """See CallListener."""

@@ -223,6 +223,9 @@ class ChildProcess:
                     self._on_event(*self._events.receive())
         except ChannelClosedError:
             pass
+        except ValueError as error:
+            text, about = "%s: its process is ended, as its message cannot be read: %s", {"model": self._label}
+            logger.error(text, self._label, error, extra=about)  # noqa: TRY400  (the text says all)
         except Exception:
             logger.exception("%s: an event of its process cannot be handled", self._label, extra={"model": self._label})
         self.kill()
@@ -325,7 +328,8 @@ class ModelThread:
         self._access.deliver(header, list(tensors))
 
     def kill(self) -> None:
-        """Nothing but the end of its requests: a thread cannot be killed."""
+        """End its requests, and nothing else: a thread cannot be killed."""
+        self._access.end()
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()

@@ -13,14 +13,17 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from halfserve.serve.backends.python.deliveries import Delivery, Failure, ReadingProgress
 from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
 from halfserve.serve.backends.python.open_requests import OpenRequests
 from halfserve.serve.backends.python.process_messages import TEXT_BYTES, ResponseReader, error_of, request_message, to_wire
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
+from halfserve.serve.backends.python_child.server_access import response_bytes
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
-from halfserve.serve.engine.requests import CallingExecution, InferRequest, LateInputs, Respond
+from halfserve.serve.engine.execution.output_backlog import OutputBacklog
+from halfserve.serve.engine.requests import CallingExecution, InferRequest, LateInputs
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,8 @@ class PythonBackend(RequestBackend):
         self._begun: _Execution | None = None
         self._numbers = count()
         self._open = OpenRequests()
+        self._progress: dict[int, ReadingProgress] = {}  # of the requests of a decoupled model, by their numbers
+        self._backlog = OutputBacklog()
         self._copy = CopyServices(services, model.label)
         # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
         event, ended = WeakMethod(self._event), WeakMethod(self._ended)
@@ -222,6 +227,10 @@ class PythonBackend(RequestBackend):
             messages.append(request_message(request, number, model.name, model.version))
             tensors += given
         self._open.add(numbered)
+        if model.is_decoupled:
+            for number, request in numbered.items():
+                self._progress[number] = progress = ReadingProgress(self._copy.reply, number)
+                request.when_gone = progress.gone
         self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
         return _Execution({"k": "execute", "requests": messages}, tensors, numbered, failed, caller)
 
@@ -297,10 +306,13 @@ class PythonBackend(RequestBackend):
                 self._respond_once(number, message, tensors)
             return
         request = self._open.receiver(number, final=final)
-        if request is None or request.respond is None:
+        progress = self._progress.pop(number, None) if final else self._progress.get(number)
+        if request is None or progress is None:
             return
         response = None if message is None else self._response(request, message, tensors)
-        self._services.connected().soon(_Delivery(request, request.respond, response, final=final))
+        size = 0 if message is None else response_bytes(tensors)
+        self._services.connected().soon(Delivery(request, response, size, progress, self._backlog, final=final))
+        self._backlog.wait()
 
     def _respond_once(self, number: int, message: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """The one response of a request, from its response sender, which may come before the reply of `execute` or after it."""
@@ -323,7 +335,7 @@ class PythonBackend(RequestBackend):
             self._services.calls.soon(partial(answer.give, self._lost_error()))
         if self._model.is_decoupled:
             for request in left:
-                self._services.calls.soon(_Failure(request, self._lost_error()))
+                self._services.calls.soon(Failure(request, self._lost_error()))
 
     def give_up(self) -> None:
         """Kill the process."""
@@ -345,32 +357,3 @@ class PythonBackend(RequestBackend):
         finally:
             limit.cancel()
         self._runner.kill()
-
-
-class _Delivery:
-    """Gives one response of a decoupled model to its request, on the event loop."""
-
-    def __init__(
-        self, request: InferRequest, respond: Respond, response: Tensors | InferenceError | None, *, final: bool
-    ) -> None:
-        self._request = request
-        self._respond = respond
-        self._response = response
-        self._final = final
-
-    def __call__(self) -> None:
-        if self._response is not None and not self._request.cancelled:
-            self._respond(self._response, self._final)
-        if self._final:
-            self._request.finish({})
-
-
-class _Failure:
-    """Fails a request, on the event loop."""
-
-    def __init__(self, request: InferRequest, error: InferenceError) -> None:
-        self._request = request
-        self._error = error
-
-    def __call__(self) -> None:
-        self._request.finish(self._error)

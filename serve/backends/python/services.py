@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class CopyServices:
         self._label = label
         self.calls = CopyCalls(services.connected, label, self.reply)
         self.answer: Answer = _discard
+        self._starting = threading.Lock()
         self._replies: Worker | None = None
         # Each returns the reply; None where it comes later, or not at all.
         self._handlers: dict[str, Callable[[Mapping[str, Any], list[WireTensor]], dict[str, Any] | None]] = {
@@ -68,6 +70,7 @@ class CopyServices:
             "metric_value": self._metric_value,
             "infer": self.calls.infer,
             "abandon": self.calls.abandon,
+            "read": self.calls.read,
             "is_ready": self.calls.is_ready,
             "load_model": self.calls.load_model,
             "unload_model": self.calls.unload_model,
@@ -92,8 +95,9 @@ class CopyServices:
 
     def reply(self, header: dict[str, Any], tensors: Sequence[WireTensor]) -> None:
         """Send a reply, from a thread that may wait for the copy to read."""
-        if self._replies is None:
-            self._replies = Worker(f"replies to {self._label}")
+        with self._starting:
+            if self._replies is None:
+                self._replies = Worker(f"replies to {self._label}")
         self._replies.submit(self.answer, header, tensors)
 
     def _log(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:

@@ -129,6 +129,10 @@ class _Relay:
         if kind == "abandon":
             self._abandon(number)
             return
+        if kind == "read":
+            if number in self._calls:
+                self._access.tell("read", {"call": self._calls[number]}, [])
+            return
         if number is not None:
             self._calls[number] = header["call"] = self._access.begin_call(_Replies(self, number))
         self._access.tell(kind, header, tensors)

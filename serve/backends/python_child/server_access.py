@@ -6,7 +6,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -18,7 +18,47 @@ from halfserve.serve.backends.python_child.triton_errors import TritonModelExcep
 from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
 
 FILE_PREFIX = "file:"
+WINDOW_BYTES = 1 << 20  # unread responses to one request, from which on the model waits before the next one
+RESPONSE_BYTES = 1024  # memory for a response beside its tensors
 Reply = tuple[Mapping[str, Any], list[WireTensor]]
+
+
+class UnreadResponses:
+    """The responses to one request that its client has not read. They hold up a model that is faster than the client."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._has_ended = False
+
+    def add(self, size: int, *, waits: bool = True) -> bool:
+        """Count a response, after waiting until the client has read enough of the earlier ones.
+
+        Returns:
+            False, without counting, if the client has gone or has its last response.
+        """
+        with self._changed:
+            while waits and self._bytes >= WINDOW_BYTES and not self._has_ended:
+                self._changed.wait()
+            self._bytes += size
+            return not self._has_ended
+
+    def remove(self, size: int) -> None:
+        """Count bytes no longer that the client has read."""
+        with self._changed:
+            self._bytes -= size
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let all threads go on that wait, and none wait from now on."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+
+def response_bytes(tensors: Sequence[WireTensor]) -> int:
+    """Size of a response, as `WINDOW_BYTES` counts it."""
+    return RESPONSE_BYTES + sum([tensor.data.nbytes for tensor in tensors])
 
 
 class ServerAccess(Protocol):
@@ -41,6 +81,13 @@ class ServerAccess(Protocol):
     def await_finalizers(self) -> None:
         """Make `tell_later` work from now on."""
 
+    def unread_responses(self, number: int) -> UnreadResponses:
+        """Return what counts the responses to a request, by the request's number, until `forget`."""
+        ...
+
+    def forget(self, number: int) -> None:
+        """Count the responses to a request no longer. May be called from a finalizer."""
+
 
 class Replies(Protocol):
     """Takes the replies to one call."""
@@ -56,16 +103,26 @@ class EventAccess:
         """`send` takes each message, on any thread."""
         self._send = send
         self._waiting: dict[int, Replies] = {}
+        self._unread: dict[int, UnreadResponses] = {}  # by the numbers of the requests
         self._numbers = count()
         self._later: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._awaits_finalizers = False
 
     def deliver(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
-        """Take a reply."""
-        replies = self._waiting.get(header["call"])
-        if replies is not None:
-            replies.put((header, tensors))
+        """Take a reply, or the news that the client of a request has read responses or has gone."""
+        if "call" in header:
+            replies = self._waiting.get(header["call"])
+            if replies is not None:
+                replies.put((header, tensors))
+            return
+        unread = self._unread.get(header["request"])
+        if unread is None:
+            return
+        if "read" in header:
+            unread.remove(header["read"])
+        else:
+            unread.end()
 
     def take_replies(self, events: Channel) -> None:
         """Hand on the replies that come over a channel; its end is this process's end."""
@@ -101,6 +158,8 @@ class EventAccess:
             while not is_over:
                 reply = replies.get()
                 is_over = bool(reply[0].get("final"))
+                if not is_over:
+                    self.tell("read", {"call": number}, [])
                 yield reply
         finally:
             self.end_call(number)
@@ -114,6 +173,20 @@ class EventAccess:
     def tell_later(self, kind: str, arguments: Mapping[str, Any]) -> None:
         """See ServerAccess."""
         self._later.put((kind, arguments))
+
+    def unread_responses(self, number: int) -> UnreadResponses:
+        """See ServerAccess."""
+        unread = self._unread[number] = UnreadResponses()
+        return unread
+
+    def forget(self, number: int) -> None:
+        """See ServerAccess."""
+        self._unread.pop(number, None)
+
+    def end(self) -> None:
+        """Let no thread wait for a client any more, because the server wants nothing further."""
+        for unread in list(self._unread.values()):
+            unread.end()
 
     def await_finalizers(self) -> None:
         """See ServerAccess."""

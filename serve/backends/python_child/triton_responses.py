@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from halfserve.serve.backends.python_child.server_access import Reply, ServerAccess
+from halfserve.serve.backends.python_child.server_access import Reply, ServerAccess, response_bytes
 from halfserve.serve.backends.python_child.triton_errors import ErrorCode, TritonError, TritonModelException
 from halfserve.serve.backends.python_child.triton_tensors import Tensor, to_wire
+from halfserve.serve.backends.python_child.wire import WireTensor
 
 COMPLETE_FINAL = 1
 
@@ -89,25 +90,29 @@ def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, bool |
 class ResponseSender:
     """Sends the responses of one request. May be used on any thread, also after execute.
 
-    A decoupled model sends any number of responses; another one sends one, after which nothing but the final flag may come.
+    A decoupled model sends any number of responses, at the pace at which the client reads them; another one sends one, after
+    which nothing but the final flag may come.
 
     Attributes:
         is_closed: the final flag was sent, or the request has ended otherwise.
         owes: execute has returned and left the request to this sender.
     """
 
-    __slots__ = ("_access", "_has_sent", "_is_decoupled", "_number", "is_closed", "owes")
+    __slots__ = ("_access", "_has_sent", "_is_decoupled", "_number", "_unread", "is_closed", "owes")
 
     def __init__(self, access: ServerAccess, number: int, *, is_decoupled: bool) -> None:
         self._access = access
         self._number = number
         self._is_decoupled = is_decoupled
         self._has_sent = False
+        self._unread = access.unread_responses(number) if is_decoupled else None
         self.is_closed = False
         self.owes = False
         access.await_finalizers()
 
     def __del__(self) -> None:
+        if getattr(self, "_unread", None) is not None:
+            self._access.forget(self._number)
         if getattr(self, "owes", False) and not self.is_answered:
             # Its thread has ended, or it was never used: nothing else could end the request.
             error = [int(ErrorCode.INTERNAL), "the model ended its work on this request without a final response"]
@@ -120,6 +125,9 @@ class ResponseSender:
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response; the last one has flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL, and may have no response.
+
+        Waits while the client of a decoupled model has much to read (see `WINDOW_BYTES`). Once the client has gone, responses
+        are dropped.
 
         Raises:
             TritonModelException: the flags are unknown, there is nothing to send, or the last one was sent before; or a model
@@ -135,19 +143,41 @@ class ResponseSender:
             self.require_none_sent()
         if not self._is_decoupled and response is None and not self._has_sent:
             raise TritonModelException("a model that is not decoupled cannot send the final flag before its response")
-        if self.is_closed:
-            raise TritonModelException("the response sender has sent its final response already")
-        if flags:
-            self.is_closed = True
+        self._require_open()
         if response is None and not self._is_decoupled:
+            self.is_closed = True
             return  # the server takes the one response for the final one
-        self._has_sent = True
         message: dict[str, Any] = {"number": self._number, "final": int(bool(flags) or not self._is_decoupled)}
         tensors: list[Any] = []
         if response is not None:
-            message["response"] = response.to_message()
             tensors = to_wire(response.output_tensors()) if not response.has_error() else []
+            if self._is_wanted(tensors, is_last=bool(flags)):
+                message["response"] = response.to_message()
+            elif not flags:
+                return
+            else:
+                tensors = []
+        self._has_sent = True
+        if flags:
+            self._close()
         self._access.tell("respond", message, tensors)
+
+    def _is_wanted(self, tensors: Sequence[WireTensor], *, is_last: bool) -> bool:
+        """Wait until the client has read enough of the earlier responses; returns False if it has gone."""
+        if self._unread is None:
+            return True
+        is_wanted = self._unread.add(response_bytes(tensors), waits=bool(tensors) or not is_last)
+        self._require_open()  # another thread may have sent the last one meanwhile
+        return is_wanted
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise TritonModelException("the response sender has sent its final response already")
+
+    def _close(self) -> None:
+        self.is_closed = True
+        if self._unread is not None:
+            self._unread.end()
 
     def require_none_sent(self) -> None:
         """Check that a model that is not decoupled may still give a response.

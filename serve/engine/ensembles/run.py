@@ -39,20 +39,31 @@ class Branch:
         answers: answers of the steps, by the step's index.
         held: bytes of the answers that other steps read.
         left: number of steps without an answer.
+        read: lets the decoupled step go on whose response began the branch; to be called once.
         waits: number of steps that each step still waits for, by its index.
     """
 
-    __slots__ = ("answers", "held", "left", "waits")
+    __slots__ = ("answers", "held", "left", "read", "waits")
 
-    def __init__(self, answers: list[Tensors], waits: list[int], left: int) -> None:
+    def __init__(self, answers: list[Tensors], waits: list[int], left: int, read: Callable[[], None]) -> None:
         self.answers = answers
         self.held = 0
         self.left = left
+        self.read = read
         self.waits = waits
 
-    def fork(self) -> Branch:
+    def fork(self, read: Callable[[], None]) -> Branch:
         """Return a branch for one response of a decoupled step."""
-        return Branch(self.answers.copy(), self.waits.copy(), self.left)
+        return Branch(self.answers.copy(), self.waits.copy(), self.left, read)
+
+    def end(self) -> None:
+        """Let the decoupled step go on, as other branches have taken the place of this one."""
+        read, self.read = self.read, _nothing
+        read()
+
+
+def _nothing() -> None:
+    """Do nothing: no decoupled step waits for the branch."""
 
 
 class StepCall:
@@ -83,8 +94,8 @@ class StepCall:
     def __call__(self, result: Tensors | InferenceError) -> None:
         self._run.answered(self, result)
 
-    def respond(self, result: Tensors | InferenceError, final: bool) -> None:
-        self._run.responded(self, result, final=final)
+    def respond(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
+        self._run.responded(self, result, read, final=final)
 
     def count(self, request: InferRequest | None) -> None:
         """Add the times of the batch whose answers are being delivered, unless it began before this step's request arrived."""
@@ -146,7 +157,7 @@ class EnsembleRun:
     def _start(self) -> None:
         self._memory.claim_expected()
         plan = self._plan
-        branch = Branch([NOTHING] * len(plan.waits), plan.waits.copy(), plan.count)
+        branch = Branch([NOTHING] * len(plan.waits), plan.waits.copy(), plan.count, _nothing)
         try:
             for index in plan.starts:
                 self._call(index, branch, None)
@@ -175,14 +186,15 @@ class EnsembleRun:
         request, call.request = call.request, None  # the request refers to the call
         if request is not None and request.respond is not None:
             self._release(call.branch)
+            call.branch.end()
             if not self._calls:
                 self._finish_many()
             return
         call.count(request)
         self._continue(call, call.branch, result, 1 if request is None else request.rows)
 
-    def responded(self, call: StepCall, result: Tensors | InferenceError, *, final: bool) -> None:
-        """Take one of the responses of a decoupled step."""
+    def responded(self, call: StepCall, result: Tensors | InferenceError, read: Callable[[], None], *, final: bool) -> None:
+        """Take one of the responses of a decoupled step. `read`: see `InferRequest.respond`."""
         request = call.request
         if call not in self._calls or request is None:
             return
@@ -193,7 +205,8 @@ class EnsembleRun:
             del self._calls[call]
             call.request = None
             self._release(call.branch)
-        self._continue(call, call.branch.fork(), result, request.rows)
+            call.branch.end()
+        self._continue(call, call.branch.fork(read), result, request.rows)
 
     def _continue(self, call: StepCall, branch: Branch, answer: Tensors, rows: int) -> None:
         """Continue a branch with the answer of a step, or fail the request."""
@@ -241,7 +254,7 @@ class EnsembleRun:
             self._first_ns = monotonic_ns()
         is_last = not self._calls
         if request.respond is not None:
-            request.respond(outputs, is_last)
+            request.respond(outputs, is_last, branch.read)
         if is_last and request.line is self:
             self._finish_many()
 

@@ -233,7 +233,9 @@ class StreamedRequest:
         async for received in stream:
             self._is_answered = True
             response, is_final = _streamed(received)
-            self._many.response(response, final=is_final)
+            read = asyncio.Event()
+            self._many.response(response, final=is_final, read=read.set)
+            await read.wait()  # the model of the other member waits for the client as one of this server does
         return b""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from google.protobuf.message import Message
 
@@ -77,7 +77,9 @@ class InferStreamCall(_Stream):
     ) -> None:
         """`ends_with_error`: the first request that fails ends the call with its status."""
         super().__init__(session, stream, encoding, session.limits.max_message_bytes)
-        self._requests = InferenceStream(inference, self._answer, self._one_less, self._fail if ends_with_error else None)
+        fail = self._fail if ends_with_error else None
+        self._requests = InferenceStream(inference, self._answer, self._when_read, self._one_less, fail)
+        self._unread: list[Callable[[], None]] = []  # to be called once the client has caught up
         self._coming: Iterator[bytes] = iter(())  # messages of the current piece
         self._counted = 0  # bytes of unanswered requests reported to the session
         self._is_over = False
@@ -163,6 +165,14 @@ class InferStreamCall(_Stream):
         self._session.send(self._stream, answer)
         self._one_less()
 
+    def _when_read(self, then: Callable[[], None]) -> None:
+        """Call `then` once the client can take another response: now, unless it is slow."""
+        if self._session.is_behind(self._stream):
+            self._unread.append(then)
+            self._session.when_read(self._stream, self._read_on)
+        else:
+            then()
+
     def _one_less(self) -> None:
         """A request was answered, or has ended without a message."""
         self._count()
@@ -177,6 +187,12 @@ class InferStreamCall(_Stream):
 
     def _read_on(self) -> None:
         """A response was sent or read: there may be room."""
+        if self._unread and self._session.is_behind(self._stream):
+            self._session.when_read(self._stream, self._read_on)
+        elif self._unread:
+            unread, self._unread = self._unread, []
+            for then in unread:
+                then()
         if not self._is_read:
             self._read()
         elif self._withheld or self._ended:
@@ -205,6 +221,7 @@ class InferStreamCall(_Stream):
     def _stop(self) -> None:
         self._is_over = True
         self._pieces.clear()
+        self._unread.clear()
         self._coming = iter(())
         self._requests.cancel()
         if self._timer is not None:

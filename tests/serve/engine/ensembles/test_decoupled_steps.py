@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,11 @@ def value(number: float) -> Tensors:
     return {"y": np.full((1, 1), number, np.float32)}
 
 
-def respond(request: InferRequest, numbers: Sequence[float], *, final: bool = False) -> None:
-    """Give responses; with `final` the last one says that it is the last."""
+def respond(request: InferRequest, numbers: Sequence[float], *, final: bool = False, read: list[float] | None = None) -> None:
+    """Give responses; with `final` the last one says that it is the last. `read` gets the number of each that was read."""
     assert request.respond is not None
     for at, number in enumerate(numbers):
-        request.respond(value(number), final and at == len(numbers) - 1)
+        request.respond(value(number), final and at == len(numbers) - 1, partial(([] if read is None else read).append, number))
     if final:
         request.finish({})
 
@@ -58,7 +59,12 @@ class AskedMany(Asked):
 
     def __init__(self, core: InferenceCore, served: Model, x: float) -> None:
         self.told: list[tuple[Tensors | InferenceError, bool]] = []
-        super().__init__(core, served, {"x": [[x]]}, respond=lambda result, final: self.told.append((result, final)))
+        self.reads: list[Callable[[], None]] = []
+        super().__init__(core, served, {"x": [[x]]}, respond=self._respond)
+
+    def _respond(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
+        self.told.append((result, final))
+        self.reads.append(read)
 
     async def all(self, name: str = "out") -> Told:
         """The responses, once no further one comes, each with whether it said that it is the last."""
@@ -132,6 +138,30 @@ def test_responses_of_two_decoupled_steps_multiply() -> None:
     run(scene, first, second, ten())
 
 
+def test_a_step_goes_on_once_all_that_came_of_its_response_was_read() -> None:
+    """By the client, or by the decoupled step that follows."""
+    (first, hand), (second, behind) = many(), many("more")
+    text = ensemble(step("many", "x=x", "y=t"), step("more", "x=t", "y=u"), step("ten", "x=u", "y=out"), more=BATCHED)
+
+    async def scene(core: InferenceCore) -> None:
+        asked = AskedMany(core, serve(core, text), 5)
+        read: list[float] = []
+        respond(hand.submitted[0], (1, 2), read=read)
+        respond(behind.submitted[0], (3, 4), read=read)
+        assert not read
+        behind.submitted[0].finish({})
+        assert read == [1]
+        respond(behind.submitted[1], (5,), final=True, read=read)
+        assert read == [1, 2]
+        hand.submitted[0].finish({})
+        assert len(await asked.all()) == 3
+        for then in asked.reads:
+            then()
+        assert read == [1, 2, 3, 4, 5]
+
+    run(scene, first, second, ten())
+
+
 def test_a_nested_ensemble_hands_on_each_response() -> None:
     served, hand = many()
 
@@ -174,7 +204,7 @@ def test_the_error_of_one_response_ends_the_request_and_drops_the_others(label: 
             behind.submitted[1].finish(BackendError("it hurts"))
         else:
             assert hand.submitted[0].respond is not None
-            hand.submitted[0].respond(BackendError("it hurts"), False)
+            hand.submitted[0].respond(BackendError("it hurts"), False, lambda: None)
         assert str(await asked.error()) == f"{label}: it hurts"
         assert [final for _, final in asked.told] == [False]
         assert hand.submitted[0].cancelled
@@ -227,7 +257,7 @@ def test_memory_of_answered_responses_is_free_again() -> None:
         large = {"y": np.ones((1, 1 << 16), np.float32)}
         for _ in range(100):
             assert hand.submitted[0].respond is not None
-            hand.submitted[0].respond(large, False)
+            hand.submitted[0].respond(large, False, lambda: None)
             behind.submitted.pop().finish(value(1))
         assert 0 < core.step_memory.claimed <= 2 * large["y"].nbytes
         hand.submitted[0].finish({})
