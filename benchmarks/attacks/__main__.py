@@ -18,6 +18,7 @@ import typer
 
 from benchmarks.attacks import (
     cache_keys,
+    fast_models,
     many_connections,
     open_watches,
     pipelines,
@@ -75,6 +76,14 @@ ATTACKS = (
         save_models=pipelines.save_cycles,
         asks_for_tokens=False,
         server_options=("--trust-python-models",),
+    ),
+    Attack(
+        name="fast_models",
+        run=fast_models.run,
+        save_models=fast_models.save_model,
+        asks_for_tokens=False,
+        server_options=("--trust-python-models",),
+        budget_mb=BUDGET_MB,
     ),
     Attack(name="idle_connections", run=many_connections.idle, max_files=1024, budget_mb=64),
     Attack(name="half_open_tls", run=many_connections.half_open, max_files=1024, tls=True, budget_mb=64),
