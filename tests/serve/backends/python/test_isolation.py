@@ -50,6 +50,31 @@ def environment(parameter: str) -> str:
     return f'parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{parameter}" }} }}'
 
 
+def test_a_message_that_cannot_be_read_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It announces a shared memory file that does not come, as where the server may open no more files."""
+    code = """
+    from halfserve.serve.backends.python_child import server_access, wire
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            head = json.dumps({"k": "respond", "number": 0, "final": 1, "t": [["y", "FP32", [1], 0, 4]], "s": 1, "new": 1})
+            channel = server_access.server()._send.__self__
+            channel._socket.sendall(wire.PREFIX.pack(len(head), 0) + head.encode())
+            time.sleep(600)
+    """
+    save_python_model(tmp_path, "garbled", code)
+    with (
+        serving(tmp_path) as server,
+        InferenceServerClient(server.address) as client,
+        pytest.raises(InferenceServerException, match=r"UNAVAILABLE\] the model's process failed"),
+    ):
+        infer(client, "garbled", np.ones(1, np.float32))
+    # The request is tried once more.
+    (text,) = {record.getMessage() for record in caplog.records if "message cannot be read" in record.getMessage()}
+    assert text.endswith(": a shared memory file has not arrived: this process may open no more files (ulimit -n)")
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_a_thread_runs_a_model_in_the_server(tmp_path: Path) -> None:
     save_python_model(tmp_path, "pid", TELLS_PID, X_TO_Y + ON_THREAD)
     save_python_model(tmp_path, "calls", CALLS_OTHER, X_TO_Y + ON_THREAD)
