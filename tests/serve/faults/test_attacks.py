@@ -9,7 +9,7 @@ from benchmarks.attacks.measure import Attack, measure
 from tests.scale import SCALE, scaled
 
 # Of each port and each kind one; `python -m benchmarks.attacks` runs all, and shows what the client notices.
-CHOSEN = ("unread_rest_answers", "cache_keys", "cycles", "idle_connections")
+CHOSEN = ("unread_rest_answers", "cache_keys", "cycles", "fast_models", "idle_connections")
 
 
 @pytest.mark.long
