@@ -30,7 +30,7 @@ def compared(case: Case, half: HalfName) -> Comparison:
     """Convert a model without a search, and compare the answers of the simulation and of OpenVINO with float32's."""
     original = onnx.load_from_string(case.model)
     try:
-        converted = convert_float_to_float16(original, dtype=half, keep_io_types=True, upgrade_opset=True)
+        converted = convert_float_to_float16(original, dtype=half, keep_io_types=True, upgrade_opset=True, target_device="cpu")
     except ExportError as error:
         return Comparison(reason=f"the converter refuses it: {str(error).splitlines()[0]}")
     if (unfit := why_unfit(converted)) is not None:
