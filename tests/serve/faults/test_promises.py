@@ -37,6 +37,9 @@ TELLERS = {
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
     "serve/http/model_history.py",
+    # When Ray was called, beside the times of its log files: a clock that jumps makes a message name another cause.
+    "serve/fleet/launch/ray_cluster.py",
+    "serve/fleet/launch/ray_failures.py",
     "serve/fleet/member/counter_file.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
