@@ -1,4 +1,4 @@
-"""What a JPEG, PNG or WebP file says before it is decoded: its size, its orientation, and the work of decoding it.
+"""Read the size, the orientation and the work of decoding from a JPEG, PNG or WebP file, without decoding it.
 
 The bytes are walked through once, marker by marker or chunk by chunk, and nothing is inflated. What a decoder does not need
 (texts, colour profiles, Exif, previews) is cut out, so that no library reads it.
@@ -15,7 +15,7 @@ MAX_PIXELS: Final = 2**26  # limit on a picture as sent, and as scaled
 # most 1.6 s of a processor core.
 MAX_WORK: Final = 400_000_000
 WEBP_WORK: Final = 10  # units per pixel, whatever is in it
-MAX_SCANS: Final = 100  # of a JPEG; encoders write 3 to 20, and each costs time in the smallest picture too
+MAX_SCANS: Final = 100  # most scans of a JPEG; encoders write 3 to 20, and each costs time in the smallest picture too
 MAX_PARTS: Final = 2**14  # segments or chunks of a file
 MAX_EXIF_BYTES: Final = 65_536  # a JPEG's segment has no room for more
 SEARCHED_BYTES: Final = 2**18  # searched at once: the interpreter lock is held meanwhile
@@ -32,7 +32,7 @@ BASELINE: Final = (0xC0, 0xC1)
 PROGRESSIVE: Final = 0xC2
 # Besides those, lossless, hierarchical and arithmetic coding, which no browser shows and which take many times as long.
 FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-PNG_COMPONENTS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by the colour type
+PNG_COMPONENTS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # components by the colour type
 PNG_END: Final = b"\0\0\0\0IEND\xaeB`\x82"
 WEBP_KEPT: Final = (b"VP8X", b"ANIM", b"ALPH", b"VP8 ", b"VP8L")
 WEBP_METADATA: Final = 0x2C  # VP8X's flags of a colour profile, Exif and XMP

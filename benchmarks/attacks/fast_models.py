@@ -13,9 +13,9 @@ import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
 
-CLIENTS = 30  # of each kind
+CLIENTS = 30  # number of clients of each kind
 RESPONSES, RESPONSE_BYTES = 300, 2**20  # to each request
-PAUSE_S = 0.02  # of a slow client between two responses
+PAUSE_S = 0.02  # pause of a slow client between two responses
 READ_BEFORE_CANCEL = 3
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

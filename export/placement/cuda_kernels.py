@@ -105,7 +105,7 @@ class Kernels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class TypedOperator:
     """An operator at a model's opset, with the element types of its inputs and outputs (0 where one is absent or unknown)."""
 
     domain: str
@@ -193,7 +193,7 @@ def _warnings(model: onnx.ModelProto) -> Iterator[CudaWarning]:
 
 def _warning(node: onnx.NodeProto, types: Mapping[str, int], opsets: Mapping[str, int]) -> Iterator[CudaWarning]:
     domain = _domain(node.domain)
-    operation = Operation(
+    operation = TypedOperator(
         domain=domain,
         op_type=node.op_type,
         opset=opsets.get(domain, 1),
@@ -216,8 +216,8 @@ def _warning(node: onnx.NodeProto, types: Mapping[str, int], opsets: Mapping[str
     )
 
 
-def _kind(node: onnx.NodeProto, operation: Operation) -> WarningKind:
-    """What the runtime does with a node that CUDA does not compute; the first of these that it can do."""
+def _kind(node: onnx.NodeProto, operation: TypedOperator) -> WarningKind:
+    """Return what the runtime does with a node that CUDA does not compute: the first way that it has."""
     kernels = cuda_kernels()
     if operation.has_kernel(kernels.cpu):
         return "on the CPU"
@@ -229,7 +229,7 @@ def _kind(node: onnx.NodeProto, operation: Operation) -> WarningKind:
     return "refused" if not operation.domain and operation.op_type in kernels.versions else "on the CPU"
 
 
-def _is_refused_in_parts(node: onnx.NodeProto, operation: Operation) -> bool:
+def _is_refused_in_parts(node: onnx.NodeProto, operation: TypedOperator) -> bool:
     """Whether the operators that define this one include one that no provider computes."""
     alone = onnx.NodeProto()
     alone.CopyFrom(node)
@@ -251,7 +251,7 @@ def _is_refused_in_parts(node: onnx.NodeProto, operation: Operation) -> bool:
 
 
 def _form_without_kernel(node: onnx.NodeProto) -> str | None:
-    """What the CUDA provider leaves to the CPU of an operator for which it has a kernel; None for what it computes."""
+    """Return the form of an operator that the CUDA provider leaves to the CPU despite a kernel; None if it computes it."""
     if node.domain not in ("", "ai.onnx"):
         return None
     given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
@@ -283,7 +283,10 @@ def _form_without_kernel(node: onnx.NodeProto) -> str | None:
 
 def _bound(schema: OpSchema, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     """The letters of a node's types by type variable, and by the name of each input and output."""
-    for formals, elem_types in ((schema.outputs, outputs), (schema.inputs, inputs)):  # of a variable, the first input counts
+    for formals, elem_types in (
+        (schema.outputs, outputs),
+        (schema.inputs, inputs),
+    ):  # the first input of a type variable counts
         for formal, elem_type in reversed([*zip(formals, elem_types, strict=False)]):
             if elem_type:
                 letter = _LETTER_OF.get(elem_type, OTHER)

@@ -56,7 +56,7 @@ class GivenUp:
             end()
 
 
-_GIVEN_UP: ContextVar[GivenUp | None] = ContextVar("given_up", default=None)  # of the function that runs on a LoaderThread
+_GIVEN_UP: ContextVar[GivenUp | None] = ContextVar("given_up", default=None)  # set while a function runs on a LoaderThread
 
 
 class _Run(Generic[T]):

@@ -44,7 +44,7 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a method or a route requires of its callers.
+    """Requirements of a method or a route on its callers.
 
     Attributes:
         role: role that the caller's token must carry; None admits callers without a token, and does not limit their rate.

@@ -21,8 +21,8 @@ from halfserve.export.verification.sandbox import Sandbox, at_first_level, on_di
 
 TARGETS = (512, 2048)
 LONGEST_TABLE = 1 << 14
-MOST_SECONDS = 3.0  # of the float32 model on one sample
-MOST_NUMBERS = 1 << 23  # in its outputs
+MOST_SECONDS = 3.0  # longest time of the float32 model on one sample
+MOST_NUMBERS = 1 << 23  # most numbers in its outputs
 SILENCE_SECONDS = 60.0
 _RUNG = 4  # a size is tried after one that is not more times smaller, whose cost tells that of the next
 _TABLES_TRIED = 4
@@ -77,7 +77,7 @@ class VaryingSizes:
         return max(map(names.count, names), default=1)
 
     def of(self, feed: Feed) -> dict[str, int]:
-        """The sizes in a batch, by the last of `Input.keys`; those that are 0 left out."""
+        """Return the sizes in a batch, by the last of `Input.keys`, without sizes of 0."""
         sizes = {value.keys(axis)[-1]: feed[value.name].shape[axis] for value, axis in self._places if value.name in feed}
         return {name: size for name, size in sizes.items() if size}
 

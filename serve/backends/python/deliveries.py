@@ -22,7 +22,7 @@ class ReadingProgress:
         """`tell` sends a message to the copy, without waiting; `number`: the request's number in messages."""
         self._tell = tell
         self._number = number
-        self._bytes = 0  # that have been read, and the copy has not been told of
+        self._bytes = 0  # bytes that the client has read and the copy does not know of
 
     def read(self, size: int) -> None:
         """Count a response that the client has read: one message for several small ones."""
@@ -36,7 +36,7 @@ class ReadingProgress:
         self._tell({"request": self._number, "gone": 1}, [])
 
 
-class Delivery:
+class ResponseDelivery:
     """Gives one response of a decoupled model to its request, on the event loop."""
 
     def __init__(

@@ -13,7 +13,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from halfserve.serve.backends.python.deliveries import Delivery, Failure, ReadingProgress
+from halfserve.serve.backends.python.deliveries import Failure, ReadingProgress, ResponseDelivery
 from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
 from halfserve.serve.backends.python.open_requests import OpenRequests
 from halfserve.serve.backends.python.process_messages import TEXT_BYTES, ResponseReader, error_of, request_message, to_wire
@@ -105,7 +105,7 @@ class PythonBackend(RequestBackend):
         self._begun: _Execution | None = None
         self._numbers = count()
         self._open = OpenRequests()
-        self._progress: dict[int, ReadingProgress] = {}  # of the requests of a decoupled model, by their numbers
+        self._progress: dict[int, ReadingProgress] = {}  # one per request of a decoupled model, by number
         self._backlog = OutputBacklog()
         self._copy = CopyServices(services, model.label)
         # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
@@ -311,7 +311,7 @@ class PythonBackend(RequestBackend):
             return
         response = None if message is None else self._response(request, message, tensors)
         size = 0 if message is None else response_bytes(tensors)
-        self._services.connected().soon(Delivery(request, response, size, progress, self._backlog, final=final))
+        self._services.connected().soon(ResponseDelivery(request, response, size, progress, self._backlog, final=final))
         self._backlog.wait()
 
     def _respond_once(self, number: int, message: Mapping[str, Any], tensors: list[WireTensor]) -> None:

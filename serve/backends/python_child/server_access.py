@@ -103,7 +103,7 @@ class EventAccess:
         """`send` takes each message, on any thread."""
         self._send = send
         self._waiting: dict[int, Replies] = {}
-        self._unread: dict[int, UnreadResponses] = {}  # by the numbers of the requests
+        self._unread: dict[int, UnreadResponses] = {}  # one per request, by its number
         self._numbers = count()
         self._later: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
         self._starting = threading.Lock()

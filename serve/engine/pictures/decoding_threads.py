@@ -44,7 +44,7 @@ class DecodingThreads:
         self._limit = DEFAULT_BYTES
         self._share: PictureShare | None = None
         self._waiting: ClientQueue[DecodingJob] = ClientQueue()
-        self._long: ClientQueue[DecodingJob] = ClientQueue()  # of these one at a time; short ones do not wait for them
+        self._long: ClientQueue[DecodingJob] = ClientQueue()  # decoded one at a time; short ones do not wait for them
         self._workers: list[Worker] = []
         self._idle: list[Worker] = []
         self._working = self._kept = 0  # bytes of the steps in progress, and of pixels

@@ -18,7 +18,7 @@ class DeadlineTimer:
     __slots__ = ("_checked", "_drop_late", "_due", "_timer")
 
     def __init__(self, drop_late: Callable[[float], None]) -> None:
-        """`drop_late`: fails the requests that are late at a time, in seconds, and calls `watch` for those that still wait."""
+        """`drop_late`: fails the requests that are late at a time, in seconds, and calls `watch` for the others."""
         self._drop_late = drop_late
         self._timer: asyncio.TimerHandle | None = None
         self._due, self._checked = math.inf, -math.inf  # times of the next and the last search, on time.monotonic()'s clock
