@@ -30,7 +30,7 @@ from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
 from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
-from halfserve.export.placement.cuda_kernels import Operation, cuda_kernels, lost_on_cuda
+from halfserve.export.placement.cuda_kernels import TypedOperator, cuda_kernels, lost_on_cuda
 
 _TABLES = "ai.onnx.ml"
 _REFUSED_WITH_REDUCTION = frozenset({"ScatterElements", "ScatterND"})
@@ -111,7 +111,7 @@ def _keep_without_kernel(plan: CastingPlan) -> None:
     for node, places in plan.places.items():
         if node in plan.kept or any(bodies(node)) or not places.some:
             continue
-        operation = Operation(
+        operation = TypedOperator(
             domain=node.domain,
             op_type=node.op_type,
             opset=plan.model.opset_imports.get(node.domain, 1),
