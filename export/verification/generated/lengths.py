@@ -123,10 +123,10 @@ class _Attempts:
         self._cost = (0.0, 0)  # of the largest size that ran: seconds, and numbers in the outputs
 
     def found(self) -> LongerSizes:
-        kept: list[int] = []
-        note = self._trouble(self._shortest)
-        if note:
+        if not self._runs(self._shortest):
             return LongerSizes()  # the comparison reports it
+        kept: list[int] = []
+        note = ""
         for target in [*TARGETS, *self._longer_tables()]:
             if target <= self._ran:
                 continue
@@ -143,11 +143,10 @@ class _Attempts:
         while self._ran < target:
             size = min(target, self._ran * _RUNG)
             if self._costs_too_much(size):
-                return f"no longer sample than {self._ran} was tried, since float32 takes too long or answers too much for that"
-            trouble = self._trouble(size)
-            if trouble:
+                return f"samples of up to {self._ran} were tried: on longer ones float32 takes too long or answers too much"
+            if not self._runs(size):
                 self._narrow(size)
-                return f"no longer sample than {self._ran} was tried, since float32 fails on longer ones: {trouble}"
+                return f"samples of up to {self._ran} were tried: float32 itself fails on longer ones, such as {size}"
         return ""
 
     def _narrow(self, failing: int) -> None:
@@ -156,27 +155,27 @@ class _Attempts:
             return
         sizes = {size - less for size in self._tables for less in (0, 2)}  # some tables begin with two rows for padding
         for size in sorted((size for size in sizes if self._ran < size < failing), reverse=True)[:_TABLES_TRIED]:
-            if not self._trouble(size):
+            if self._runs(size):
                 return
         for _ in range(_HALVINGS):
             middle = (self._ran + failing) // 2
-            if middle > self._ran and self._trouble(middle):
+            if middle > self._ran and not self._runs(middle):
                 failing = middle
 
-    def _trouble(self, size: int) -> str:
-        """Why the model does not run on a sample of this size; empty where it does."""
+    def _runs(self, size: int) -> bool:
+        """Whether the model answers a sample of this size; then its cost is noted."""
         try:
             cases = self._varying.cases(self._feeds, [self._scaled(size)])
             feed = cases[0].feed if cases else self._varying.longest(self._feeds)
             with self._sandbox.discarding():
                 done = at_first_level(self._path, self._sandbox, self._sandbox.stage([feed]), what="the float32 model")
-        except ExportError as error:
-            return str(error)
+        except ExportError:  # it does not fit in memory, or the model does not open
+            return False
         if done.trouble is not None or not done.batches or isinstance(done.batches[0], str):
-            return str(done.trouble or next(iter(done.batches), "no answer"))
+            return False
         arrays = [array for value in done.batches[0] for array in (value if isinstance(value, list) else [value])]
         self._cost, self._ran = (done.seconds, sum(_count(array) for array in arrays)), size
-        return ""
+        return True
 
     def _costs_too_much(self, size: int) -> bool:
         """Whether a size is over the bounds if the time grows as the square of the samples' own growth."""

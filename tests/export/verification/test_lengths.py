@@ -85,7 +85,7 @@ def test_a_limit_that_no_table_shows_is_found_nearly() -> None:
     first, last = (size["L"] for size in longest.sizes)
     assert first == 512
     assert 650 <= last <= 700
-    assert "float32 fails on longer ones" in longest.note
+    assert "float32 itself fails on longer ones" in longest.note
 
 
 def test_dimensions_grow_by_the_same_factor() -> None:
