@@ -184,7 +184,8 @@ def wrong_path(chance: random.Random) -> RestFault:
             ("/v2/models/affine/versions/x/infer", {400}),
             ("/v2/models/" + "a" * 3000 + "/infer", {404}),
             ("/v2/models/..%2f..%2fetc%2fpasswd/infer", {404}),
-            ("/v2/models/affine%00/infer", {404}),
+            ("/v2/models/affine%00/infer", {400}),
+            ("/v2/models/affine/infer%0a", {400}),
             ("/v2/nothing", {404}),
             ("//v2/models/affine/infer", {404}),
         ]
