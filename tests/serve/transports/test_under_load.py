@@ -69,10 +69,10 @@ def test_a_request_that_waits_longer_than_its_timeout_allows_is_not_computed(tra
         late = held_request(2)
         late.parameters["timeout"].int64_param = 1
         expired, good = stub.future(late), stub.future(held_request(3))
-        wait_until_waiting(server, 2)
-        backend.release.set()
         with pytest.raises(grpc.RpcError) as refused:
             expired.result(60)
+        wait_until_waiting(server, 1)
+        backend.release.set()
         assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "in the queue, longer than its timeout allows; it was not computed" in refused.value.details()
         assert np.frombuffer(good.result(60).raw_output_contents[0], np.float32).tolist() == [4]
