@@ -85,7 +85,9 @@ def _open(request: dict[str, Any], weights: list[Any]) -> Any:
     if weights:
         options.add_external_initializers([weight["name"] for weight in request["weights"]], weights)
     if request["provider"] == CUDA:
-        onnxruntime.preload_dlls()  # finds CUDA and cuDNN that pip installed
+        from halfserve.nvidia_libraries import load_nvidia_libraries  # noqa: PLC0415  (the CPU needs nothing of the package)
+
+        load_nvidia_libraries()
     return onnxruntime.InferenceSession(request["model"], options, providers=[request["provider"]])
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 DRIVER_NAMES = ("libcuda.so.1", "nvcuda.dll")
 HANDLE_BYTES = 64
+MAX_NAME_BYTES = 256
 DEFAULT_STREAM = None
 LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 # Errors that the context survives: too little memory, and calls that a recording prohibits.
@@ -41,6 +42,10 @@ class _IpcHandle(ctypes.Structure):
 _ARGUMENTS = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
+    "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
+    "cuDeviceGetName": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cuDeviceComputeCapability": (ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDeviceTotalMem_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.c_int),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
@@ -91,6 +96,28 @@ class CudaDriver:
         with suppress(CudaError):
             self._call("cuDeviceGetCount", ctypes.byref(count))
         return count.value
+
+    @property
+    def version(self) -> str:
+        """Newest CUDA version that the driver supports, such as "13.0"."""
+        number = ctypes.c_int(0)
+        self._call("cuDriverGetVersion", ctypes.byref(number))
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+    def describe(self, device_id: int) -> dict[str, str | int]:
+        """Return a device's "name", "compute_capability", such as "9.0", and "memory_bytes".
+
+        Raises:
+            CudaError: there is no such device, or it is lost.
+        """
+        device, name, size = ctypes.c_int(0), ctypes.create_string_buffer(MAX_NAME_BYTES), ctypes.c_size_t(0)
+        major, minor = ctypes.c_int(0), ctypes.c_int(0)
+        self._call("cuDeviceGet", ctypes.byref(device), device_id)
+        self._call("cuDeviceGetName", name, MAX_NAME_BYTES, device)
+        self._call("cuDeviceComputeCapability", ctypes.byref(major), ctypes.byref(minor), device)
+        self._call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+        capability = f"{major.value}.{minor.value}"
+        return {"name": name.value.decode(errors="replace"), "compute_capability": capability, "memory_bytes": size.value}
 
     def open_shared(self, handle: bytes, device_id: int) -> SharedDeviceMemory:
         """Open memory of another process on a device, by the HANDLE_BYTES of a cudaIpcMemHandle_t.

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from halfserve.nvidia_libraries import why_no_cudnn
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 from halfserve.serve.engine.execution.assembly import lock_buffers
 from halfserve.serve.engine.tensors import Array
@@ -48,6 +49,15 @@ OF_CUDA = re.compile(r"\b(?:CUDA|CUBLAS|CUDNN\w*|CUFFT|CURAND|CUSPARSE|NCCL) fai
 WHERE = re.compile(r"/onnxruntime_src/\S+:\d+ [^()\n]*\([^()\n]*\) (?:const )?")
 # The runtime places no node for which neither CUDA nor the CPU has a kernel; it adds casts around float16 alone.
 OF_KERNEL = re.compile(r"Provider type for (?P<operator>\w+) node with name '(?P<node>[^'\n]*)' is not set")
+OF_CUDNN = re.compile(r"cuDNN is unavailable", re.IGNORECASE)
+# Operators whose kernels on CUDA call cuDNN for every shape. Others, such as ReduceMean, call it for some shapes alone.
+CUDNN_OPERATORS = frozenset(
+    {
+        *("AveragePool", "BatchNormalization", "Conv", "ConvTranspose", "Einsum", "GRU", "GlobalAveragePool", "GlobalMaxPool"),
+        *("InstanceNormalization", "LRN", "LSTM", "MaxPool", "RNN", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax"),
+        *("ReduceMin", "ReduceProd"),
+    }
+)
 OF_OPTION = re.compile(r"(?:Unknown|Failed to parse) provider option[^\n]*")
 
 
@@ -201,6 +211,19 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
     return f"{min(drawn)} draws numbers" if (drawn := nodes & RANDOM) else None
 
 
+def why_not_without_cudnn(session: ort.InferenceSession) -> str | None:
+    """Return which node on CUDA needs cuDNN, and why it is not there; None if all nodes can be computed.
+
+    The provider opens such a model without cuDNN, and fails at the first batch. The session must be opened with RECORD_ENTRY.
+    """
+    reason = why_no_cudnn()
+    if reason is None:
+        return None
+    on_cuda = (part for part in session.get_provider_graph_assignment_info() if part.ep_name == "CUDAExecutionProvider")
+    needing = sorted({node.op_type for part in on_cuda for node in part.get_nodes()} & CUDNN_OPERATORS)
+    return f"{reason}, and {', '.join(needing)} of this model cannot be computed without it" if needing else None
+
+
 class _Recording:
     """The device buffers and the graph of one combination of shapes."""
 
@@ -255,6 +278,11 @@ def missing_kernel(error: Exception) -> str | None:
         "node's types, such as bfloat16; convert the float32 model again, with "
         "`halfserve convert SOURCE TARGET --dtype bfloat16 --target any`, which keeps such nodes in float32"
     )
+
+
+def is_about_cudnn(error: Exception) -> bool:
+    """Return whether a session could not be opened because cuDNN is not there."""
+    return OF_CUDNN.search(str(error)) is not None
 
 
 def is_about_an_option(error: Exception) -> bool:

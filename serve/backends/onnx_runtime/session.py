@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,17 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from halfserve.installation import install_hint
+from halfserve.nvidia_libraries import load_nvidia_libraries, why_no_cudnn
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
+    is_about_cudnn,
     missing_kernel,
     reason_of,
     settle_thread,
     why_not_recorded,
+    why_not_without_cudnn,
 )
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 LOG_NOTHING_BUT_FATAL = 4  # errors are raised, or logged here in one line
 Providers = list[tuple[str, dict[str, str]]]
-_preloading = threading.Lock()  # redirect_stdout is not thread-safe
 QUICK_S = 200e-6
 QUICK_BYTES = 1 << 26  # size of the inputs: larger batches cannot be this fast, and may not fit in memory
 RUNS = 5
@@ -94,7 +93,7 @@ class SessionOpener:
             return self._on_cpu()
         reason = why_no_device(placement)
         if reason is None:
-            said = _preload_cuda()
+            said = load_nvidia_libraries()
             try:
                 opened = self._on_gpu()
             except _UnusableDeviceError as error:
@@ -194,10 +193,15 @@ class SessionOpener:
             raise
         except Exception as error:
             # The runtime's exceptions have no common base class. RuntimeErrors concern providers, not models.
+            if on_gpu and is_about_cudnn(error):
+                raise _UnusableDeviceError(why_no_cudnn() or reason_of(error)) from error
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
                 raise _UnusableDeviceError(reason_of(error)) from error
             reason = missing_kernel(error) or reason_of(error)
             raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from error
+        missed = why_not_without_cudnn(session) if on_gpu else None
+        if missed is not None:
+            raise _UnusableDeviceError(missed)
         return session
 
     def _register_operators(self, options: Any) -> None:
@@ -241,20 +245,6 @@ def why_no_device(placement: DevicePlacement) -> str | None:
     if placement.device_id >= devices:
         return f"CUDA device {placement.device_id} is not there ({devices} found; is the NVIDIA driver installed?)"
     return None
-
-
-def _preload_cuda() -> str:
-    """Load CUDA and cuDNN from pip packages, once; returns the runtime's message, if any."""
-    with _preloading:
-        return _preloaded()
-
-
-@cache
-def _preloaded() -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        ort.preload_dlls()
-    return printed.getvalue().strip().split("\n")[0]
 
 
 def may_be_quick(path: Path, placement: DevicePlacement) -> bool:

@@ -17,6 +17,7 @@ from halfserve.export.verification.executions import gpu_is_there
 from halfserve.export.verification.samples import Array
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.export.verification.verify import verify
+from halfserve.nvidia_libraries import load_nvidia_libraries
 from tests.export.onnx_fp16.models import normal
 from tests.export.stored_models import both, open_session, parse, run_session
 
@@ -244,7 +245,7 @@ def test_verification_detects_overflows_without_a_gpu(name: str) -> None:
 @pytest.mark.skipif(not gpu_is_there(), reason="needs a CUDA device to compare with")
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
 def test_the_simulation_and_a_gpu_agree(example: Example) -> None:
-    onnxruntime.preload_dlls()
+    load_nvidia_libraries()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(serialize(example.models()[1]), options, providers=["CUDAExecutionProvider"])

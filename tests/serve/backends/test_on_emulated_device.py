@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +36,35 @@ def test_on_the_emulated_device(outcomes: str, scene: str) -> None:
     lines = [line for line in outcomes.splitlines() if f"::{scene}" in line]
     assert lines, outcomes
     assert all(line.startswith("PASSED") for line in lines), outcomes
+
+
+def opened_layers(folder: Path, site: Path) -> dict[str, str]:
+    """The provider of each layer of `cudnn_scenes`, or why it is refused, with packages in `site`."""
+    program = (
+        f"import sys, pathlib; sys.path.append({str(site)!r}); from tests.serve.cuda_emulator import cudnn_scenes; "
+        f"cudnn_scenes.report(pathlib.Path({str(folder)!r}))"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=500, check=True
+    )
+    found: dict[str, str] = json.loads(ran.stdout)
+    return found
+
+
+def test_libraries_are_found_along_the_path_and_cudnn_is_missed_at_load(tmp_path: Path) -> None:
+    device, site = tmp_path / "device", tmp_path / "site"
+    device.mkdir()
+    make_device(device)
+    for package, pattern in (("cu13", "libcu[br]*.so.*"), ("cudnn", "libcudnn.so.9")):
+        library = site / "nvidia" / package / "lib"
+        library.mkdir(parents=True)
+        for path in device.glob(pattern):
+            shutil.move(path, library)
+    assert set(opened_layers(device, site).values()) == {"CUDAExecutionProvider"}
+    (site / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").unlink()
+    for layer, reason in opened_layers(device, site).items():
+        assert f"and {layer} of this model cannot be computed without it" in reason or layer in {"LSTM", "GRU"}
+        assert "libcudnn.so.9: cannot open shared object file" in reason
+        assert "the package nvidia-cudnn-cu13 brings it" in reason
+        assert "make install EXTRAS=cuda" in reason

@@ -6,7 +6,6 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-import onnxruntime as ort
 import pytest
 
 from halfserve.serve.engine.cuda_driver import DRIVER_NAMES
@@ -23,8 +22,7 @@ def device() -> ctypes.CDLL:
 
 
 @pytest.fixture(autouse=True)
-def healthy(device: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ort, "preload_dlls", lambda: None)  # a real runtime may be installed, and takes precedence
+def healthy(device: ctypes.CDLL) -> Iterator[None]:
     gc.collect()
     device.emulated_log()
     yield

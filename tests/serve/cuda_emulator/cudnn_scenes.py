@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,10 @@ import onnxruntime as ort
 import pytest
 
 from halfserve.export.half_types import HALF_TYPES
+from halfserve.serve.backends.onnx_runtime.probe_child import ones
+from halfserve.serve.backends.onnx_runtime.session import SessionOpener
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.errors import ModelLoadError
 from tests.export.stored_models import parse
 from tests.serve.cuda_emulator.copying_model import log
 
@@ -22,20 +29,30 @@ LAYERS = {
     "MaxPool": ("[n, 2, 6, 6]", "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", (1,), (4, 2, 3, 3)),
     "AveragePool": ("[n, 2, 6, 6]", "y = AveragePool <kernel_shape = [3, 3]> (x)", (1,), (4, 2, 4, 4)),
     "GlobalAveragePool": ("[n, 2, 6, 6]", "y = GlobalAveragePool (x)", (1,), (4, 2, 1, 1)),
+    "GlobalMaxPool": ("[n, 2, 6, 6]", "y = GlobalMaxPool (x)", (1,), (4, 2, 1, 1)),
+    "ReduceMax": ("[n, 2, 6, 6]", "y = ReduceMax <axes = [2, 3]> (x)", (1,), (4, 2, 1, 1)),
+    "ReduceL2": ("[n, 2, 6, 6]", "y = ReduceL2 <axes = [3], keepdims = 0> (x)", (1,), (4, 2, 6)),
+    "Einsum": ("[n, 2, 6, 6]", 'y = Einsum <equation = "abcd->ad"> (x)', (1,), (4, 6)),
     "LSTM": ("[n, 1, 2]", f"y = LSTM <{RECURRENT}> (x, w, r)", (1, 12, 2), (4, 1, 1, 3)),
     "GRU": ("[n, 1, 2]", f"y = GRU <{RECURRENT}, linear_before_reset = 1> (x, w, r)", (1, 9, 2), (4, 1, 1, 3)),
 }
 
 
-def session_of(layer: str, name: str, dtype: np.dtype[Any]) -> ort.InferenceSession:
-    """A model of one layer on the emulated device, at opset 17."""
+def model_of(layer: str, name: str, dtype: np.dtype[Any]) -> onnx.ModelProto:
+    """A model of one layer, at opset 17."""
     shape, node, weight, answer = LAYERS[layer]
     weights = {"w": np.ones(weight, dtype), "r": np.ones((1, weight[1] if len(weight) > 1 else 1, 3), dtype)}
     used = {key: array for key, array in weights.items() if f", {key}" in node}
     model = parse(f"m ({name}{shape} x) => ({name}[{','.join('abcd'[: len(answer)])}] y) {{ {node} }}", opset=17, ir=8)
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, key) for key, array in used.items())
+    return model
+
+
+def session_of(layer: str, name: str, dtype: np.dtype[Any]) -> ort.InferenceSession:
+    """That model on the emulated device."""
     options = ort.SessionOptions()
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    model = model_of(layer, name, dtype)
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CUDAExecutionProvider"])
 
 
@@ -47,6 +64,21 @@ def test_layers_of_cudnn_run(layer: str, name: str) -> None:
     shape = [size if isinstance(size, int) else 4 for size in session.get_inputs()[0].shape]
     (answer,) = session.run(None, {"x": np.ones(shape, dtype)})
     assert (answer.shape, answer.dtype) == (LAYERS[layer][-1], dtype)
+
+
+def report(repository: Path) -> None:
+    """Print, as JSON, on which provider each layer is opened as a server opens it, or the reason of the refusal."""
+    found = {}
+    for layer in LAYERS:
+        path = repository / f"{layer}.onnx"
+        onnx.save(model_of(layer, "float", np.dtype(np.float32)), path)
+        try:
+            opened = SessionOpener(path=path, placement=DevicePlacement(require_gpu=True)).open()
+            opened.session.run(None, {"x": ones(opened.session.get_inputs()[0])})
+            found[layer] = opened.provider
+        except ModelLoadError as error:
+            found[layer] = str(error)
+    sys.stdout.write(json.dumps(found))
 
 
 def test_each_change_of_the_batch_builds_a_plan(device: ctypes.CDLL) -> None:

@@ -86,6 +86,14 @@ int cuInit(unsigned flags) { return flags ? INVALID_VALUE : (is_up = 1, OK); }
 
 int cuDeviceGetCount(int *count) { return is_up ? (*count = 1, OK) : NOT_INITIALIZED; }
 
+int cuDriverGetVersion(int *version) { return *version = 13000, OK; }
+
+int cuDeviceGetName(char *name, int room, int device) { return snprintf(name, room, "emulated device %d", device), OK; }
+
+int cuDeviceComputeCapability(int *major, int *minor, int device) { return (void)device, *major = 9, *minor = 0, OK; }
+
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { return (void)device, *bytes = 1ul << 32, OK; }
+
 int cuDeviceGet(int *device, int ordinal) { return ordinal ? INVALID_DEVICE : (*device = 0, OK); }
 
 int cuDevicePrimaryCtxRetain(void **context, int device) { return device ? INVALID_DEVICE : (*context = &the_context, OK); }
