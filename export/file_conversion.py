@@ -399,7 +399,7 @@ def _searched(
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
     half, model = half_named(options.dtype), onnx_ir.from_proto(source.proto)
     if options.upgrade_opset:
-        upgrade_opset(model, half, options.target_device)
+        upgrade_opset(model, half, options.target_device, repair=options.repair)
     found = find_fp32_nodes(
         model,
         samples.inputs,
