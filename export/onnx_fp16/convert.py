@@ -113,7 +113,9 @@ def convert(
 def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConvertArguments]) -> Conversion:
     """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
     half = half_named(options.get("dtype", "float16"))
-    raised = upgrade(model, half, options.get("target_device", "any")) if upgrade_opset else ()
+    raised: tuple[Repair, ...] = ()
+    if upgrade_opset:
+        raised = upgrade(model, half, options.get("target_device", "any"), repair=options.get("repair", True))
     done = convert(model, **options)
     return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 

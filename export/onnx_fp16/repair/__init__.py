@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import onnx_ir
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_fp16.conversion_report import Repair
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
+from halfserve.export.onnx_fp16.repair.cuda_forms import SPELL_OUT_CLIP, SPELL_OUT_MAX_POOL
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
 from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
 from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
@@ -33,11 +34,19 @@ REPAIRS: tuple[RepairPass, ...] = (
 )
 
 
-def repairs_for(half: HalfType) -> tuple[RepairPass, ...]:
-    """The passes for a type. One of float32's range needs none that serve the range, and loses digits in norms in parts."""
-    if half.has_float32_range:
-        return (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS)
-    return REPAIRS
+def repairs_for(settings: ConversionSettings) -> tuple[RepairPass, ...]:
+    """The passes for a type and a target.
+
+    A type of float32's range needs none that serve the range, and loses digits in norms in parts. MaxPool becomes slices unless
+    the model is for CPUs alone; Clip stays in one piece unless it is for CUDA alone, as CPUs fuse it with the Conv before it.
+    """
+    wide, target = settings.half.has_float32_range, settings.target_device
+    passes = (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS) if wide else REPAIRS
+    return (
+        *passes,
+        *([SPELL_OUT_MAX_POOL] if target != "cpu" else []),
+        *([SPELL_OUT_CLIP] if target == "cuda" and wide else []),
+    )
 
 
 class PassError(ExportError):

@@ -28,6 +28,7 @@ from halfserve.serve.backends.onnx_runtime.cuda import (
     why_not_recorded,
     why_not_without_cudnn,
 )
+from halfserve.serve.backends.onnx_runtime.cuda_placement import floats_on_cpu
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings
@@ -100,6 +101,9 @@ class SessionOpener:
                 said = str(error)
             else:
                 if opened.provider != CPU:
+                    on_cpu = floats_on_cpu(opened.session, self.path)
+                    if on_cpu is not None:
+                        logger.warning("%s: %s", self.path, on_cpu)
                     return opened
             reason = f"ONNX Runtime cannot use CUDA device {placement.device_id} ({said or 'it does not say why'})"
         elif not placement.require_gpu:

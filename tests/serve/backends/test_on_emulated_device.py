@@ -7,35 +7,46 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.serve.cuda_emulator import cudnn_scenes, memory_scenes, placement_scenes, scenes
+from tests.serve.cuda_emulator import conversion_scenes, cudnn_scenes, memory_scenes, placement_scenes, scenes
 from tests.serve.cuda_emulator.library import make_device
 
 pytestmark = pytest.mark.long
-MODULES = (scenes, memory_scenes, cudnn_scenes, placement_scenes)
-FILES = [str(module.__file__) for module in MODULES]
-SCENES = [name for module in MODULES for name in vars(module) if name.startswith("test_")]
+# Modules whose scenes run in one process, in turn.
+GROUPS = ((scenes, memory_scenes, cudnn_scenes, placement_scenes), (conversion_scenes,))
+SCENES = [
+    (at, name) for at, group in enumerate(GROUPS) for module in group for name in vars(module) if name.startswith("test_")
+]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What each scene came to, from a process of its own that has the device."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """What each scene of a group came to, from a process of its own that has the device."""
     folder = tmp_path_factory.mktemp("device")
     make_device(folder)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA", *FILES]
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    return ran.stdout + ran.stderr
+
+    @cache
+    def ran(group: int) -> str:
+        files = [str(module.__file__) for module in GROUPS[group]]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA", *files]
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        return done.stdout + done.stderr
+
+    return ran
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_on_the_emulated_device(outcomes: str, scene: str) -> None:
-    lines = [line for line in outcomes.splitlines() if f"::{scene}" in line]
-    assert lines, outcomes
-    assert all(line.startswith("PASSED") for line in lines), outcomes
+@pytest.mark.parametrize(("group", "scene"), SCENES, ids=[name for _, name in SCENES])
+def test_on_the_emulated_device(outcomes: Callable[[int], str], group: int, scene: str) -> None:
+    text = outcomes(group)
+    lines = [line for line in text.splitlines() if f"::{scene}" in line]
+    assert lines, text
+    assert all(line.startswith("PASSED") for line in lines), text
 
 
 def opened_layers(folder: Path, site: Path) -> dict[str, str]:
