@@ -375,6 +375,7 @@ def _verified(
         adversarial=verification.adversarial,
         source=done.source,
         accumulators=verification.accumulators,
+        target_device=done.conversion.report.target_device,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
         task=verification.task,
