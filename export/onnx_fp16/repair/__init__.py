@@ -7,10 +7,16 @@ from collections.abc import Sequence
 import onnx_ir
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import HalfType
+from halfserve.export.half_types import HalfType, TargetDevice
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
-from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
+from halfserve.export.onnx_fp16.repair.exponentials import (
+    FUSE_LOG_SOFTMAX,
+    FUSE_SOFTMAX,
+    FUSE_SOFTPLUS,
+    LIMIT_GELU,
+    SPELL_OUT_SILU,
+)
 from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
 from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE, KEEP_PARTS
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, SOFTEN_MASKS
@@ -33,11 +39,16 @@ REPAIRS: tuple[RepairPass, ...] = (
 )
 
 
-def repairs_for(half: HalfType) -> tuple[RepairPass, ...]:
-    """The passes for a type. One of float32's range needs none that serve the range, and loses digits in norms in parts."""
+def repairs_for(half: HalfType, target_device: TargetDevice = "any") -> tuple[RepairPass, ...]:
+    """The passes for a type and a target.
+
+    A type of float32's range needs none that serve the range, and loses digits in norms in parts. SiLU is spelled out for
+    "cuda" alone, as ONNX Runtime's CPU provider takes twice as long for it then.
+    """
+    of_cuda = (SPELL_OUT_SILU,) if target_device == "cuda" else ()
     if half.has_float32_range:
-        return (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS)
-    return REPAIRS
+        return (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS, *of_cuda)
+    return (*REPAIRS, *of_cuda)
 
 
 class PassError(ExportError):
