@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from halfserve.files.cuda_products import CUDA_ENVIRONMENT
+
 CUDNN = "cuDNN"
 _preloading = threading.Lock()  # redirect_stdout is not thread-safe
 
@@ -69,9 +71,14 @@ def nvidia_libraries(major: int) -> tuple[NvidiaLibrary, ...]:
 
 @cache
 def load_nvidia_libraries() -> str:
-    """Load what the installed ONNX Runtime needs on CUDA, once; return why a required library cannot be loaded, or ""."""
+    """Load what the installed ONNX Runtime needs on CUDA, once; return why a required library cannot be loaded, or "".
+
+    Sets the environment variables that the provider reads when it loads.
+    """
     import onnxruntime as ort  # noqa: PLC0415  (it may not be installed where libraries are only listed)
 
+    for name, value in CUDA_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if sys.platform != "linux":
         with _preloading, contextlib.redirect_stdout(io.StringIO()) as printed:
             ort.preload_dlls()

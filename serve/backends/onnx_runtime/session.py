@@ -15,6 +15,7 @@ from typing import Any
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from halfserve.files.cuda_products import TF32, product_options
 from halfserve.installation import install_hint
 from halfserve.nvidia_libraries import load_nvidia_libraries, why_no_cudnn
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
@@ -29,6 +30,7 @@ from halfserve.serve.backends.onnx_runtime.cuda import (
     why_not_without_cudnn,
 )
 from halfserve.serve.backends.onnx_runtime.cuda_placement import floats_on_cpu
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings
@@ -60,7 +62,7 @@ class _UnusableDeviceError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class OpenSession:
     session: ort.InferenceSession  # the runtime's session
-    precision: str  # precision of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
+    precision: str  # in words: "fp16", "fp32", "fp32 (TF32 products)" or "fp32 (the fp16 model, upcast)"
     level: OptimizationLevel  # optimization level
     given_names: Mapping[str, str] = field(default_factory=dict)  # the session's name of each renamed input
     records_graphs: bool = False  # whether the session records CUDA graphs
@@ -136,7 +138,9 @@ class SessionOpener:
     def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
         device = {"device_id": str(self.placement.device_id)}
         accelerators = self.settings.accelerators
-        providers: Providers = [(CUDA, {**accelerators.cuda, **options, **device}), (CPU, {})]
+        with open_onnx(self.path) as file:
+            own = product_options(file.model)
+        providers: Providers = [(CUDA, {**own, **accelerators.cuda, **options, **device}), (CPU, {})]
         if accelerators.tensorrt is None:
             return self._open(providers, for_gpu=True)
         try:
@@ -169,9 +173,10 @@ class SessionOpener:
                 pause()
                 level = probe.safe_level(trial, model.source)
             pause()
+            session = self._session(model, level, providers)
             return OpenSession(
-                session=self._session(model, level, providers),
-                precision=model.precision,
+                session=session,
+                precision=_in_words(model.precision, session),
                 level=level,
                 given_names=model.given_names,
             )
@@ -239,6 +244,13 @@ class SessionOpener:
         options.add_session_config_entry(*FORMAT_ENTRY)
         options.add_session_config_entry(*RECORD_ENTRY)
         return options
+
+
+def _in_words(precision: str, session: ort.InferenceSession) -> str:
+    """The precision of a session, with TF32 where float32 products lose digits by it."""
+    options = session.get_provider_options().get(CUDA, {})
+    has_tf32 = session.get_providers()[0] == CUDA and options.get(TF32) == "1"
+    return f"{precision} (TF32 products)" if precision == "fp32" and has_tf32 else precision
 
 
 def why_no_device(placement: DevicePlacement) -> str | None:

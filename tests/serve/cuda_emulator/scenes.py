@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +16,14 @@ from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost, is_out_of_memory
+from halfserve.serve.engine.precision_guard.loading import make_guard
 from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
+from tests.serve.cuda_emulator.library import PROVIDER
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, OLD_DRIVER = 2, 700, 35
 BROKEN = "CUDA failure 901: operation failed due to a previous error during capture"
@@ -279,3 +283,64 @@ def test_an_option_that_cannot_be_read_is_refused(
     with pytest.raises(ModelLoadError, match=f"m.onnx: ONNX Runtime refuses the model: {reason}"):
         load(tmp_path / "m.onnx", config)
     assert capfd.readouterr().out == ""
+
+
+# A product or a convolution in one type, and what the provider is to do with TF32: without it, 1.31 computes half-precision
+# convolutions without tensor cores.
+PRODUCTS = {
+    "float32 products": ("float[n,4] x) => (float[n,4] y) { y = MatMul(x, w) }", (4, 4), "0", "fp32"),
+    "a float32 convolution": ("float[n,4,1,1] x) => (float[n,4,1,1] y) { y = Conv(x, w) }", (4, 4, 1, 1), "0", "fp32"),
+    "half products": ("float16[n,4] x) => (float16[n,4] y) { y = MatMul(x, h) }", (4, 4), "0", "fp16"),
+    "a half convolution": ("float16[n,4,1,1] x) => (float16[n,4,1,1] y) { y = Conv(x, h) }", (4, 4, 1, 1), "1", "fp16"),
+    "a convolution behind a cast": (
+        "float[n,4,1,1] x) => (float[n,4,1,1] y) { c = Cast<to=10>(x)  v = Relu(c)  z = Conv(v, h)  y = Cast<to=1>(z) }",
+        (4, 4, 1, 1),
+        "1",
+        "fp16",
+    ),
+}
+
+
+def product(path: Path, name: str, config: ModelConfig | None = None) -> OnnxRuntimeBackend:
+    text, shape, _, _ = PRODUCTS[name]
+    weights = {"w": np.ones(shape, np.float32)} if "w)" in text else {"h": np.ones(shape, np.float16)}
+    onnx.save(parse(f"g ({text}", opset=17, ir=8, **weights), path)
+    return load_backend(path, DevicePlacement(), config)
+
+
+def tf32_of(backend: OnnxRuntimeBackend) -> str:
+    return str(backend._session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.usefixtures("device")
+def test_float32_products_are_tf32_beside_a_half_convolution_alone(tmp_path: Path, name: str) -> None:
+    backend = product(tmp_path / "m.onnx", name)
+    assert (tf32_of(backend), backend.precision) == PRODUCTS[name][2:]
+
+
+@pytest.mark.usefixtures("device")
+def test_the_precision_says_that_a_configuration_asks_for_tf32_and_the_twin_has_none(tmp_path: Path) -> None:
+    config = ModelConfig()
+    config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda").parameters["use_tf32"] = "1"
+    config.parameters["halfserve.precision_guard"].string_value = "fallback"
+    model, runtime = tmp_path / "m.onnx", OnnxRuntime()
+    (tmp_path / "fp32").mkdir()
+    product(tmp_path / "fp32" / "model.onnx", "float32 products")
+    backend = product(model, "float32 products", config)
+    assert (tf32_of(backend), backend.precision) == ("1", "fp32 (TF32 products)")
+    guard = make_guard(
+        model, runtime, DevicePlacement(), label="m", interface=runtime.describe(model), config=config, source=model
+    )
+    assert guard is not None
+    assert guard._fallback is not None
+    twin = guard._fallback._twin._loaded()
+    assert isinstance(twin, OnnxRuntimeBackend)
+    assert (tf32_of(twin), twin.precision) == ("0", "fp32")
+
+
+@pytest.mark.usefixtures("device")
+def test_long_half_precision_sums_are_added_in_float32(tmp_path: Path) -> None:
+    product(tmp_path / "m.onnx", "half products")
+    assert b"ORT_CUDA_GEMM_OPTIONS" in PROVIDER.read_bytes()
+    assert os.environ["ORT_CUDA_GEMM_OPTIONS"] == "2"
