@@ -1,9 +1,8 @@
 """ONNX Runtime on a CUDA device: CUDA graphs, sessions beside a recording, and the text of its errors.
 
 A CUDA graph replays a recorded run with one launch for the whole model, at the addresses of the recording, so that every shape
-has its own buffers: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview. Some
-models can be opened for recording but not be recorded: operators whose output size depends on values (NonZero) wait for the
-device. This shows only when a recording fails.
+has its own buffers: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview. The
+runtime keeps recordings by thread, so that each thread that computes a shape makes its own.
 
 ONNX Runtime records with cudaStreamCaptureModeGlobal (cuda_graph.cc). Until the recording ends, other threads that allocate or
 free device memory fail, unless they change their own mode; waiting for the whole device, as opening a session does, fails
@@ -36,6 +35,11 @@ NO_GRAPH = -1  # id of runs that compute without recording
 # Most recorded shapes: each holds device buffers, and further shapes are computed without a graph.
 MAX_SHAPES = 32
 
+# A failed recording is tried again after this number of batches of its shapes, which doubles with each further failure.
+FIRST_WAIT, LONGEST_WAIT = 4, 4096
+
+# Operators whose output sizes depend on values: they wait for the device, which no recording allows.
+WAITING = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # ONNX Runtime's names of memory, by device.
 MEMORY_NAMES = {"cuda": "Cuda", "cpu": "Cpu"}
@@ -98,10 +102,10 @@ def settle_thread(device_id: int) -> None:
 
 
 class DeviceSession:
-    """Keeps a session on a device usable, and its release safe."""
+    """Keeps the sessions of a model on a device usable, and their release safe."""
 
-    def __init__(self, session: Any, device_id: int) -> None:
-        self._session = session
+    def __init__(self, sessions: Sequence[Any], device_id: int) -> None:
+        self._sessions = sessions
         self._device_id = device_id
 
     def enter(self) -> None:
@@ -117,9 +121,10 @@ class DeviceSession:
 
     def __del__(self) -> None:
         if self.is_lost():
-            # Freeing a graph on a lost device throws in its destructor and would end the process, so that the session is
+            # Freeing a graph on a lost device throws in its destructor and would end the process, so that the sessions are
             # leaked.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))
+            for session in self._sessions:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
 
 class GraphReplays:
@@ -132,6 +137,8 @@ class GraphReplays:
         self._max_shapes = max_shapes
         self._wanted = [value.name for value in session.get_outputs()]
         self._recordings: dict[Shapes, _Recording] = {}
+        self._made = 0  # number of recordings so far, the ones that failed included
+        self._waits: dict[Shapes, _Wait] = {}  # of shapes whose latest recording failed
 
     def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
         """Compute every output, from inputs by the session's names, in its dtypes.
@@ -140,19 +147,25 @@ class GraphReplays:
         """
         shapes = tuple((name, array.shape) for name, array in feeds.items())
         recording = self._recordings.get(shapes)
+        if recording is not None and recording.is_made_here:
+            return recording.run(self._session, feeds)
+        wait = self._waits.get(shapes)
+        if wait is not None and wait.goes_on():
+            return self._computed(feeds)
         if recording is None:
             outputs = self._computed(feeds)
             if len(self._recordings) < self._max_shapes and all(array.size for array in (*feeds.values(), *outputs)):
                 self._prepare(shapes, feeds, outputs)
             return outputs
-        if recording.is_made_here:
-            return recording.run(self._session, feeds)
         with RECORDING_LOCK.recording() as may:
             if may:
                 try:
-                    return recording.run(self._session, feeds)
+                    outputs = recording.run(self._session, feeds)
                 except Exception as error:  # noqa: BLE001  (ORT has no exception class; lasting errors recur below)
-                    self._give_up(shapes, error)
+                    self._put_off(shapes, error)
+                else:
+                    self._waits.pop(shapes, None)
+                    return outputs
         return self._computed(feeds)
 
     def _computed(self, feeds: Mapping[str, Array]) -> list[Array]:
@@ -165,18 +178,23 @@ class GraphReplays:
         try:
             given = {name: self._buffer(array) for name, array in feeds.items()}
             wanted = {name: self._buffer(array) for name, array in zip(self._wanted, outputs, strict=True)}
-            self._recordings[shapes] = _Recording(self._session, given, wanted, _run_options(len(self._recordings)))
+            self._recordings[shapes] = _Recording(self._session, given, wanted, _run_options(self._made))
+            self._made += 1  # the runtime keeps what a failed recording leaves by its number
         except Exception as error:  # noqa: BLE001  (such as out of memory; the request is answered)
-            self._give_up(shapes, error)
+            self._put_off(shapes, error)
 
-    def _give_up(self, shapes: Shapes, error: Exception) -> None:
-        """Record no further shapes, and keep the existing graphs."""
-        logger.warning(
-            "a CUDA graph could not be recorded (%s); no more are, and batches are computed as usual", reason_of(error)
-        )
+    def _put_off(self, shapes: Shapes, error: Exception) -> None:
+        """Free the buffers of these shapes, and compute some batches of them before they are recorded."""
         self._recordings.pop(shapes, None)
-        self._recordings = {key: recording for key, recording in self._recordings.items() if recording.is_made_here}
-        self._max_shapes = 0
+        if len(self._waits) >= MAX_SHAPES:
+            self._waits.clear()
+        wait = self._waits.setdefault(shapes, _Wait())
+        wait.begin()
+        logger.warning(
+            "a CUDA graph could not be recorded (%s); the next %d batches of its size are computed without one, and then it is "
+            "tried again",
+            *(reason_of(error), wait.left),
+        )
 
     def _buffer(self, array: Array) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype, *self._place)
@@ -198,7 +216,29 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
         if value.name in given:
             return f"output {value.name!r} is an input"
     nodes = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    if waiting := nodes & WAITING:
+        return f"{min(waiting)} waits for the device"
     return f"{min(drawn)} draws numbers" if (drawn := nodes & RANDOM) else None
+
+
+class _Wait:
+    """The batches from a failed recording to the next attempt.
+
+    Attributes:
+        left: batches to compute before the next attempt.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._next = FIRST_WAIT
+
+    def begin(self) -> None:
+        self.left, self._next = self._next, min(2 * self._next, LONGEST_WAIT)
+
+    def goes_on(self) -> bool:
+        """Count a batch, and return whether it belongs to the wait."""
+        self.left -= 1
+        return self.left >= 0
 
 
 class _Recording:
@@ -219,7 +259,7 @@ class _Recording:
 
     @property
     def is_made_here(self) -> bool:
-        """Whether this thread has recorded a run: the runtime keeps graphs by thread, and the warm-up runs on another one."""
+        """Whether this thread has recorded a run: the runtime keeps graphs by thread, and models are loaded on another one."""
         return self._thread == threading.get_ident()
 
     def run(self, session: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:

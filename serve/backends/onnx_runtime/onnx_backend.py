@@ -30,7 +30,10 @@ from halfserve.serve.backends.onnx_runtime.session_settings import (
     operator_libraries,
     read_settings,
 )
+from halfserve.serve.backends.onnx_runtime.shared_weights import has_convolutions
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.config.batching import declared_padded_rows, few_sizes
+from halfserve.serve.engine.config.parameters import PADDED_ROWS
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
 from halfserve.serve.engine.tensors import Array, Tensors
 
@@ -74,16 +77,23 @@ class OnnxRuntime:
         """
         libraries = operator_libraries(config, path, trusted=self._trust_custom_operators)
         settings = replace(read_settings(config, path), operator_libraries=libraries)
-        rows = max(1, config.max_batch_size)
-        opened = SessionOpener(path=path, placement=placement, settings=settings, probe=self._probe, rows=rows).open()
+        rows, sizes = max(1, config.max_batch_size), few_sizes(config)
+        with open_onnx(path) as file:
+            indices = index_ranges(file.model.graph)
+            sizes = sizes if has_convolutions(file.model) else ()
+        opened = SessionOpener(
+            path=path, placement=placement, settings=settings, probe=self._probe, rows=rows, sizes=sizes
+        ).open()
+        padded = sizes if opened.records_graphs else tuple(opened.by_rows)
+        if padded and declared_padded_rows(config) is None:
+            config.parameters[PADDED_ROWS].string_value = ",".join(map(str, padded))
         if settings.session_entries.get(DENORMALS) == "1":
             warn_if_in_vain(opened.session, path)
         if opened.level is not OptimizationLevel.ALL:
             config.parameters[OPTIMIZATION_LEVEL].string_value = opened.level.label
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
         free = tuple(free_sizes(interface, batched=config.max_batch_size > 0))
-        with open_onnx(path) as file:
-            errors = RequestErrors(index_ranges(file.model.graph), free, on_device=opened.provider != CPU)
+        errors = RequestErrors(indices, free, on_device=opened.provider != CPU)
         return OnnxRuntimeBackend.of(opened, interface, placement.device_id, settings.arena_shrinkage, errors)
 
 
@@ -94,6 +104,7 @@ class OnnxRuntimeBackend:
     provider: str  # name of the provider that computes, as ONNX Runtime reports it
     precision: str  # precision of the computation, in words
     _session: ort.InferenceSession
+    _by_rows: Mapping[int, ort.InferenceSession]  # the sessions for these numbers of rows, instead of `_session`
     _run_options: Any
     _compute_dtypes: Mapping[str, np.dtype[Any]]
     _given_names: Mapping[str, str]  # the session's names of the inputs, by the interface's names
@@ -122,6 +133,7 @@ class OnnxRuntimeBackend:
             provider=opened.provider,
             precision=opened.precision,
             _session=session,
+            _by_rows=opened.by_rows,
             _run_options=options,
             _compute_dtypes={name: dtypes[own] for name, own in given.items()},
             _given_names=given,
@@ -130,7 +142,7 @@ class OnnxRuntimeBackend:
             _texts=[spec.name for spec in interface.inputs if spec.datatype.array_dtype.hasobject],
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
             _replays=GraphReplays(session, "cuda", device_id) if opened.records_graphs else None,
-            _device_session=DeviceSession(session, device_id) if opened.provider != CPU else None,
+            _device_session=DeviceSession([session, *opened.by_rows.values()], device_id) if opened.provider != CPU else None,
             _errors=errors,
         )
 
@@ -157,7 +169,8 @@ class OnnxRuntimeBackend:
         arrays: Any
         try:
             if self._replays is None:
-                arrays = self._session.run(self._wanted_names, feeds, self._run_options)
+                session = self._by_rows.get(len(next(iter(feeds.values()))), self._session) if self._by_rows else self._session
+                arrays = session.run(self._wanted_names, feeds, self._run_options)
             else:
                 arrays = self._replays.run(feeds)
         except Exception as error:

@@ -23,13 +23,14 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.padding.padding_rule import parse_padding_rule, rising_lengths, whole
 
 PREFIX = "halfserve."
-MEASURED = "halfserve.measured"  # speed of the model in each precision that was tried, in words
+MEASURED = "halfserve.measured"  # speed of the model in each way that was tried, in words
+PADDED_ROWS = "halfserve.padded_rows"  # numbers of rows that the server pads batches to by its own choice, such as "1,2,4,8"
 TASK = "halfserve.task"  # describes any model to clients
 Parse = Callable[[str], Any]  # parses the text to the value; raises a ValueError that says which form is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
 REPORTED = frozenset(
     {
-        *("halfserve.certificate", "halfserve.measured", "halfserve.nodes", "halfserve.padding_proved"),
+        *("halfserve.certificate", "halfserve.measured", "halfserve.nodes", PADDED_ROWS, "halfserve.padding_proved"),
         *("halfserve.precision", "halfserve.provider", "halfserve.steps"),
     }
 )
@@ -181,7 +182,7 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         "In which precision the CPU computes an ONNX model: see [OpenVINO](../guides/openvino.md).",
     ),
     "halfserve.cuda_graphs": OwnParameter(
-        switch, "off", "`on`, `off`",
+        switch, "on for models with Convs", "`on`, `off`",
         "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
         "outputs on the CPU, sizes that depend on values, random numbers); they run without.",
     ),
@@ -220,7 +221,11 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         one_of("all", "extended", "basic", "disabled"), "chosen by the crash probe", "`all`, `extended`, `basic`, `disabled`",
         "ONNX Runtime's optimisation level. With this key, the model is not tried in a child process first.",
     ),
-    "halfserve.pad_to_preferred": OwnParameter(switch, "off", "`on`, `off`", "Pad a batch to the next preferred size."),
+    "halfserve.pad_to_preferred": OwnParameter(
+        switch, "off", "`on`, `off`",
+        "Pad a batch to the next preferred size. On CUDA, batches of models with Convs are padded to a few sizes without it, "
+        "which `off` prevents.",
+    ),
     "halfserve.padding": OwnParameter(
         parse_padding_rule, "none", "`INPUT[AXIS]=VALUE ... -> OUTPUT[AXIS] ...`",
         "Requests of different lengths share batches: these axes of inputs are padded with these values, and these axes of "
