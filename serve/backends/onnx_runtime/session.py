@@ -145,21 +145,20 @@ class SessionOpener:
         if opened.provider != CUDA or not self.sizes:
             return opened
         weights = self._shared_weights(opened.session)
-        if weights:
-            del opened  # frees its own copy of the weights
-            opened = replace(self, weights=weights)._on_cuda({})  # noqa: SLF001  (of the same class)
+        opener = replace(self, sizes=(), weights=weights)
         *others, largest = few(self.sizes)
-        by_rows = {largest: opened.session}
         try:
-            for size in reversed(others):
-                by_rows[size] = replace(self, weights=weights)._on_cuda({}).session  # noqa: SLF001  (of the same class)
+            if weights:
+                del opened  # frees its own copy of the weights
+                opened = opener._on_cuda({})  # noqa: SLF001  (of the same class)
+            by_rows = {size: opener._on_cuda({}).session for size in others}  # noqa: SLF001  (of the same class)
         except (ModelLoadError, _UnusableDeviceError) as error:
             logger.warning("%s: cannot be opened once for each batch size (%s)", self.path, error)
-            return opened
-        sizes = ", ".join(map(str, sorted(by_rows)))
+            return self._on_cuda({})
+        by_rows[largest] = opened.session
         text = "%s: runs in a session for each batch size of %s, which share %d weights, as cuDNN's plans are for one size"
-        logger.info(text, self.path, sizes, len(weights))
-        return replace(opened, by_rows=dict(sorted(by_rows.items())))
+        logger.info(text, self.path, ", ".join(map(str, by_rows)), len(weights))
+        return replace(opened, by_rows=by_rows)
 
     def _shared_weights(self, session: ort.InferenceSession) -> Mapping[str, ort.OrtValue]:
         """Return the weights that several sessions can share; none if a convolution runs on the CPU or memory runs out."""

@@ -157,6 +157,7 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
     # The configuration is copied because the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
+    scratch.parameters["halfserve.pad_to_preferred"].string_value = "off"  # no sessions or recordings by batch size by default
     for key in OF_HALF_PRECISION:
         scratch.parameters.pop(key, None)
     return runtime.load(path, own, replace(placement, cpu_precision=CpuPrecision.FLOAT32), scratch)
